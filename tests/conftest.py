@@ -1,4 +1,6 @@
-"""How `make test` shares out the tests among processes, which are no trouble to each other's measurements."""
+"""How `make test` shares out the tests among processes, which are no trouble to each
+other's measurements.
+"""
 
 import functools
 import os
@@ -6,28 +8,46 @@ import sys
 
 import pytest
 
-# jsonschema, which nbformat loads, takes two seconds for the grammar of addresses in this package. No test reads one.
+# jsonschema, which nbformat loads, takes two seconds for the grammar of addresses in
+# this package. No test reads one.
 sys.modules.setdefault("rfc3987_syntax", None)
 
 collect_ignore_glob = ["*/conftest.py"]  # they hold no examples, and have one name
 
-# A fixture of many seconds serves the whole file, or what was computed for one of its tests others ask for too.
-COMPILED_ONCE = "test_blocks.py::test_flex", "[fwd-flex]"  # by a compiler that takes seconds to import
+# A fixture of many seconds serves the whole file, or what was computed for one of its
+# tests others ask for too.
+COMPILED_ONCE = (
+    "test_blocks.py::test_flex",
+    "[fwd-flex]",
+)  # by a compiler that takes seconds to import
 MEASURED_ONCE = (
-    "test_documents.py", "test_explore.py", "test_first_screen.py", "test_landscape.py", "test_predicted.py",
-    "test_ranks.py", "test_report.py", "test_runs.py", "test_triton.py",
-)  # fmt: skip
+    "test_documents.py",
+    "test_explore.py",
+    "test_first_screen.py",
+    "test_landscape.py",
+    "test_predicted.py",
+    "test_ranks.py",
+    "test_report.py",
+    "test_runs.py",
+    "test_triton.py",
+)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """One process more than there are cores, because some tests wait most of their time."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else None
+    """One process more than there are cores, because some tests wait most of their
+    time.
+    """
+    return (
+        len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else None
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Each test where there is room, the long files first and each in one process, as are tests of one kernel."""
+    """Each test where there is room, the long files first and each in one process, as
+    are tests of one kernel.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -42,9 +62,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True, scope="session")
 def beside_other_tests():
-    """Rows that tests measure count as undisturbed, though other tests run beside them, and get no more rounds.
+    """Rows that tests measure count as undisturbed, though other tests run beside them,
+    and get no more rounds.
 
-    The code of the library, which no test changes, is hashed once: to read it takes a second for each report.
+    The code of the library, which no test changes, is hashed once: to read it takes a
+    second for each report.
     """
     from ringlab.measure import provenance, session
 
@@ -52,7 +74,11 @@ def beside_other_tests():
     known = functools.cache(lambda paths: code_hash(paths, provenance.PACKAGE))
 
     def once(paths, root):
-        return known(frozenset(paths)) if root == provenance.PACKAGE else code_hash(paths, root)
+        return (
+            known(frozenset(paths))
+            if root == provenance.PACKAGE
+            else code_hash(paths, root)
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "CONTENTION", 99.0)

@@ -1,20 +1,25 @@
-"""Block-sparse attention whose blocks are chosen by content: each block of queries sees its top-k blocks of keys.
+"""Block-sparse attention whose blocks are chosen by content: each block of queries sees
+its top-k blocks of keys.
 
-A scorer gives every (query block, key block) a logit z. S, the ``top_k`` visible blocks of a row of blocks with the
-largest z, is chosen per batch entry and head; then ``out = softmax(scale * q k^T + log M) v`` with M = 0 off S and on S
+A scorer gives every (query block, key block) a logit z. S, the ``top_k`` visible blocks
+of a row of blocks with the largest z, is chosen per batch entry and head; then ``out =
+softmax(scale * q k^T + log M) v`` with M = 0 off S and on S
 
 - without z: M = 1; the logits are those of the blocks' mean q and k, and only choose,
-- with z: ``M = count * softmax(z over S)``, count the number of blocks in S: equal logits are M = 1.
+- with z: ``M = count * softmax(z over S)``, count the number of blocks in S: equal
+  logits are M = 1.
 
-S is constant for the gradient, M is differentiable, so a scorer learns which of the chosen blocks deserve weight. NaN
-counts as the largest logit: its block is chosen, and the rows that it weighs, or that see the NaN itself, are NaN.
+S is constant for the gradient, M is differentiable, so a scorer learns which of the
+chosen blocks deserve weight. NaN counts as the largest logit: its block is chosen, and
+the rows that it weighs, or that see the NaN itself, are NaN.
 
-Causal: S is the block itself, always, and the best of those wholly before it, so the first rows choose fewer. Inside
-the block itself the mask is exact. Logits of block i may then use blocks 0 .. i-1 alone: ``block_logits`` asks with
-the mean q of block i-1, and a block's logit for itself is 0.
+Causal: S is the block itself, always, and the best of those wholly before it, so the
+first rows choose fewer. Inside the block itself the mask is exact. Logits of block i
+may then use blocks 0 .. i-1 alone: ``block_logits`` asks with the mean q of block i-1,
+and a block's logit for itself is 0.
 
-Across ranks shards are contiguous, equal and of whole blocks. Every rank gets the means of all blocks, chooses for its
-own rows, and receives the blocks that it chose.
+Across ranks shards are contiguous, equal and of whole blocks. Every rank gets the means
+of all blocks, chooses for its own rows, and receives the blocks that it chose.
 """
 
 from __future__ import annotations
@@ -27,7 +32,16 @@ from torch.nn import functional as F
 
 from .attention import check_tensors
 from .block_patterns import block_count
-from .checks import FLOATS, LARGEST, check_backend, check_bool, check_float_dtype, check_int, is_real, short_repr
+from .checks import (
+    FLOATS,
+    LARGEST,
+    check_backend,
+    check_bool,
+    check_float_dtype,
+    check_int,
+    is_real,
+    short_repr,
+)
 from .engine import topk
 from .engine.autograd import outside_graphs, without_autocast
 from .kernels import device_of
@@ -38,10 +52,11 @@ from .ring.group import Group
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Each block of ``block_size`` queries sees the ``top_k`` blocks of keys with the largest logits.
+    """Each block of ``block_size`` queries sees the ``top_k`` blocks of keys with the
+    largest logits.
 
-    Raises ValueError for numbers that are not positive; and, once n is known, for blocks longer than the sequence or
-    a ``top_k`` above their number.
+    Raises ValueError for numbers that are not positive; and, once n is known, for
+    blocks longer than the sequence or a ``top_k`` above their number.
 
     >>> Adaptive(64, 4).pairs(1024, causal=True), Adaptive(64, 16).pairs(1000) == 1000**2
     (205312, True)
@@ -52,27 +67,37 @@ class Adaptive:
 
     def __post_init__(self):
         for name in ("block_size", "top_k"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name), most=LARGEST))
+            object.__setattr__(
+                self, name, check_int(name, getattr(self, name), most=LARGEST)
+            )
 
     def count(self, n: int) -> int:
-        """The number of blocks of ``n`` positions; ValueError where the pattern does not fit them."""
+        """The number of blocks of ``n`` positions; ValueError where the pattern does
+        not fit them.
+        """
         count = block_count(n, self.block_size)
         if self.top_k > count:
-            raise ValueError(f"top_k {self.top_k} exceeds the {count} blocks of n = {n}")
+            raise ValueError(
+                f"top_k {self.top_k} exceeds the {count} blocks of n = {n}"
+            )
         return count
 
     def pairs(self, n: int, causal: bool = False) -> int:
         """Visible (query, key) pairs of one head, whatever the content.
 
-        Exact if causal (a short last block is only seen by itself), if block_size divides n, or if all blocks are
-        seen; else the most there can be, as rows that choose the short last block see fewer.
+        Exact if causal (a short last block is only seen by itself), if block_size
+        divides n, or if all blocks are seen; else the most there can be, as rows that
+        choose the short last block see fewer.
         """
         count, size, n = self.count(n), self.block_size, int(n)
         check_bool("causal", causal)
         if not causal:
             return n * min(n, self.top_k * size)
         lengths = [size] * (count - 1) + [n - (count - 1) * size]
-        return sum(m * (m + 1) // 2 + m * size * min(i, self.top_k - 1) for i, m in enumerate(lengths))
+        return sum(
+            m * (m + 1) // 2 + m * size * min(i, self.top_k - 1)
+            for i, m in enumerate(lengths)
+        )
 
     def __str__(self) -> str:
         return f"blocks of {self.block_size}: the best {self.top_k} by content"
@@ -80,9 +105,15 @@ class Adaptive:
 
 @torch.no_grad()
 def best_blocks(
-    q, k, pattern: Adaptive, scale: float | None = None, causal=False, ranks: Group | None = None
+    q,
+    k,
+    pattern: Adaptive,
+    scale: float | None = None,
+    causal=False,
+    ranks: Group | None = None,
 ) -> Tensor:
-    """The blocks that ``adaptive_attention`` chooses without z, as indices (batch, heads, blocks, top_k).
+    """The blocks that ``adaptive_attention`` chooses without z, as indices (batch,
+    heads, blocks, top_k).
 
     Causal: the block itself comes first, and row i uses the first i + 1.
 
@@ -90,11 +121,15 @@ def best_blocks(
     >>> best_blocks(x, x, Adaptive(1, 1)).flatten().tolist()
     [0, 1, 2, 3]
     """
-    return choose(logits(q, k, pattern, scale, causal, ranks), pattern.top_k, causal, ranks)
+    return choose(
+        logits(q, k, pattern, scale, causal, ranks), pattern.top_k, causal, ranks
+    )
 
 
 def block_counts(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int, int]:
-    """How many blocks of queries are here, and how many there are; ValueError unless the pattern fits all shards."""
+    """How many blocks of queries are here, and how many there are; ValueError unless
+    the pattern fits all shards.
+    """
     size, here = (1, 1) if ranks is None else (ranks.size, len(ranks.here))
     n = q.shape[1] * size // here
     if size > 1 and n % (size * pattern.block_size):
@@ -105,26 +140,48 @@ def block_counts(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int
 
 
 def block_means(t: Tensor, size: int) -> Tensor:
-    """Means of t (b, n, h, d) over blocks of ``size`` positions, the last over those it has: (b, h, blocks, d)."""
+    """Means of t (b, n, h, d) over blocks of ``size`` positions, the last over those it
+    has: (b, h, blocks, d).
+    """
     whole = t.shape[1] // size * size
-    means = t[:, :whole].unflatten(1, (-1, size)).mean(2, dtype=accumulation_dtype(t.dtype))  # (b, n // size, h, d)
+    means = (
+        t[:, :whole].unflatten(1, (-1, size)).mean(2, dtype=accumulation_dtype(t.dtype))
+    )  # (b, n // size, h, d)
     if whole < t.shape[1]:
-        means = torch.cat([means, t[:, whole:].mean(1, keepdim=True, dtype=accumulation_dtype(t.dtype))], 1)
-    return means.transpose(1, 2).contiguous()  # one layout, so that products round alike on one device and on many
+        means = torch.cat(
+            [
+                means,
+                t[:, whole:].mean(1, keepdim=True, dtype=accumulation_dtype(t.dtype)),
+            ],
+            1,
+        )
+    return means.transpose(
+        1, 2
+    ).contiguous()  # one layout, so that products round alike on one device and on many
 
 
 def logits(
-    q: Tensor, k: Tensor, pattern: Adaptive, scale: float | None, causal: bool, ranks: Group | None, weights=()
+    q: Tensor,
+    k: Tensor,
+    pattern: Adaptive,
+    scale: float | None,
+    causal: bool,
+    ranks: Group | None,
+    weights=(),
 ) -> Tensor:
-    """The rows here of z (b, h, blocks, blocks), from the blocks' mean q and k, each times its weight if there are any.
+    """The rows here of z (b, h, blocks, blocks), from the blocks' mean q and k, each
+    times its weight if there are any.
 
-    Causal: row i is of q's block i-1, row 0 of nothing; 0 on the diagonal and above. Every rank computes all rows and
-    takes its own: a product of fewer rows may round otherwise, and choose otherwise.
+    Causal: row i is of q's block i-1, row 0 of nothing; 0 on the diagonal and above.
+    Every rank computes all rows and takes its own: a product of fewer rows may round
+    otherwise, and choose otherwise.
     """
     block_counts(q, pattern, ranks)  # raises where the pattern does not fit
     size, scale = pattern.block_size, q.shape[3] ** -0.5 if scale is None else scale
 
-    def product(*means: Tensor) -> Tensor:  # q (b, h, blocks, d), k (b, h_kv, blocks, d)
+    def product(
+        *means: Tensor,
+    ) -> Tensor:  # q (b, h, blocks, d), k (b, h_kv, blocks, d)
         q, k = (m @ w.to(m.dtype) for m, w in zip(means, weights)) if weights else means
         if causal:
             q = F.pad(q[:, :, :-1], (0, 0, 1, 0))
@@ -134,9 +191,18 @@ def logits(
     with without_autocast(q):
         if ranks is None:
             return product(block_means(q, size), block_means(k, size))
-        parts = [[block_means(t, size) for t in pair] for pair in zip(ranks.split(q), ranks.split(k))]
+        parts = [
+            [block_means(t, size) for t in pair]
+            for pair in zip(ranks.split(q), ranks.split(k))
+        ]
         whole = outside_graphs(topk_exchange.gather)(ranks, parts, size)
-        return torch.cat([product(*m).chunk(ranks.size, 2)[rank] for rank, m in zip(ranks.here, whole)], 2)
+        return torch.cat(
+            [
+                product(*m).chunk(ranks.size, 2)[rank]
+                for rank, m in zip(ranks.here, whole)
+            ],
+            2,
+        )
 
 
 def choose(z: Tensor, top_k: int, causal: bool, ranks: Group | None) -> Tensor:
@@ -145,20 +211,30 @@ def choose(z: Tensor, top_k: int, causal: bool, ranks: Group | None) -> Tensor:
     Causal: the block itself, then the best before it, i of them in row i.
     """
     if not causal:
-        return z.topk(top_k, -1).indices.sort(-1).values  # in order: a short last block comes last
+        return (
+            z.topk(top_k, -1).indices.sort(-1).values
+        )  # in order: a short last block comes last
     itself = rows_here(z, ranks)  # (rows, 1)
     hidden = torch.arange(z.shape[3], device=z.device) >= itself
-    before = z.clamp(min=torch.finfo(z.dtype).min).masked_fill(hidden, -torch.inf)  # the hidden come after all others
-    return torch.cat([itself.expand(*z.shape[:3], 1), before.topk(top_k - 1, -1).indices], -1)
+    before = z.clamp(min=torch.finfo(z.dtype).min).masked_fill(
+        hidden, -torch.inf
+    )  # the hidden come after all others
+    return torch.cat(
+        [itself.expand(*z.shape[:3], 1), before.topk(top_k - 1, -1).indices], -1
+    )
 
 
-def log_multiplicity(z: Tensor, picks: Tensor, causal: bool, ranks: Group | None) -> Tensor:
+def log_multiplicity(
+    z: Tensor, picks: Tensor, causal: bool, ranks: Group | None
+) -> Tensor:
     """log M (b, h, rows, top_k) on S; -inf where a causal row has fewer blocks."""
     logits, top_k = z.gather(-1, picks), picks.shape[3]
     number = torch.full((1, 1), top_k, device=z.device)
     if causal:
         number = (rows_here(z, ranks) + 1).clamp(max=top_k)  # (rows, 1)
-        logits = logits.masked_fill(torch.arange(top_k, device=z.device) >= number, -torch.inf)
+        logits = logits.masked_fill(
+            torch.arange(top_k, device=z.device) >= number, -torch.inf
+        )
     return logits.log_softmax(-1) + number.to(z.dtype).log()
 
 
@@ -181,14 +257,18 @@ def adaptive_attention(
     group=None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention to the blocks that z chooses and weighs, or that the means of q and k choose, as this module says.
+    """Attention to the blocks that z chooses and weighs, or that the means of q and k
+    choose, as this module says.
 
-    q is (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); z (batch, heads, blocks, blocks), of
-    queries by keys, may have another float dtype; causal reads it on and below its diagonal alone. Returns out and,
-    with ``return_lse``, lse (batch, heads, seq) as ``ringlab.attention`` does. Differentiable once, in q, k, v and z.
+    q is (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim); z
+    (batch, heads, blocks, blocks), of queries by keys, may have another float dtype;
+    causal reads it on and below its diagonal alone. Returns out and, with
+    ``return_lse``, lse (batch, heads, seq) as ``ringlab.attention`` does.
+    Differentiable once, in q, k, v and z.
 
-    ``group``: a ProcessGroup or 1-D DeviceMesh, and q, k, v are this rank's shards, contiguous and equal, of whole
-    blocks, and z its rows (batch, heads, own blocks, all blocks); or ``ringlab.Simulated(p)``, and all are whole.
+    ``group``: a ProcessGroup or 1-D DeviceMesh, and q, k, v are this rank's shards,
+    contiguous and equal, of whole blocks, and z its rows (batch, heads, own blocks, all
+    blocks); or ``ringlab.Simulated(p)``, and all are whole.
 
     Raises ValueError or TypeError for arguments that do not fit.
 
@@ -200,7 +280,9 @@ def adaptive_attention(
     ranks = Group.sharing(group)
     check_tensors(q, k, v)
     if not isinstance(pattern, Adaptive):
-        raise TypeError(f"pattern must be a ringlab.Adaptive, got {type(pattern).__name__}")
+        raise TypeError(
+            f"pattern must be a ringlab.Adaptive, got {type(pattern).__name__}"
+        )
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
     if scale is not None and not (is_real(scale) and abs(scale) < float("inf")):
@@ -211,27 +293,45 @@ def adaptive_attention(
         picks, log_m = best_blocks(q, k, pattern, scale, causal, ranks), None
     else:
         wanted = (q.shape[0], q.shape[2], *block_counts(q, pattern, ranks))
-        if not isinstance(z, Tensor) or z.dtype not in FLOATS or z.shape != wanted or z.device != q.device:
-            got = f"{tuple(z.shape)}, {z.dtype} on {z.device}" if isinstance(z, Tensor) else type(z).__name__
-            raise ValueError(f"z must be (batch, heads, blocks, blocks) = {wanted}, floats on {q.device}; got {got}")
+        if (
+            not isinstance(z, Tensor)
+            or z.dtype not in FLOATS
+            or z.shape != wanted
+            or z.device != q.device
+        ):
+            got = (
+                f"{tuple(z.shape)}, {z.dtype} on {z.device}"
+                if isinstance(z, Tensor)
+                else type(z).__name__
+            )
+            raise ValueError(
+                f"z must be (batch, heads, blocks, blocks) = {wanted}, floats on {q.device}; got {got}"
+            )
         picks = choose(z.detach(), pattern.top_k, causal, ranks)
         z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
-        log_m = log_multiplicity(z, picks, causal, ranks).to(accumulation_dtype(q.dtype))
+        log_m = log_multiplicity(z, picks, causal, ranks).to(
+            accumulation_dtype(q.dtype)
+        )
     given = q, k, v, log_m, picks, pattern.block_size, causal, scale, backend
     if ranks is None:
-        out, lse = outside_graphs(topk.attend)(*given)  # how many calls there are depends on the data
+        out, lse = outside_graphs(topk.attend)(
+            *given
+        )  # how many calls there are depends on the data
     else:
         out, lse = outside_graphs(topk_exchange.attend)(ranks, *given, str(pattern))
     return (out, lse) if return_lse else out
 
 
 class AdaptiveBlockSparse(nn.Module):
-    """Attention to content-chosen blocks with a scorer that trains: two projections of the blocks' mean q and k.
+    """Attention to content-chosen blocks with a scorer that trains: two projections of
+    the blocks' mean q and k.
 
-    ``forward(q, k, v, is_causal=False)`` on (batch, seq, heads, head_dim) tensors; all heads share the scorer, whose
-    weights ``q_score`` and ``k_score`` (head_dim, head_dim) start as the identity: a new module chooses the blocks that
-    ``adaptive_attention`` chooses without z. ``group`` is that of ``adaptive_attention``: the weights are replicated
-    then, and over a ProcessGroup their gradients are this rank's part: sum them over the ranks.
+    ``forward(q, k, v, is_causal=False)`` on (batch, seq, heads, head_dim) tensors; all
+    heads share the scorer, whose weights ``q_score`` and ``k_score`` (head_dim,
+    head_dim) start as the identity: a new module chooses the blocks that
+    ``adaptive_attention`` chooses without z. ``group`` is that of
+    ``adaptive_attention``: the weights are replicated then, and over a ProcessGroup
+    their gradients are this rank's part: sum them over the ranks.
 
     Raises ValueError for sizes that do not fit, TypeError for a group that is none.
 
@@ -259,20 +359,38 @@ class AdaptiveBlockSparse(nn.Module):
         if dtype is not None:
             check_float_dtype(dtype)
         device = device if device is None else device_of(device)
-        self.pattern, self.backend, self.group = Adaptive(block_size, top_k), backend, group
-        self.q_score, self.k_score = (nn.Parameter(torch.eye(head_dim, device=device, dtype=dtype)) for _ in range(2))
+        self.pattern, self.backend, self.group = (
+            Adaptive(block_size, top_k),
+            backend,
+            group,
+        )
+        self.q_score, self.k_score = (
+            nn.Parameter(torch.eye(head_dim, device=device, dtype=dtype))
+            for _ in range(2)
+        )
 
     def logits(self, q: Tensor, k: Tensor, causal: bool = False) -> Tensor:
-        """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b, n, h_kv, d); a rank's rows."""
+        """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b,
+        n, h_kv, d); a rank's rows.
+        """
         check_tensors(q, k, k)
         check_bool("causal", causal)
         if q.shape[3] != len(self.q_score):
-            raise ValueError(f"the scorer is for head_dim {len(self.q_score)}, got {q.shape[3]}")
+            raise ValueError(
+                f"the scorer is for head_dim {len(self.q_score)}, got {q.shape[3]}"
+            )
         weights = self.q_score, self.k_score
-        return logits(q, k, self.pattern, None, causal, Group.sharing(self.group), weights)
+        return logits(
+            q, k, self.pattern, None, causal, Group.sharing(self.group), weights
+        )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        z, options = self.logits(q, k, is_causal), {"backend": self.backend, "group": self.group}
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False
+    ) -> Tensor:
+        z, options = (
+            self.logits(q, k, is_causal),
+            {"backend": self.backend, "group": self.group},
+        )
         return adaptive_attention(q, k, v, self.pattern, z, causal=is_causal, **options)
 
     def extra_repr(self) -> str:

@@ -1,8 +1,10 @@
-"""Advice: which settings for which length on which hardware, and ``config="auto"`` of the modules.
+"""Advice: which settings for which length on which hardware, and ``config="auto"`` of
+the modules.
 
-Each setting is chosen by measured rows (``Evidence``) where they bear on it, else by the hardware's policy or by
-estimate. ``ringlab.report.evidence`` makes evidence from stored rows. Only the pattern changes results: it is proposed,
-and one that is given stays.
+Each setting is chosen by measured rows (``Evidence``) where they bear on it, else by
+the hardware's policy or by estimate. ``ringlab.report.evidence`` makes evidence from
+stored rows. Only the pattern changes results: it is proposed, and one that is given
+stays.
 """
 
 from __future__ import annotations
@@ -33,13 +35,24 @@ from .ring.volume import unevenness
 
 PAPER = 2048  # LongNet's first segment (Ding et al. 2023, arXiv 2307.02486)
 SHORTEST = 256  # first segment of a ladder
-BLOCK, MOST_BLOCKS = 128, 4096  # positions of a block; blocks are larger where there would be more of them
+BLOCK, MOST_BLOCKS = (
+    128,
+    4096,
+)  # positions of a block; blocks are larger where there would be more of them
 EVEN = 1.1  # shards stay contiguous while the busiest rank computes at most this many times the average
 TILE = 512
-SWITCHES = {"gather": "gathered copies", "cache": "the pattern cache", "pool": "the pool", "blocks": "ways for blocks"}
+SWITCHES = {
+    "gather": "gathered copies",
+    "cache": "the pattern cache",
+    "pool": "the pool",
+    "blocks": "ways for blocks",
+}
 SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its backward
 MOST_RANKS = 32  # tried for a sequence that does not fit
-STEP, TRIES = 128, 6  # a shorter length is sought in multiples of so many positions a rank, in so many tries
+STEP, TRIES = (
+    128,
+    6,
+)  # a shorter length is sought in multiples of so many positions a rank, in so many tries
 NEAR = 1.5  # rows count whose share of dense's products differs by at most this factor
 KINDS = ("auto", "dense", "ladder", "local")
 POLICY, ESTIMATE, ASKED = "by policy", "by estimate", "as asked"
@@ -47,12 +60,13 @@ POLICY, ESTIMATE, ASKED = "by policy", "by estimate", "as asked"
 
 @dataclass(frozen=True)
 class Evidence:
-    """A measured comparison of two rows that differ in one thing: ``against`` takes ``ratio`` times as long as
-    ``setting``, from ``low`` to ``high`` at 95 %.
+    """A measured comparison of two rows that differ in one thing: ``against`` takes
+    ``ratio`` times as long as ``setting``, from ``low`` to ``high`` at 95 %.
 
-    ``about``: what they differ in, "dtype", "backend", "scheme", "pattern" or a switch of ``Execution``; ``origin``
-    which rows they are. ``counts`` is false for rows of another machine and of a rehearsal: they are shown and decide
-    nothing. No ratio below ``least`` is a difference.
+    ``about``: what they differ in, "dtype", "backend", "scheme", "pattern" or a switch
+    of ``Execution``; ``origin`` which rows they are. ``counts`` is false for rows of
+    another machine and of a rehearsal: they are shown and decide nothing. No ratio
+    below ``least`` is a difference.
 
     >>> e = Evidence("backend", "eager", "auto", 0.5, 0.4, 0.6, "8K", "rows of today")
     >>> e.faster, e.slower, e.turned().setting, e.turned().ratio
@@ -88,13 +102,31 @@ class Evidence:
     def turned(self) -> Evidence:
         """The same comparison from the other side."""
         low, high = 1 / self.high, 1 / self.low if self.low else math.inf
-        return replace(self, setting=self.against, against=self.setting, ratio=1 / self.ratio, low=low, high=high)
+        return replace(
+            self,
+            setting=self.against,
+            against=self.setting,
+            ratio=1 / self.ratio,
+            low=low,
+            high=high,
+        )
 
     @property
     def text(self) -> str:
-        word = "faster than" if self.faster else "slower than" if self.slower else "within noise of"
-        sides = [f"{self.about}={x}" if x in ("True", "False") else x for x in (self.setting, self.against)]
-        said = f"{sides[0]} {self.figures} {word} {sides[1]}, {self.label}, {self.origin}"
+        word = (
+            "faster than"
+            if self.faster
+            else "slower than"
+            if self.slower
+            else "within noise of"
+        )
+        sides = [
+            f"{self.about}={x}" if x in ("True", "False") else x
+            for x in (self.setting, self.against)
+        ]
+        said = (
+            f"{sides[0]} {self.figures} {word} {sides[1]}, {self.label}, {self.origin}"
+        )
         return said if self.counts else f"{said}: decides nothing"
 
     @property
@@ -108,8 +140,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Decision:
-    """One setting: its ``value``, ``how`` it was chosen ("by policy", "by estimate", "measured: ...", "as asked"),
-    ``why``, and the measured comparisons that concern it."""
+    """One setting: its ``value``, ``how`` it was chosen ("by policy", "by estimate",
+    "measured: ...", "as asked"), ``why``, and the measured comparisons that concern it.
+    """
 
     name: str
     value: object
@@ -122,10 +155,15 @@ class Decision:
         if isinstance(self.value, torch.dtype):
             return dtype_name(self.value)
         if isinstance(self.value, Execution):
-            return ", ".join(f"{k}={v}" for k, v in changed(self.value).items()) or "as it stands"
+            return (
+                ", ".join(f"{k}={v}" for k, v in changed(self.value).items())
+                or "as it stands"
+            )
         if isinstance(self.value, bool):
             return "yes" if self.value else "no"
-        return ", ".join(self.value) if isinstance(self.value, tuple) else str(self.value)
+        return (
+            ", ".join(self.value) if isinstance(self.value, tuple) else str(self.value)
+        )
 
 
 @dataclass(frozen=True)
@@ -144,7 +182,9 @@ class Proposal:
 def changed(execution: Execution) -> dict:
     """The switches of an execution that are not as it stands by itself."""
     plain = vars(Execution())
-    return {name: value for name, value in vars(execution).items() if value != plain[name]}
+    return {
+        name: value for name, value in vars(execution).items() if value != plain[name]
+    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -171,18 +211,29 @@ made = {{'dtype': {dtype}, 'device': device, 'requires_grad': {grad}}}
 q, k, v = (torch.randn({batch}, seq_len, heads, {head_dim}, **made) for heads in {heads})
 out = {out}
 {backward}"""
-TORCHRUN = '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
-PATTERN_COLUMNS = ("pairs of dense", "lower bound", "peak per rank", "sent in all", "pattern")
+TORCHRUN = (
+    '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
+)
+PATTERN_COLUMNS = (
+    "pairs of dense",
+    "lower bound",
+    "peak per rank",
+    "sent in all",
+    "pattern",
+)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to run for a length on a profile: choices with their reasons, and the patterns that were compared.
+    """What to run for a length on a profile: choices with their reasons, and the
+    patterns that were compared.
 
-    ``advice["scheme"]`` is a choice's value. ``need_bytes`` is what the rank that needs most needs, ``budget_bytes``
-    what it has (None: not known); where that is less, ``longest`` is a length of this pattern that fits, near the
-    longest, and ``enough_ranks`` a number of ranks that hold the sequence. ``cache_bytes``: what the caches of all
-    layers take for generating up to this length, on the rank with most (None: not causal, or not estimated).
+    ``advice["scheme"]`` is a choice's value. ``need_bytes`` is what the rank that needs
+    most needs, ``budget_bytes`` what it has (None: not known); where that is less,
+    ``longest`` is a length of this pattern that fits, near the longest, and
+    ``enough_ranks`` a number of ranks that hold the sequence. ``cache_bytes``: what the
+    caches of all layers take for generating up to this length, on the rank with most
+    (None: not causal, or not estimated).
     """
 
     call: MetaCall  # its shape, passes, ranks and profile
@@ -201,18 +252,28 @@ class Advice:
 
     @property
     def fits(self) -> bool | None:
-        return None if None in (self.budget_bytes, self.need_bytes) else self.need_bytes <= self.budget_bytes
+        return (
+            None
+            if None in (self.budget_bytes, self.need_bytes)
+            else self.need_bytes <= self.budget_bytes
+        )
 
     @property
     def title(self) -> str:
         c = self.call
-        heads = f"{c.heads} heads" + ("" if c.kv_heads == c.heads else f" over {c.kv_heads} of K/V")
+        heads = f"{c.heads} heads" + (
+            "" if c.kv_heads == c.heads else f" over {c.kv_heads} of K/V"
+        )
         parts = [
-            c.profile.title, "one rank" if c.ranks == 1 else f"{c.ranks} ranks", f"{self.seq_len:,} tokens",
-            f"{heads} of {c.head_dim}", "causal" if c.causal else "not causal",
+            c.profile.title,
+            "one rank" if c.ranks == 1 else f"{c.ranks} ranks",
+            f"{self.seq_len:,} tokens",
+            f"{heads} of {c.head_dim}",
+            "causal" if c.causal else "not causal",
             "forward" if c.passes == "fwd" else "forward and backward",
-            f"batch {c.batch}" if c.batch > 1 else "", f"{self.layers} layers" if self.layers > 1 else "",
-        ]  # fmt: skip
+            f"batch {c.batch}" if c.batch > 1 else "",
+            f"{self.layers} layers" if self.layers > 1 else "",
+        ]
         return ", ".join(filter(None, parts))
 
     @property
@@ -226,7 +287,11 @@ class Advice:
         have = f"{need}, of {format_bytes(self.budget_bytes)}"
         if self.fits:
             return f"fits: {have}"
-        longest = f"{self.longest:,} tokens fit" if self.longest else "no shorter length was found that fits"
+        longest = (
+            f"{self.longest:,} tokens fit"
+            if self.longest
+            else "no shorter length was found that fits"
+        )
         ranks = f"; {self.enough_ranks} ranks hold it" if self.enough_ranks else ""
         return f"does not fit: {have}; {longest}{ranks}"
 
@@ -234,96 +299,179 @@ class Advice:
         """What is said of memory: of the call, and of the caches for generation."""
         if self.cache_bytes is None:
             return [("memory", self.memory)]
-        caches = "a cache" if self.layers == 1 else f"the caches of {self.layers} layers"
+        caches = (
+            "a cache" if self.layers == 1 else f"the caches of {self.layers} layers"
+        )
         said = f"{caches} for {self.seq_len:,} tokens: {format_bytes(self.cache_bytes)}"
         return [("memory", self.memory), ("generation", said)]
 
     def text(self) -> str:
-        """For a terminal: the choices, the measured comparisons, and the patterns that were compared."""
+        """For a terminal: the choices, the measured comparisons, and the patterns that
+        were compared.
+        """
         lines = [self.title, ""]
         for c in self.choices.values():
             lines += [f"{c.name:15}{c.shown}", f"{'':15}{c.how}: {c.why}"]
         lines += [f"{name:15}{ESTIMATE}: {said}" for name, said in self._memories()]
         lines += [""]
         measured = [f"  {e.text}" for c in self.choices.values() for e in c.evidence]
-        lines += ["measured:", *measured] if measured else ["measured: nothing that bears on it"]
-        return "\n".join([*lines, "", *columns([PATTERN_COLUMNS, *map(self._figures, self.proposals)])])
+        lines += (
+            ["measured:", *measured]
+            if measured
+            else ["measured: nothing that bears on it"]
+        )
+        return "\n".join(
+            [
+                *lines,
+                "",
+                *columns([PATTERN_COLUMNS, *map(self._figures, self.proposals)]),
+            ]
+        )
 
     def table(self) -> str:
-        """Two tables in Markdown: the choices with their evidence, and the patterns that were compared."""
+        """Two tables in Markdown: the choices with their evidence, and the patterns
+        that were compared.
+        """
         rows = [("What", "Choice", "How", "Why", "Measured")]
-        rows += [(c.name, c.shown, c.how, c.why, "; ".join(e.text for e in c.evidence)) for c in self.choices.values()]
+        rows += [
+            (c.name, c.shown, c.how, c.why, "; ".join(e.text for e in c.evidence))
+            for c in self.choices.values()
+        ]
         rows += [(name, "", ESTIMATE, said, "") for name, said in self._memories()]
         return f"{_markdown(rows)}\n\n{_markdown([PATTERN_COLUMNS, *map(self._figures, self.proposals)])}"
 
     def code(self) -> str:
         """Python that runs as it stands, on the profile's device or else on a CPU.
 
-        Ranks are simulated in the one process; a comment says what changes under torchrun.
+        Ranks are simulated in the one process; a comment says what changes under
+        torchrun.
         """
-        c, pattern, kept, backward = self.call, self["pattern"], self["checkpointing"], self.call.passes != "fwd"
-        about = [f"{x.name}: {x.shown}; {x.how}: {x.why}" for x in self.choices.values()]
-        about = [wrap(x, 114, subsequent_indent="  ") for x in (self.title, *about, f"memory: {self.memory}")]
+        c, pattern, kept, backward = (
+            self.call,
+            self["pattern"],
+            self["checkpointing"],
+            self.call.passes != "fwd",
+        )
+        about = [
+            f"{x.name}: {x.shown}; {x.how}: {x.why}" for x in self.choices.values()
+        ]
+        about = [
+            wrap(x, 114, subsequent_indent="  ")
+            for x in (self.title, *about, f"memory: {self.memory}")
+        ]
         options = [f"causal={c.causal}", f"backend={self['backend']!r}"]
         if c.ranks > 1:
-            options += [f"group=ringlab.Simulated({c.ranks})", f"scheme={self['scheme']!r}"]
+            options += [
+                f"group=ringlab.Simulated({c.ranks})",
+                f"scheme={self['scheme']!r}",
+            ]
             options += [f"layout={str(self['layout'])!r}"]
         if execution := changed(self["execution"]):
-            options += [f"execution=ringlab.Execution({', '.join(f'{k}={v!r}' for k, v in execution.items())})"]
+            options += [
+                f"execution=ringlab.Execution({', '.join(f'{k}={v!r}' for k, v in execution.items())})"
+            ]
         return CODE.format(
             about="\n".join(f"# {line}" for lines in about for line in lines),
             module="blocks" if isinstance(pattern, BlockSparse) else "patterns",
             names=", ".join(sorted(set(re.findall(r"\b([A-Z]\w*)\(", repr(pattern))))),
-            checkpoint="from torch.utils.checkpoint import checkpoint\n" if kept else "",
-            seq_len=self.seq_len, pattern=repr(pattern), options=", ".join(options), dtype=self["dtype"],
-            device='"cuda" if torch.cuda.is_available() else "cpu"' if c.profile.kind == "cuda" else '"cpu"',
-            torchrun=TORCHRUN if c.ranks > 1 else "", grad=backward, batch=c.batch, head_dim=c.head_dim,
+            checkpoint="from torch.utils.checkpoint import checkpoint\n"
+            if kept
+            else "",
+            seq_len=self.seq_len,
+            pattern=repr(pattern),
+            options=", ".join(options),
+            dtype=self["dtype"],
+            device='"cuda" if torch.cuda.is_available() else "cpu"'
+            if c.profile.kind == "cuda"
+            else '"cpu"',
+            torchrun=TORCHRUN if c.ranks > 1 else "",
+            grad=backward,
+            batch=c.batch,
+            head_dim=c.head_dim,
             heads=[c.heads, c.kv_heads, c.kv_heads],
-            out="checkpoint(attend, q, k, v, use_reentrant=False)" if kept else "attend(q, k, v)",
+            out="checkpoint(attend, q, k, v, use_reentrant=False)"
+            if kept
+            else "attend(q, k, v)",
             backward="out.sum().backward()\n" if backward else "",
-        )  # fmt: skip
+        )
 
     def _figures(self, p: Proposal) -> tuple[str, ...]:
         bound = f"{format_seconds(p.bound_s)} ({p.binds})" if p.bound_s else "not known"
-        over = p.peak_bytes and self.budget_bytes is not None and p.peak_bytes > self.budget_bytes
-        peak = format_bytes(p.peak_bytes) + (", does not fit" if over else "") if p.peak_bytes else "not estimated"
-        return f"{100 * p.share:.3g} %", bound, peak, format_bytes(p.sent_bytes), f"{p.name}: {p.pattern}"
+        over = (
+            p.peak_bytes
+            and self.budget_bytes is not None
+            and p.peak_bytes > self.budget_bytes
+        )
+        peak = (
+            format_bytes(p.peak_bytes) + (", does not fit" if over else "")
+            if p.peak_bytes
+            else "not estimated"
+        )
+        return (
+            f"{100 * p.share:.3g} %",
+            bound,
+            peak,
+            format_bytes(p.sent_bytes),
+            f"{p.name}: {p.pattern}",
+        )
 
     def _repr_markdown_(self) -> str:
         return f"**{self.title}**\n\n{self.table()}\n\n```python\n{self.code()}```\n"
 
 
 def columns(rows: Sequence[Sequence[str]], sides: Sequence[str] = "") -> list[str]:
-    """Rows as lines with aligned columns; ``sides``: of each column, "<" (all by default) or ">"."""
+    """Rows as lines with aligned columns; ``sides``: of each column, "<" (all by
+    default) or ">".
+    """
     widths = [max(map(len, column)) for column in zip(*rows)]
     sides = sides or "<" * len(widths)
-    return ["  ".join(f"{t:{s}{w}}" for t, s, w in zip(row, sides, widths)).rstrip() for row in rows]
+    return [
+        "  ".join(f"{t:{s}{w}}" for t, s, w in zip(row, sides, widths)).rstrip()
+        for row in rows
+    ]
 
 
 def _markdown(rows: list[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(text.replace("|", "\\|") for text in row) + " |"
+        for row in rows
+    ]
     return "\n".join([lines[0], "|" + ":--|" * len(rows[0]), *lines[1:]])
 
 
 def ladder(seq_len: int, first: int = PAPER) -> Pattern:
-    """LongNet's ladder up to the sequence: segments first, 2 first, ... at rates 1, 2, ...; dense where one holds all.
+    """LongNet's ladder up to the sequence: segments first, 2 first, ... at rates 1, 2,
+    ...; dense where one holds all.
 
     >>> str(ladder(10000)), str(ladder(2048))
     ('dilated [2048, 4096, 8192, 16384] / [1, 2, 4, 8]', 'dense')
     """
     steps = max(0, (-(-seq_len // first) - 1).bit_length())
-    return Dilated([first << i for i in range(steps + 1)], [1 << i for i in range(steps + 1)]) if steps else Dense()
+    return (
+        Dilated(
+            [first << i for i in range(steps + 1)], [1 << i for i in range(steps + 1)]
+        )
+        if steps
+        else Dense()
+    )
 
 
 def local(seq_len: int, ranks: int = 1, width: int = PAPER) -> BlockSparse:
-    """A sliding window of about ``width`` positions; on one rank a global block too, for which ranks would send all.
+    """A sliding window of about ``width`` positions; on one rank a global block too,
+    for which ranks would send all.
 
     >>> str(local(10000)), str(local(10000, ranks=2))
     ('blocks of 128: window 8, 1 global', 'blocks of 128: window 8')
     """
-    block = min(max(BLOCK, 1 << (seq_len // MOST_BLOCKS).bit_length()), seq_len, width // 2)
+    block = min(
+        max(BLOCK, 1 << (seq_len // MOST_BLOCKS).bit_length()), seq_len, width // 2
+    )
     before = max(1, width // (2 * block))
-    return local_global(before, 1, block_size=block) if ranks == 1 else sliding_window(before, block_size=block)
+    return (
+        local_global(before, 1, block_size=block)
+        if ranks == 1
+        else sliding_window(before, block_size=block)
+    )
 
 
 def advise(
@@ -347,41 +495,64 @@ def advise(
     rows: Iterable[Evidence] = (),
     network: Network | None = None,
 ) -> Advice:
-    """Advise dtype, backend, scheme, layout, pattern, execution and checkpointing for ``seq_len`` tokens on ``ranks``.
+    """Advise dtype, backend, scheme, layout, pattern, execution and checkpointing for
+    ``seq_len`` tokens on ``ranks``.
 
-    ``pattern``: one to keep, or what to propose: "dense", "ladder" (LongNet: segments w, 2w, 4w at rates 1, 2, 4 and so
-    on up to the sequence), "local" (sliding window, global block), "auto" (the ladder where it pays, else dense).
-    ``seconds``: a limit for the lower bound of a call; the ladder's first segment is the longest within it.
-    ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``: of a rank (None: the profile's).
-    ``rows``: measured comparisons. A ``dtype`` or ``layout`` that is given is kept. ``estimates=False``: choose by
-    policy, rows and bytes sent alone; memory and lower bounds, which take seconds to find, stay unknown. ``network``:
-    measured between as many CPUs, by which the scheme is the one that is predicted to be the fastest.
+    ``pattern``: one to keep, or what to propose: "dense", "ladder" (LongNet: segments
+    w, 2w, 4w at rates 1, 2, 4 and so on up to the sequence), "local" (sliding window,
+    global block), "auto" (the ladder where it pays, else dense). ``seconds``: a limit
+    for the lower bound of a call; the ladder's first segment is the longest within it.
+    ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``:
+    of a rank (None: the profile's). ``rows``: measured comparisons. A ``dtype`` or
+    ``layout`` that is given is kept. ``estimates=False``: choose by policy, rows and
+    bytes sent alone; memory and lower bounds, which take seconds to find, stay unknown.
+    ``network``: measured between as many CPUs, by which the scheme is the one that is
+    predicted to be the fastest.
 
-    Raises ValueError, in one line, for an unknown profile, numbers that are not positive, memory that cannot hold
-    the inputs of a rank, and what takes minutes to estimate.
+    Raises ValueError, in one line, for an unknown profile, numbers that are not
+    positive, memory that cannot hold the inputs of a rank, and what takes minutes to
+    estimate.
 
     >>> advice = advise("gtx1080", 131072, ranks=2)
     >>> advice["dtype"], advice["scheme"], advice["pattern"].segment_lengths[:3], advice.fits
     (torch.float32, 'plan', (2048, 4096, 8192), True)
     """
     if not isinstance(profile, str | hardware.Profile):
-        raise TypeError(f"profile must be a hardware profile or its name, got {short_repr(profile)}")
+        raise TypeError(
+            f"profile must be a hardware profile or its name, got {short_repr(profile)}"
+        )
     if isinstance(profile, str):
         machine = hardware.detect()
         profile = hardware.resolve(profile, machine).on(machine)
-    if not isinstance(pattern, Pattern) and not (isinstance(pattern, str) and pattern in KINDS):
-        raise ValueError(f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {short_repr(pattern)}")
+    if not isinstance(pattern, Pattern) and not (
+        isinstance(pattern, str) and pattern in KINDS
+    ):
+        raise ValueError(
+            f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {short_repr(pattern)}"
+        )
     seq_len = check_int("seq_len", seq_len, most=LARGEST)
     layers = check_int("layers", layers, most=LARGEST)
     call = MetaCall(
-        Dense(), heads, head_dim, batch, kv_heads, causal=causal, passes=passes, ranks=ranks, profile=profile,
+        Dense(),
+        heads,
+        head_dim,
+        batch,
+        kv_heads,
+        causal=causal,
+        passes=passes,
+        ranks=ranks,
+        profile=profile,
         **({} if dtype is None else {"dtype": dtype}),
-    )  # fmt: skip
+    )
     if call.ranks > seq_len:
-        raise ValueError(f"{short_repr(call.ranks)} ranks are more than {seq_len} tokens")
+        raise ValueError(
+            f"{short_repr(call.ranks)} ranks are more than {seq_len} tokens"
+        )
     for name, value in (("memory_bytes", memory_bytes), ("seconds", seconds)):
         if value is not None and not (is_real(value) and 0 < value < math.inf):
-            raise ValueError(f"{name} must be a positive number, got {short_repr(value)}")
+            raise ValueError(
+                f"{name} must be a positive number, got {short_repr(value)}"
+            )
     check_bool("estimates", estimates)
     if layout is not None:
         layout_named(layout, seq_len, call.ranks)  # raises what is wrong with it
@@ -389,12 +560,16 @@ def advise(
     if not all(isinstance(row, Evidence) for row in rows):
         raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
-    return _Advisor(call, seq_len, layers, budget, rows, layout, dtype, estimates, seconds, network).advice(pattern)
+    return _Advisor(
+        call, seq_len, layers, budget, rows, layout, dtype, estimates, seconds, network
+    ).advice(pattern)
 
 
 @dataclass
 class _Placed:
-    """A pattern with the settings it runs with; ``sent`` is the bytes of a call by (from rank, to rank)."""
+    """A pattern with the settings it runs with; ``sent`` is the bytes of a call by
+    (from rank, to rank).
+    """
 
     call: MetaCall
     seq_len: int
@@ -409,7 +584,9 @@ class _Placed:
 
 @dataclass
 class _Advisor:
-    """What is asked for, and the decisions: dtype and backend first, then the pattern with its execution and scheme."""
+    """What is asked for, and the decisions: dtype and backend first, then the pattern
+    with its execution and scheme.
+    """
 
     call: MetaCall  # with the dtype and the kernel that were decided; each pattern replaces the rest
     seq_len: int
@@ -431,52 +608,101 @@ class _Advisor:
 
     def advice(self, wanted: str | Pattern) -> Advice:
         c = self.call
-        least = c.batch * -(-self.seq_len // c.ranks) * (c.heads + 2 * c.kv_heads) * c.head_dim * c.dtype.itemsize
+        least = (
+            c.batch
+            * -(-self.seq_len // c.ranks)
+            * (c.heads + 2 * c.kv_heads)
+            * c.head_dim
+            * c.dtype.itemsize
+        )
         if self.budget is not None and least > self.budget:
-            few = f"q, k and v of a rank are {format_bytes(least)}" if least < 2**60 else "q, k and v are far larger"
-            raise ValueError(f"{format_bytes(self.budget)} cannot hold the inputs: {few}")
+            few = (
+                f"q, k and v of a rank are {format_bytes(least)}"
+                if least < 2**60
+                else "q, k and v are far larger"
+            )
+            raise ValueError(
+                f"{format_bytes(self.budget)} cannot hold the inputs: {few}"
+            )
         if self.estimates:
             c.check(self.seq_len)
         pattern = self._pattern(wanted)
         placed = self.place(pattern.value)
         checkpointing = self._checkpointing(placed)
-        choices = pattern, self.dtype, self.backend, *placed.across, placed.execution, checkpointing
+        choices = (
+            pattern,
+            self.dtype,
+            self.backend,
+            *placed.across,
+            placed.execution,
+            checkpointing,
+        )
         found: dict = {}
         if self.estimates:
             kept = checkpointing.value
             found["need_bytes"] = self._need(placed.estimate, kept)
             if c.causal:
                 found["cache_bytes"] = self.layers * placed.estimate.cache_bytes
-            found["proposals"] = self._proposals(pattern.value, isinstance(wanted, Pattern), kept)
+            found["proposals"] = self._proposals(
+                pattern.value, isinstance(wanted, Pattern), kept
+            )
             if not self._fits(placed.estimate, kept):
                 found["longest"] = self._longest(placed, kept)
                 found["enough_ranks"] = self._enough_ranks(placed, kept)
-        return Advice(c, self.seq_len, self.layers, {c.name: c for c in choices}, self.budget, **found)
+        return Advice(
+            c,
+            self.seq_len,
+            self.layers,
+            {c.name: c for c in choices},
+            self.budget,
+            **found,
+        )
 
-    # -----------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # from rows
 
-    def _measured(self, about: str, default: str, suits: Callable) -> tuple[Evidence, ...]:
-        """For each other setting, the comparison with ``default`` whose shape is nearest to the one asked for."""
+    def _measured(
+        self, about: str, default: str, suits: Callable
+    ) -> tuple[Evidence, ...]:
+        """For each other setting, the comparison with ``default`` whose shape is
+        nearest to the one asked for.
+        """
 
         def distance(e: Evidence) -> tuple:
             other = e.passes != self.call.passes, e.causal != self.call.causal
             return not e.counts, *other, abs(math.log(e.seq_len / self.seq_len))
 
         nearest: dict[str, Evidence] = {}
-        for e in sorted((e for e in self.rows if e.about == about and suits(e)), key=distance):
+        for e in sorted(
+            (e for e in self.rows if e.about == about and suits(e)), key=distance
+        ):
             e = e.turned() if e.setting == default else e
             if e.against == default != e.setting:
                 nearest.setdefault(e.setting, e)
         return tuple(nearest.values())
 
-    def _fastest(self, about: str, default: str, why="", how=POLICY, suits: Callable = lambda e: True) -> Decision:
-        """The fastest setting that was measured faster than the default, else the default."""
+    def _fastest(
+        self,
+        about: str,
+        default: str,
+        why="",
+        how=POLICY,
+        suits: Callable = lambda e: True,
+    ) -> Decision:
+        """The fastest setting that was measured faster than the default, else the
+        default.
+        """
         found = self._measured(about, default, suits)
         counting = [e for e in found if e.counts]
         best = max(counting, key=lambda e: (e.faster, e.ratio), default=None)
         if best and best.faster:
-            return Decision(about, best.setting, best.how, f"faster than {best.against}, {best.label}", found)
+            return Decision(
+                about,
+                best.setting,
+                best.how,
+                f"faster than {best.against}, {best.label}",
+                found,
+            )
         if best and all(e.slower for e in counting):
             best = best.turned()
             how, why = best.how, f"faster than {best.against}, {best.label}; {why}"
@@ -484,7 +710,9 @@ class _Advisor:
 
     def _dtype(self) -> Decision:
         if self.given_dtype is not None:
-            return Decision("dtype", self.given_dtype, ASKED, "a dtype that is given is kept")
+            return Decision(
+                "dtype", self.given_dtype, ASKED, "a dtype that is given is kept"
+            )
         name, why = self.call.profile.dtype_reason().split(": ", 1)
         decided = self._fastest("dtype", name, why)
         return replace(decided, value=getattr(torch, decided.value))
@@ -493,19 +721,41 @@ class _Advisor:
         """The backend, and the kernel that should run."""
         profile, dtype = self.call.profile, self.call.dtype
         try:
-            found = kernels.expected(profile.kind, profile.capability, dtype, self.call.head_dim)
-            said = found.refusals if profile.kind != "cpu" else {}  # a CPU refuses all that is for GPUs
-            refused = [f"{name} {why}" for name, why in said.items() if name not in kernels.CPU]
-            own = "this library's own kernel" if found.name == "compiled" else "of torch's own kernels"
+            found = kernels.expected(
+                profile.kind, profile.capability, dtype, self.call.head_dim
+            )
+            said = (
+                found.refusals if profile.kind != "cpu" else {}
+            )  # a CPU refuses all that is for GPUs
+            refused = [
+                f"{name} {why}" for name, why in said.items() if name not in kernels.CPU
+            ]
+            own = (
+                "this library's own kernel"
+                if found.name == "compiled"
+                else "of torch's own kernels"
+            )
             kernel, why = found.name, "; ".join([f"{found.name}, {own}", *refused])
         except NotImplementedError as error:
             kernel, why = "auto", str(error)
-        as_auto = {kernel: "auto"}  # a row of the kernel that "auto" comes to is a row of "auto"
+        as_auto = {
+            kernel: "auto"
+        }  # a row of the kernel that "auto" comes to is a row of "auto"
         self.rows = tuple(
-            replace(e, **{side: as_auto.get(getattr(e, side), getattr(e, side)) for side in ("setting", "against")})
-            if e.about == "backend" else e for e in self.rows
-        )  # fmt: skip
-        decided = self._fastest("backend", "auto", why, suits=lambda e: e.dtype == dtype_name(dtype))
+            replace(
+                e,
+                **{
+                    side: as_auto.get(getattr(e, side), getattr(e, side))
+                    for side in ("setting", "against")
+                },
+            )
+            if e.about == "backend"
+            else e
+            for e in self.rows
+        )
+        decided = self._fastest(
+            "backend", "auto", why, suits=lambda e: e.dtype == dtype_name(dtype)
+        )
         if decided.value == "auto":
             return decided, kernel
         return replace(decided, value=(decided.value, "auto")), decided.value
@@ -518,26 +768,42 @@ class _Advisor:
             if name == "gather" and self.call.ranks > 1:
                 continue
             default = str(getattr(plain, name))
-            decided = self._fastest(name, default, suits=lambda e: e.pattern.startswith(kind))
+            decided = self._fastest(
+                name, default, suits=lambda e: e.pattern.startswith(kind)
+            )
             found += decided.evidence
             if decided.value != default:
-                taken[name] = {"True": True, "False": False}.get(decided.value, decided.value)
+                taken[name] = {"True": True, "False": False}.get(
+                    decided.value, decided.value
+                )
                 how, why = decided.how, f"{title}: {decided.why}"
         return Decision("execution", replace(plain, **taken), how, why, found)
 
-    # -----------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # by estimate
 
     def _bounded(self, pattern: Pattern) -> Estimate:
-        """The work of a call and its lower bounds alone: nothing is run, and memory is not known."""
+        """The work of a call and its lower bounds alone: nothing is run, and memory is
+        not known.
+        """
         placed = self.place(pattern)
         counted = cost_of(placed.call, self.seq_len)
-        return Estimate(counted, self.call.ranks, None, {}, 0, placed.sent).bounded(rates_of(placed.call, counted))
+        return Estimate(counted, self.call.ranks, None, {}, 0, placed.sent).bounded(
+            rates_of(placed.call, counted)
+        )
 
     def _need(self, found: Estimate, checkpointing: bool = False) -> int:
-        """Bytes of the rank that needs most: one layer at its peak, the others with what they save."""
-        saved = found.parts["q"] if checkpointing else sum(found.parts[name] for name in SAVED)
-        return found.peak_bytes + (saved * (self.layers - 1) if self.call.passes == "fwd+bwd" else 0)
+        """Bytes of the rank that needs most: one layer at its peak, the others with
+        what they save.
+        """
+        saved = (
+            found.parts["q"]
+            if checkpointing
+            else sum(found.parts[name] for name in SAVED)
+        )
+        return found.peak_bytes + (
+            saved * (self.layers - 1) if self.call.passes == "fwd+bwd" else 0
+        )
 
     def _fits(self, found: Estimate, checkpointing: bool = False) -> bool:
         return self.budget is None or self._need(found, checkpointing) <= self.budget
@@ -545,26 +811,44 @@ class _Advisor:
     def _place(self, pattern: Pattern) -> _Placed:
         """The pattern with the execution, scheme and layout that suit it.
 
-        Eager scores, which alone fill memory, are computed in tiles where they do not fit.
+        Eager scores, which alone fill memory, are computed in tiles where they do not
+        fit.
         """
         execution, eager = self._execution(pattern), self.call.backend == "eager"
         if eager and not self.estimates and self.call.profile.kind == "cuda":
             why = f"smaller tiles where memory runs out; {execution.why}"
-            execution = replace(execution, value=replace(execution.value, tile=Ladder()), why=why)
+            execution = replace(
+                execution, value=replace(execution.value, tile=Ladder()), why=why
+            )
         placed = self._on_ranks(pattern, execution)
         if eager and self.estimates and not self._fits(placed.estimate):
-            tiled, need = replace(execution.value, tile=TILE), format_bytes(self._need(placed.estimate))
-            tried = replace(execution, value=tiled, how=ESTIMATE, why=f"{need} without tiles; {execution.why}")
-            placed = min(placed, self._on_ranks(pattern, tried), key=lambda each: each.estimate.peak_bytes)
+            tiled, need = (
+                replace(execution.value, tile=TILE),
+                format_bytes(self._need(placed.estimate)),
+            )
+            tried = replace(
+                execution,
+                value=tiled,
+                how=ESTIMATE,
+                why=f"{need} without tiles; {execution.why}",
+            )
+            placed = min(
+                placed,
+                self._on_ranks(pattern, tried),
+                key=lambda each: each.estimate.peak_bytes,
+            )
         return placed
 
     def _on_ranks(self, pattern: Pattern, execution: Decision) -> _Placed:
-        """The pattern with a layout and the scheme that sends the fewest bytes of those that fit; with a network the
-        one that is predicted to be the fastest.
+        """The pattern with a layout and the scheme that sends the fewest bytes of those
+        that fit; with a network the one that is predicted to be the fastest.
 
         Where schemes send equally much it is the ring, which holds the least.
         """
-        c, n = replace(self.call, pattern=pattern, execution=execution.value), self.seq_len
+        c, n = (
+            replace(self.call, pattern=pattern, execution=execution.value),
+            self.seq_len,
+        )
         if c.ranks == 1:
             return _Placed(c, n, execution)
         c = c if self.network is None else on_network(c, self.network)
@@ -577,38 +861,65 @@ class _Advisor:
                 except ValueError as error:
                     refused.append(str(error))
                     continue
-                found[scheme] = _Placed(call, n, execution, sent=call.sent(problem, scheme))
+                found[scheme] = _Placed(
+                    call, n, execution, sent=call.sent(problem, scheme)
+                )
                 total[scheme] = sum(found[scheme].sent.values())
-            order = sorted(total, key=lambda scheme: (total[scheme], scheme != ("ring" if total[scheme] else "plan")))
+            order = sorted(
+                total,
+                key=lambda scheme: (
+                    total[scheme],
+                    scheme != ("ring" if total[scheme] else "plan"),
+                ),
+            )
             if self.network is not None:
-                seconds = {scheme: predict(found[scheme].call, n, self.network).seconds for scheme in found}
+                seconds = {
+                    scheme: predict(found[scheme].call, n, self.network).seconds
+                    for scheme in found
+                }
                 order.sort(key=seconds.get)
             if unevenness(problem, order[0]) <= EVEN:
                 break
         least, best = order[0], order[0]
-        if self.estimates and self.budget is not None and len(order) > 1:  # an estimate takes long
-            best = next((scheme for scheme in order if self._fits(found[scheme].estimate)), least)
+        if (
+            self.estimates and self.budget is not None and len(order) > 1
+        ):  # an estimate takes long
+            best = next(
+                (scheme for scheme in order if self._fits(found[scheme].estimate)),
+                least,
+            )
         why = "what each rank's queries see is on it, so nothing moves"
         if total[least]:
-            listed = ", ".join(f"{scheme} {format_bytes(total[scheme])}" for scheme in order)
+            listed = ", ".join(
+                f"{scheme} {format_bytes(total[scheme])}" for scheme in order
+            )
             why = f"all ranks together send in a call: {listed}"
             if self.network is not None:
-                times = ", ".join(f"{scheme} {format_seconds(seconds[scheme])}" for scheme in order)
+                times = ", ".join(
+                    f"{scheme} {format_seconds(seconds[scheme])}" for scheme in order
+                )
                 why = f"predicted time on this network: {times}; {why}"
         if best != least:
             why += f"; {least} needs {format_bytes(self._need(found[least].estimate))} on a rank, more than there is"
 
         def suits(e: Evidence) -> bool:
-            return (e.ranks, e.pattern) == (c.ranks, str(pattern)) and {e.setting, e.against} <= total.keys()
+            return (e.ranks, e.pattern) == (c.ranks, str(pattern)) and {
+                e.setting,
+                e.against,
+            } <= total.keys()
 
-        scheme = self._fastest("scheme", best, "; ".join([why, *refused]), ESTIMATE, suits)
+        scheme = self._fastest(
+            "scheme", best, "; ".join([why, *refused]), ESTIMATE, suits
+        )
         busiest = f"the busiest rank computes {unevenness(problem, scheme.value):.3g} times the average"
-        layout = Decision("layout", name, ESTIMATE if self.layout is None else ASKED, busiest)
+        layout = Decision(
+            "layout", name, ESTIMATE if self.layout is None else ASKED, busiest
+        )
         placed = found[scheme.value]
         placed.across = scheme, layout
         return placed
 
-    # -----------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # the pattern
 
     def _pattern(self, wanted: str | Pattern) -> Decision:
@@ -621,21 +932,41 @@ class _Advisor:
             return self._in_time()
         found = ladder(n)
         cost, dense = (cost_of(replace(c, pattern=p), n) for p in (found, Dense()))
-        share, seen = cost.pairs / dense.pairs, cost.distinct_pairs / dense.distinct_pairs
+        share, seen = (
+            cost.pairs / dense.pairs,
+            cost.distinct_pairs / dense.distinct_pairs,
+        )
         why = f"LongNet's first segment of {PAPER:,}; {100 * share:.3g} % of the products of dense attention"
         if share > seen:
             why += f", for {100 * seen:.3g} % of its pairs: branches share some"
         if wanted == "ladder":
             return Decision("pattern", found, ASKED, why)
         if isinstance(found, Dense):
-            return Decision("pattern", found, ESTIMATE, f"a segment of {PAPER:,}, LongNet's first, holds all")
+            return Decision(
+                "pattern",
+                found,
+                ESTIMATE,
+                f"a segment of {PAPER:,}, LongNet's first, holds all",
+            )
         if share >= 1:
-            return Decision("pattern", Dense(), ESTIMATE, f"it needs no more than {found}: {why}")
-        # The ladder, unless rows of the same work and about its density show that it does not pay.
+            return Decision(
+                "pattern", Dense(), ESTIMATE, f"it needs no more than {found}: {why}"
+            )
+        # The ladder, unless rows of the same work and about its density show that it
+        # does not pay.
 
         def suits(e: Evidence) -> bool:
-            same = (e.passes, e.causal, e.ranks, e.dtype) == (c.passes, c.causal, 1, dtype_name(c.dtype))
-            return same and 1 / NEAR <= e.share / share <= NEAR and "dilated" in e.setting + e.against
+            same = (e.passes, e.causal, e.ranks, e.dtype) == (
+                c.passes,
+                c.causal,
+                1,
+                dtype_name(c.dtype),
+            )
+            return (
+                same
+                and 1 / NEAR <= e.share / share <= NEAR
+                and "dilated" in e.setting + e.against
+            )
 
         rows = self._measured("pattern", "dense", suits)
         if not rows or not rows[0].counts:
@@ -643,38 +974,65 @@ class _Advisor:
         e = rows[0]
         at = f"{e.setting}, {100 * e.share:.3g} %, at {e.seq_len:,} tokens"
         if not e.faster:
-            return Decision("pattern", Dense(), e.how, f"{at} is no faster than dense; {why}", rows)
+            return Decision(
+                "pattern", Dense(), e.how, f"{at} is no faster than dense; {why}", rows
+            )
         return Decision("pattern", found, e.how, f"{at}; {why}", rows)
 
     def _in_time(self) -> Decision:
-        """The ladder whose first segment is the longest that the time allows; dense if one holds all."""
-        allowed, first = format_seconds(self.seconds), 1 << (self.seq_len - 1).bit_length()
-        while (bound := self._bounded(ladder(self.seq_len, first)).bound_s) > self.seconds and first > SHORTEST:
+        """The ladder whose first segment is the longest that the time allows; dense if
+        one holds all.
+        """
+        allowed, first = (
+            format_seconds(self.seconds),
+            1 << (self.seq_len - 1).bit_length(),
+        )
+        while (
+            bound := self._bounded(ladder(self.seq_len, first)).bound_s
+        ) > self.seconds and first > SHORTEST:
             first //= 2
         if not bound:
-            raise ValueError(f"profile {self.call.profile.name!r} has no rates, so no bound to hold to {allowed}")
-        why = "the longest first segment within" if bound <= self.seconds else "no ladder keeps to"
+            raise ValueError(
+                f"profile {self.call.profile.name!r} has no rates, so no bound to hold to {allowed}"
+            )
+        why = (
+            "the longest first segment within"
+            if bound <= self.seconds
+            else "no ladder keeps to"
+        )
         why = f"{why} {allowed}: {format_seconds(bound)} at the lower bound"
         return Decision("pattern", ladder(self.seq_len, first), ESTIMATE, why)
 
-    def _proposals(self, advised: Pattern, given: bool, checkpointing: bool) -> tuple[Proposal, ...]:
-        """What is advised, dense attention, and the two sparse kinds where no pattern was given.
+    def _proposals(
+        self, advised: Pattern, given: bool, checkpointing: bool
+    ) -> tuple[Proposal, ...]:
+        """What is advised, dense attention, and the two sparse kinds where no pattern
+        was given.
 
         Only the first two with their memory: it takes seconds to find.
         """
         kinds = {"advised": advised, "dense": Dense()}
         if not given:
-            kinds |= {"ladder": ladder(self.seq_len), "local": local(self.seq_len, self.call.ranks)}
+            kinds |= {
+                "ladder": ladder(self.seq_len),
+                "local": local(self.seq_len, self.call.ranks),
+            }
         full = self._bounded(Dense()).cost.distinct_pairs
         found: dict[Pattern, Proposal] = {}
         for name, pattern in kinds.items():
             placed, e = self.place(pattern), self._bounded(pattern)
-            peak = self._need(placed.estimate, checkpointing) if name in ("advised", "dense") else None
+            peak = (
+                self._need(placed.estimate, checkpointing)
+                if name in ("advised", "dense")
+                else None
+            )
             share, sent = e.cost.distinct_pairs / full, sum(placed.sent.values())
-            found.setdefault(pattern, Proposal(name, pattern, share, e.bound_s, e.binds, peak, sent))
+            found.setdefault(
+                pattern, Proposal(name, pattern, share, e.bound_s, e.binds, peak, sent)
+            )
         return tuple(found.values())
 
-    # -----------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # memory
 
     def _checkpointing(self, placed: _Placed) -> Decision:
@@ -685,15 +1043,29 @@ class _Advisor:
             return no("of one layer it saves nothing: its backward holds it all")
         if not self.estimates:
             return no("memory was not estimated")
-        without, with_ = self._need(placed.estimate), self._need(placed.estimate, checkpointing=True)
+        without, with_ = (
+            self._need(placed.estimate),
+            self._need(placed.estimate, checkpointing=True),
+        )
         why = f"{self.layers} layers need {format_bytes(without)} without, {format_bytes(with_)} with"
-        return Decision("checkpointing", not self._fits(placed.estimate) and with_ < without, ESTIMATE, why)
+        return Decision(
+            "checkpointing",
+            not self._fits(placed.estimate) and with_ < without,
+            ESTIMATE,
+            why,
+        )
 
     def _longest(self, placed: _Placed, checkpointing: bool) -> int | None:
-        """A length that fits with this pattern, scheme and layout; the memory is nearly linear in the length."""
+        """A length that fits with this pattern, scheme and layout; the memory is nearly
+        linear in the length.
+        """
         if isinstance(self.layout, Layout):
             return None  # it is of one length
-        unit, n, need = STEP * self.call.ranks, self.seq_len, self._need(placed.estimate, checkpointing)
+        unit, n, need = (
+            STEP * self.call.ranks,
+            self.seq_len,
+            self._need(placed.estimate, checkpointing),
+        )
         for _ in range(TRIES):
             n = int(n * self.budget / need) // unit * unit
             if not n:
@@ -704,54 +1076,93 @@ class _Advisor:
         return None
 
     def _enough_ranks(self, placed: _Placed, checkpointing: bool) -> int | None:
-        """The first doubling of the ranks that holds the sequence; what cannot suffice is not tried."""
-        ranks, total = self.call.ranks, self.call.ranks * self._need(placed.estimate, checkpointing)
+        """The first doubling of the ranks that holds the sequence; what cannot suffice
+        is not tried.
+        """
+        ranks, total = (
+            self.call.ranks,
+            self.call.ranks * self._need(placed.estimate, checkpointing),
+        )
         while (ranks := 2 * ranks) <= min(MOST_RANKS, self.seq_len):
             if total / ranks <= 1.1 * self.budget:
-                more = replace(self, call=replace(self.call, ranks=ranks), layout=None, network=None)
+                more = replace(
+                    self,
+                    call=replace(self.call, ranks=ranks),
+                    layout=None,
+                    network=None,
+                )
                 if more._fits(more.place(placed.call.pattern).estimate, checkpointing):
                     return ranks
         return None
 
 
 class Auto:
-    """Backend, scheme and execution by advice, for a module that was given none; ``advice`` is the last that it took.
+    """Backend, scheme and execution by advice, for a module that was given none;
+    ``advice`` is the last that it took.
 
-    ``config``: "auto", which asks for each shape once, or an ``Advice``, which is taken for every shape. The pattern,
-    the layout and the dtype of tensors stay as they are. Under torch.compile the graph breaks here.
-    Raises ValueError for anything else.
+    ``config``: "auto", which asks for each shape once, or an ``Advice``, which is taken
+    for every shape. The pattern, the layout and the dtype of tensors stay as they are.
+    Under torch.compile the graph breaks here. Raises ValueError for anything else.
     """
 
     def __init__(self, config: str | Advice):
         self.asks = isinstance(config, str) and config == "auto"
         if not self.asks and not isinstance(config, Advice):
-            raise ValueError(f'config must be None, "auto" or a ringlab.Advice, got {short_repr(config)}')
+            raise ValueError(
+                f'config must be None, "auto" or a ringlab.Advice, got {short_repr(config)}'
+            )
         self.advice = None if self.asks else config
 
     def __repr__(self) -> str:
         choices = self.advice.choices.values() if self.advice else ()
-        said = [f"{c.name}: {c.shown}" for c in choices if c.name in ("backend", "scheme", "execution")]
+        said = [
+            f"{c.name}: {c.shown}"
+            for c in choices
+            if c.name in ("backend", "scheme", "execution")
+        ]
         return f"config=auto ({'; '.join(said) or 'nothing chosen yet'})"
 
     def fill(self, options: dict, pattern: Pattern, q: Tensor, k: Tensor) -> dict:
-        """``options`` of ``attention`` with what was left open; q and k (b, n, h, d) are whole, or shards."""
-        filled = torch.compiler.disable(Auto._filled) if torch.compiler.is_compiling() else Auto._filled
+        """``options`` of ``attention`` with what was left open; q and k (b, n, h, d)
+        are whole, or shards.
+        """
+        filled = (
+            torch.compiler.disable(Auto._filled)
+            if torch.compiler.is_compiling()
+            else Auto._filled
+        )
         return filled(self, options, pattern, q, k)
 
     def _filled(self, options: dict, pattern: Pattern, q: Tensor, k: Tensor) -> dict:
         if self.asks:
             group, layout = options.get("group"), options.get("layout", "contiguous")
             heads, kv_heads = q.shape[2], k.shape[2]
-            if isinstance(pattern, PerHead):  # the one of the fewest heads: what serves it serves the others
-                pattern, mine = min(pattern.heads().items(), key=lambda each: len(each[1]))
+            if isinstance(
+                pattern, PerHead
+            ):  # the one of the fewest heads: what serves it serves the others
+                pattern, mine = min(
+                    pattern.heads().items(), key=lambda each: len(each[1])
+                )
                 heads = kv_heads = len(mine)
             self.advice = _advised(
-                q.device, seq_len=length_of(q, group, layout), ranks=1 if group is None else group_size(group),
-                batch=q.shape[0], heads=heads, kv_heads=kv_heads, head_dim=q.shape[3],
-                causal=options["causal"], passes="fwd+bwd" if torch.is_grad_enabled() else "fwd",
-                pattern=pattern, dtype=q.dtype, layout=layout,
-            )  # fmt: skip
-        taken = {"execution": replace(self.advice["execution"], **changed(options["execution"]))}
+                q.device,
+                seq_len=length_of(q, group, layout),
+                ranks=1 if group is None else group_size(group),
+                batch=q.shape[0],
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=q.shape[3],
+                causal=options["causal"],
+                passes="fwd+bwd" if torch.is_grad_enabled() else "fwd",
+                pattern=pattern,
+                dtype=q.dtype,
+                layout=layout,
+            )
+        taken = {
+            "execution": replace(
+                self.advice["execution"], **changed(options["execution"])
+            )
+        }
         for name in ("backend", "scheme"):
             if options.get(name) == "auto" and name in self.advice.choices:
                 taken[name] = self.advice[name]

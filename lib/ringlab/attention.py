@@ -10,7 +10,14 @@ from torch.nn import functional as F
 
 from . import ring
 from .block_patterns import PerHead
-from .checks import FLOATS, check_backend, check_bool, check_unknown, is_real, short_repr
+from .checks import (
+    FLOATS,
+    check_backend,
+    check_bool,
+    check_unknown,
+    is_real,
+    short_repr,
+)
 from .engine import Execution
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
@@ -20,11 +27,22 @@ from .patterns import Dense, Pattern
 DEFAULT = Execution()
 MASKS = ("attn_mask", "mask", "attention_mask", "key_padding_mask")
 REFUSED = {
-    **dict.fromkeys(MASKS, "masks are not arguments; use a pattern (blocks.from_mask), causal, cu_seqlens or lengths"),
-    **dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), "attention dropout is not supported"),
+    **dict.fromkeys(
+        MASKS,
+        "masks are not arguments; use a pattern (blocks.from_mask), causal, cu_seqlens or lengths",
+    ),
+    **dict.fromkeys(
+        ("dropout", "dropout_p", "attention_dropout"),
+        "attention dropout is not supported",
+    ),
     **dict.fromkeys(("softmax_scale", "sm_scale"), "it is called scale"),
-    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), "cu_seqlens alone says how long documents are"),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "q and k share their documents: cu_seqlens"),
+    **dict.fromkeys(
+        ("max_seqlen", "max_seqlen_q", "max_seqlen_k"),
+        "cu_seqlens alone says how long documents are",
+    ),
+    **dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k"), "q and k share their documents: cu_seqlens"
+    ),
     "window_size": "a window is a pattern: ringlab.blocks.sliding_window",
 }
 
@@ -49,53 +67,68 @@ def attention(
     execution: Execution = DEFAULT,
     **others,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern; exact, but for ``exchange_dtype``.
+    """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern;
+    exact, but for ``exchange_dtype``.
 
-    q is (batch, seq, heads, head_dim); k and v are (batch, seq, kv_heads, head_dim) with heads a multiple of kv_heads.
-    v may have another head_dim, and then out has it too. Any sequence length is legal; that of k and v may be another
-    one for ``Dense`` that is not causal. ``causal`` hides keys after the query's position. ``scale`` defaults to
-    1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's dtype, contiguous, and with ``return_lse`` also
-    lse (batch, heads, seq), natural log, in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf. A
-    key that is not finite changes no query that it is hidden from. A value in v that is not finite may make NaN of
-    queries that it is hidden from, and products of q and k that overflow fp32 (fp64 for fp64) make wrong or NaN the
-    queries that see them, as in torch's own kernels.
+    q is (batch, seq, heads, head_dim); k and v are (batch, seq, kv_heads, head_dim)
+    with heads a multiple of kv_heads. v may have another head_dim, and then out has it
+    too. Any sequence length is legal; that of k and v may be another one for ``Dense``
+    that is not causal. ``causal`` hides keys after the query's position. ``scale``
+    defaults to 1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's
+    dtype, contiguous, and with ``return_lse`` also lse (batch, heads, seq), natural
+    log, in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf. A
+    key that is not finite changes no query that it is hidden from. A value in v that is
+    not finite may make NaN of queries that it is hidden from, and products of q and k
+    that overflow fp32 (fp64 for fp64) make wrong or NaN the queries that see them, as
+    in torch's own kernels.
 
-    ``backend``: "auto", "sdpa", a name of ``ringlab.kernels.KERNELS``, or a tuple of these to try in order;
-    ``execution``: switches that change no value.
+    ``backend``: "auto", "sdpa", a name of ``ringlab.kernels.KERNELS``, or a tuple of
+    these to try in order; ``execution``: switches that change no value.
 
-    Documents: ``cu_seqlens`` (documents + 1,) are the borders of the documents of a packed sequence, from 0 to seq, of
-    batch 1; equal ones enclose none. ``lengths`` (batch,) says how many rows of each entry are not padding. Integers,
-    in a list or a tensor. Each document is attended as if it stood alone, and positions of the pattern count from its
-    start. Padding gets out 0, lse -inf and no gradient, and what it holds changes nothing. Across ranks positions are
-    global, the layout is "contiguous" or "zigzag", and a document inside a shard moves nothing.
+    Documents: ``cu_seqlens`` (documents + 1,) are the borders of the documents of a
+    packed sequence, from 0 to seq, of batch 1; equal ones enclose none. ``lengths``
+    (batch,) says how many rows of each entry are not padding. Integers, in a list or a
+    tensor. Each document is attended as if it stood alone, and positions of the pattern
+    count from its start. Padding gets out 0, lse -inf and no gradient, and what it
+    holds changes nothing. Across ranks positions are global, the layout is "contiguous"
+    or "zigzag", and a document inside a shard moves nothing.
 
-    Generation: with a ``cache`` (``ringlab.KVCache``) q, k, v are the rows of new positions, one or many, which see all
-    positions so far; the cache keeps what later ones will see. Under ``torch.no_grad()``, with ``causal=True``;
-    ``lengths`` then says how many of the new rows of each entry are no padding. A single position runs by the kernel
-    that ``backend`` chooses if this reads rows where they lie ("compiled", on a CPU), else as two matrix products.
-    Across ranks the cache has the group, and every rank passes all new rows.
+    Generation: with a ``cache`` (``ringlab.KVCache``) q, k, v are the rows of new
+    positions, one or many, which see all positions so far; the cache keeps what later
+    ones will see. Under ``torch.no_grad()``, with ``causal=True``; ``lengths`` then
+    says how many of the new rows of each entry are no padding. A single position runs
+    by the kernel that ``backend`` chooses if this reads rows where they lie
+    ("compiled", on a CPU), else as two matrix products. Across ranks the cache has the
+    group, and every rank passes all new rows.
 
-    Across ranks: ``group`` is a ProcessGroup or a 1-D DeviceMesh, and q, k, v are this rank's shards; or
-    ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who owns which position: "contiguous" (equal shards),
-    "zigzag", "striped", or a ``ringlab.ring.Layout``; ``scheme`` how rows travel: "plan", "ring", "all_gather",
-    "ulysses", or "auto" (see ``ringlab.ring.choose``). Every scheme is the one-device answer; positions are global.
-    Under "plan" a row that several ranks of one host need from another host crosses once: one of them receives it and
-    passes it on, in a second exchange. Hosts are told apart by name; ``Simulated(p, machines=m)`` shows what moves.
-    Along a Hilbert layout the pattern runs along the curve: that is the answer for the sequence in the curve's order.
-    ``exchange_dtype``, for "plan", which "auto" then takes: rows of k and v travel in this narrower dtype. Who receives
-    them computes with the rounded rows, their owner with its own, so the result depends on the ranks. Rounding changes
-    an element by at most 2^-8 of itself in bfloat16, 2^-11 in float16 (more below 6e-5, infinite beyond 65504) and
-    2^-24 in float32. Gradients take it for the identity, and travel in fp32 (fp64 for fp64).
+    Across ranks: ``group`` is a ProcessGroup or a 1-D DeviceMesh, and q, k, v are this
+    rank's shards; or ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who
+    owns which position: "contiguous" (equal shards), "zigzag", "striped", or a
+    ``ringlab.ring.Layout``; ``scheme`` how rows travel: "plan", "ring", "all_gather",
+    "ulysses", or "auto" (see ``ringlab.ring.choose``). Every scheme is the one-device
+    answer; positions are global. Under "plan" a row that several ranks of one host need
+    from another host crosses once: one of them receives it and passes it on, in a
+    second exchange. Hosts are told apart by name; ``Simulated(p, machines=m)`` shows
+    what moves. Along a Hilbert layout the pattern runs along the curve: that is the
+    answer for the sequence in the curve's order. ``exchange_dtype``, for "plan", which
+    "auto" then takes: rows of k and v travel in this narrower dtype. Who receives them
+    computes with the rounded rows, their owner with its own, so the result depends on
+    the ranks. Rounding changes an element by at most 2^-8 of itself in bfloat16, 2^-11
+    in float16 (more below 6e-5, infinite beyond 65504) and 2^-24 in float32. Gradients
+    take it for the identity, and travel in fp32 (fp64 for fp64).
 
-    Raises ValueError for tensors or arguments that disagree, TypeError for an argument that cannot be honoured, and
-    NotImplementedError, with the reason, for a backend that cannot serve the device or dtype. Differentiable once, by
-    ``backward`` or ``torch.func.grad``: a second derivative, ``torch.func.vmap`` and ``jvp`` raise NotImplementedError.
-    ``torch.compile`` and ``torch.export`` take a call on one device whole, as the operator ``ringlab::attention``, for
-    any length; import ringlab before you load an exported program. With documents, a cache, simulated ranks or
+    Raises ValueError for tensors or arguments that disagree, TypeError for an argument
+    that cannot be honoured, and NotImplementedError, with the reason, for a backend
+    that cannot serve the device or dtype. Differentiable once, by ``backward`` or
+    ``torch.func.grad``: a second derivative, ``torch.func.vmap`` and ``jvp`` raise
+    NotImplementedError. ``torch.compile`` and ``torch.export`` take a call on one
+    device whole, as the operator ``ringlab::attention``, for any length; import ringlab
+    before you load an exported program. With documents, a cache, simulated ranks or
     ``execution`` options for memory, a compiled function runs it between its graphs.
 
-    For code that called ``scaled_dot_product_attention``: ``is_causal`` is taken for ``causal``; ``enable_gqa``,
-    ``dropout_p=0.0`` and ``attn_mask=None`` change nothing; under autocast q, k and v are cast as there.
+    For code that called ``scaled_dot_product_attention``: ``is_causal`` is taken for
+    ``causal``; ``enable_gqa``, ``dropout_p=0.0`` and ``attn_mask=None`` change nothing;
+    under autocast q, k and v are cast as there.
 
     >>> from ringlab.patterns import Dilated
     >>> q = torch.randn(1, 100, 4, 16)
@@ -112,29 +145,52 @@ def attention(
     q, k, v = as_autocast(q, k, v)
     check_tensors(q, k, v, shards=group is not None)
     if not isinstance(pattern, Pattern | PerHead):
-        raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
+        raise TypeError(
+            f"pattern must be a ringlab pattern, got {type(pattern).__name__}"
+        )
     if q.shape[1] != k.shape[1]:
         parts = (cu_seqlens, lengths, cache, group)
-        if not isinstance(pattern, Dense) or is_causal or any(part is not None for part in parts):
+        if (
+            not isinstance(pattern, Dense)
+            or is_causal
+            or any(part is not None for part in parts)
+        ):
             what = "only Dense() without causal takes k and v of another length, on one device and without documents"
-            raise ValueError(f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}; ringlab.KVCache is for generation")
+            raise ValueError(
+                f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}; ringlab.KVCache is for generation"
+            )
     check_bool("return_lse", return_lse)
     if scale is not None and not is_real(scale):
         raise TypeError(f"scale must be a number, got {short_repr(scale)}")
     width, scale = v.shape[3], q.shape[3] ** -0.5 if scale is None else scale
-    if width != q.shape[3]:  # zeros change no score, and give no more than columns of zeros
-        q, k, v = (F.pad(t, (0, max(width, q.shape[3]) - t.shape[3])) for t in (q, k, v))
+    if (
+        width != q.shape[3]
+    ):  # zeros change no score, and give no more than columns of zeros
+        q, k, v = (
+            F.pad(t, (0, max(width, q.shape[3]) - t.shape[3])) for t in (q, k, v)
+        )
     if not abs(scale) <= torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be finite, got {short_repr(scale)}")
     if not isinstance(execution, Execution):
-        raise TypeError(f"execution must be a ringlab.Execution, got {short_repr(execution)}")
+        raise TypeError(
+            f"execution must be a ringlab.Execution, got {short_repr(execution)}"
+        )
     backend = check_backend(backend)
-    options = {"causal": is_causal, "scale": float(scale), "backend": backend, "execution": execution}
+    options = {
+        "causal": is_causal,
+        "scale": float(scale),
+        "backend": backend,
+        "execution": execution,
+    }
     if cache is not None:
         if cu_seqlens is not None or group is not None:
-            raise ValueError("with a cache, which knows its group, give no group, and lengths instead of cu_seqlens")
+            raise ValueError(
+                "with a cache, which knows its group, give no group, and lengths instead of cu_seqlens"
+            )
         if not isinstance(cache, KVCache):
-            raise TypeError(f"cache must be a ringlab.KVCache, got {type(cache).__name__}")
+            raise TypeError(
+                f"cache must be a ringlab.KVCache, got {type(cache).__name__}"
+            )
         if lengths is not None:
             Documents.padded(lengths, q)
             options["lengths"] = integers("lengths", lengths, q)
@@ -145,8 +201,17 @@ def attention(
         ring.check_one_device(scheme, layout, exchange_dtype)
         attend = local_attention if cache is None else outside_graphs(cache.attend)
     else:
-        attend = outside_graphs(ring.attend_documents) if "documents" in options else ring.attend
-        options |= {"group": group, "scheme": scheme, "layout": layout, "exchange_dtype": exchange_dtype}
+        attend = (
+            outside_graphs(ring.attend_documents)
+            if "documents" in options
+            else ring.attend
+        )
+        options |= {
+            "group": group,
+            "scheme": scheme,
+            "layout": layout,
+            "exchange_dtype": exchange_dtype,
+        }
     if isinstance(pattern, PerHead):
         out, lse = _by_head(attend, q, k, v, pattern, options)
     else:
@@ -155,62 +220,104 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _by_head(attend, q: Tensor, k: Tensor, v: Tensor, pattern: PerHead, options: dict) -> tuple[Tensor, Tensor]:
+def _by_head(
+    attend, q: Tensor, k: Tensor, v: Tensor, pattern: PerHead, options: dict
+) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d), lse (b, h, n): one call for the heads of each pattern."""
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     if len(pattern.patterns) != heads:
-        raise ValueError(f"the pattern is for {len(pattern.patterns)} query heads, q has {heads}")
+        raise ValueError(
+            f"the pattern is for {len(pattern.patterns)} query heads, q has {heads}"
+        )
     outs, lses, order = [], [], []
     for one, mine in pattern.heads().items():
         theirs = [head // group for head in mine]
         if len(mine) == group * len(set(theirs)):  # all query heads of their K/V heads
             theirs = theirs[::group]
-        out, lse = attend(q[:, :, mine], k[:, :, theirs], v[:, :, theirs], one, **options)
+        out, lse = attend(
+            q[:, :, mine], k[:, :, theirs], v[:, :, theirs], one, **options
+        )
         outs, lses, order = [*outs, out], [*lses, lse], order + mine
     back = sorted(range(heads), key=order.__getitem__)
     return torch.cat(outs, 2)[:, :, back], torch.cat(lses, 1)[:, back]
 
 
 def as_autocast(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as autocast, where it is on, casts those of torch's attention: all but float64 to its dtype."""
+    """The tensors as autocast, where it is on, casts those of torch's attention: all
+    but float64 to its dtype.
+    """
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return [t.to(dtype) if isinstance(t, Tensor) and t.dtype in FLOATS[1:] else t for t in tensors]
+    return [
+        t.to(dtype) if isinstance(t, Tensor) and t.dtype in FLOATS[1:] else t
+        for t in tensors
+    ]
 
 
 def documents_of(q: Tensor, cu_seqlens, lengths, n: int) -> Documents:
     """Where the documents lie in the sequence of n positions of which q holds some."""
     if cu_seqlens is not None and lengths is not None:
-        raise ValueError("give cu_seqlens, of a packed sequence, or lengths, of a padded batch, not both")
-    return Documents.padded(lengths, q, n) if cu_seqlens is None else Documents.packed(cu_seqlens, q, n)
+        raise ValueError(
+            "give cu_seqlens, of a packed sequence, or lengths, of a padded batch, not both"
+        )
+    return (
+        Documents.padded(lengths, q, n)
+        if cu_seqlens is None
+        else Documents.packed(cu_seqlens, q, n)
+    )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> None:
-    """Raise ValueError or TypeError in one line unless q, k, v fit together; ``shards`` may have no rows."""
+    """Raise ValueError or TypeError in one line unless q, k, v fit together; ``shards``
+    may have no rows.
+    """
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
         if t.layout != torch.strided or t.is_nested:
-            raise ValueError(f"{name} must be a plain tensor, got a {'nested' if t.is_nested else t.layout} one")
+            raise ValueError(
+                f"{name} must be a plain tensor, got a {'nested' if t.is_nested else t.layout} one"
+            )
         shape = t.shape
         if len(shape) != 4:
-            raise ValueError(f"{name} must be (batch, seq, heads, head_dim), got shape {tuple(shape)}")
+            raise ValueError(
+                f"{name} must be (batch, seq, heads, head_dim), got shape {tuple(shape)}"
+            )
         if t.dtype not in FLOATS:
-            raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {t.dtype}")
+            raise ValueError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {t.dtype}"
+            )
         if 0 in shape and not (shards and 0 not in (*shape[:1], *shape[2:])):
             raise ValueError(f"{name} is empty: shape {tuple(shape)}")
     heads, kv_heads = q.shape[2], k.shape[2]
-    if k.shape[:3] != v.shape[:3] or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+    if k.shape[:3] != v.shape[:3] or (q.shape[0], q.shape[3]) != (
+        k.shape[0],
+        k.shape[3],
+    ):
         what = "q and k must agree in batch and head_dim"
-        what = what if k.shape[:3] == v.shape[:3] else "k and v must agree in batch, seq and heads"
-        raise ValueError(f"{what}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+        what = (
+            what
+            if k.shape[:3] == v.shape[:3]
+            else "k and v must agree in batch, seq and heads"
+        )
+        raise ValueError(
+            f"{what}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
     if heads % kv_heads:
-        raise ValueError(f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}")
+        raise ValueError(
+            f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}"
+        )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(
+            f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}")
+        raise ValueError(
+            f"q, k and v must be on one device: {q.device}, {k.device}, {v.device}"
+        )
     if q.device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"attention runs on cpu and cuda tensors, got {q.device}")
+        raise NotImplementedError(
+            f"attention runs on cpu and cuda tensors, got {q.device}"
+        )

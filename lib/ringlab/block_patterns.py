@@ -1,9 +1,10 @@
 """Block-sparse patterns: which blocks of keys each block of queries sees.
 
-The sequence is cut into blocks of ``block_size`` positions; the last one may be short. A block sees another one whole;
-``causal`` cuts the diagonal block exactly. All heads see the same blocks. A pattern is a union of parts: local,
-strided, global, random, hierarchical or given ones. Patterns are values, as in ``patterns``. Some parts depend on the
-sequence length, so every method takes it as ``n``.
+The sequence is cut into blocks of ``block_size`` positions; the last one may be short.
+A block sees another one whole; ``causal`` cuts the diagonal block exactly. All heads
+see the same blocks. A pattern is a union of parts: local, strided, global, random,
+hierarchical or given ones. Patterns are values, as in ``patterns``. Some parts depend
+on the sequence length, so every method takes it as ``n``.
 """
 
 from __future__ import annotations
@@ -28,17 +29,25 @@ MAY_BE_0 = ("before", "after", "reach", "seed")
 class Part:
     """One part of a block-sparse pattern, over ``count`` blocks.
 
-    ``seen(rows, cols, count)``: which of the blocks of keys ``cols`` (1, c) each block of queries ``rows`` (r, 1) sees,
-    bool (r, c). ``near(first, last, count)``: outside of these blocks, a range (start, stop) that may lie beyond the
-    sequence or their numbers, the blocks first .. last see nothing.
+    ``seen(rows, cols, count)``: which of the blocks of keys ``cols`` (1, c) each block
+    of queries ``rows`` (r, 1) sees, bool (r, c). ``near(first, last, count)``: outside
+    of these blocks, a range (start, stop) that may lie beyond the sequence or their
+    numbers, the blocks first .. last see nothing.
     """
 
     def __post_init__(self):
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" or (field.type == "int | None" and value is not None):
-                name, least = f"{type(self).__name__} {field.name}", int(field.name not in MAY_BE_0)
-                object.__setattr__(self, field.name, check_int(name, value, least, LARGEST))
+            if field.type == "int" or (
+                field.type == "int | None" and value is not None
+            ):
+                name, least = (
+                    f"{type(self).__name__} {field.name}",
+                    int(field.name not in MAY_BE_0),
+                )
+                object.__setattr__(
+                    self, field.name, check_int(name, value, least, LARGEST)
+                )
 
     def near(self, first: int, last: int, count: int) -> tuple[int, int] | Tensor:
         return 0, count
@@ -46,7 +55,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Window(Part):
-    """The block itself, ``before`` blocks before it and ``after`` blocks after it (None: as many)."""
+    """The block itself, ``before`` blocks before it and ``after`` blocks after it
+    (None: as many).
+    """
 
     before: int
     after: int | None = None
@@ -56,51 +67,71 @@ class Window(Part):
         return (rows - cols <= self.before) & (cols - rows <= after)
 
     def near(self, first, last, count):
-        return first - self.before, last + 1 + (self.before if self.after is None else self.after)
+        return first - self.before, last + 1 + (
+            self.before if self.after is None else self.after
+        )
 
     def __str__(self) -> str:
-        return f"window {self.before}" + ("" if self.after in (None, self.before) else f" + {self.after}")
+        return f"window {self.before}" + (
+            "" if self.after in (None, self.before) else f" + {self.after}"
+        )
 
 
 @dataclass(frozen=True)
 class Strided(Part):
-    """Every ``rate``-th block from the block itself on, both ways, ``steps`` of them each way (None: to the ends)."""
+    """Every ``rate``-th block from the block itself on, both ways, ``steps`` of them
+    each way (None: to the ends).
+    """
 
     rate: int
     steps: int | None = None
 
     def seen(self, rows, cols, count):
         apart = (rows - cols).abs()
-        return (apart % self.rate == 0) & (apart // self.rate <= (count if self.steps is None else self.steps))
+        return (apart % self.rate == 0) & (
+            apart // self.rate <= (count if self.steps is None else self.steps)
+        )
 
     def near(self, first, last, count):
         reach = count if self.steps is None else self.rate * self.steps
         return first - reach, last + 1 + reach
 
     def __str__(self) -> str:
-        return f"stride {self.rate}" + ("" if self.steps is None else f" x {self.steps}")
+        return f"stride {self.rate}" + (
+            "" if self.steps is None else f" x {self.steps}"
+        )
 
 
 @dataclass(frozen=True)
 class Segment(Part):
-    """Dilated blocks: in each segment of ``length`` blocks, a block sees itself and every ``rate``-th one from it."""
+    """Dilated blocks: in each segment of ``length`` blocks, a block sees itself and
+    every ``rate``-th one from it.
+    """
 
     length: int
     rate: int = 1
 
     def seen(self, rows, cols, count):
-        return (rows // self.length == cols // self.length) & ((rows - cols) % self.rate == 0)
+        return (rows // self.length == cols // self.length) & (
+            (rows - cols) % self.rate == 0
+        )
 
     def near(self, first, last, count):
-        return first // self.length * self.length, (last // self.length + 1) * self.length
+        return first // self.length * self.length, (
+            last // self.length + 1
+        ) * self.length
 
     def __str__(self) -> str:
-        return f"segments of {self.length}" + ("" if self.rate == 1 else f" / {self.rate}")
+        return f"segments of {self.length}" + (
+            "" if self.rate == 1 else f" / {self.rate}"
+        )
 
 
 @dataclass(frozen=True)
 class Global(Part):
-    """The first ``count`` blocks see all blocks (``rows``) and are seen by all (``columns``)."""
+    """The first ``count`` blocks see all blocks (``rows``) and are seen by all
+    (``columns``).
+    """
 
     count: int
     rows: bool = True
@@ -110,32 +141,45 @@ class Global(Part):
         super().__post_init__()
         flags = self.rows, self.columns
         if not all(isinstance(flag, bool) for flag in flags) or not any(flags):
-            raise ValueError(f"Global: rows, columns or both must be True, the other False, got {short_repr(flags)}")
+            raise ValueError(
+                f"Global: rows, columns or both must be True, the other False, got {short_repr(flags)}"
+            )
 
     def seen(self, rows, cols, count):
         return ((rows < self.count) & self.rows) | ((cols < self.count) & self.columns)
 
     def near(self, first, last, count):
-        return 0, count if self.rows and first < self.count else self.count * self.columns
+        return (
+            0,
+            count if self.rows and first < self.count else self.count * self.columns,
+        )
 
     def __str__(self) -> str:
-        return f"{self.count} global" + ("" if self.rows and self.columns else " rows" if self.rows else " columns")
+        return f"{self.count} global" + (
+            "" if self.rows and self.columns else " rows" if self.rows else " columns"
+        )
 
 
 @dataclass(frozen=True)
 class Random(Part):
-    """``count`` different blocks drawn for each block: the same for the same seed and number of blocks."""
+    """``count`` different blocks drawn for each block: the same for the same seed and
+    number of blocks.
+    """
 
     count: int
     seed: int = 0
 
     def seen(self, rows, cols, count):
-        drawn = _drawn(self.count, count, self.seed)[rows.flatten().cpu()]  # (r, self.count)
+        drawn = _drawn(self.count, count, self.seed)[
+            rows.flatten().cpu()
+        ]  # (r, self.count)
         numbers, where = cols.flatten().cpu().unique(return_inverse=True)  # (u,), (c,)
         numbers = F.pad(numbers, (0, 1), value=count)
         at = torch.searchsorted(numbers, drawn)
         at = torch.where(numbers[at] == drawn, at, len(numbers) - 1)
-        found = torch.zeros(len(drawn), len(numbers), dtype=torch.bool).scatter_(1, at, True)
+        found = torch.zeros(len(drawn), len(numbers), dtype=torch.bool).scatter_(
+            1, at, True
+        )
         return found[:, where].to(rows.device)
 
     def near(self, first, last, count):
@@ -147,7 +191,9 @@ class Random(Part):
 
 @lru_cache(maxsize=8)
 def _drawn(number: int, blocks: int, seed: int) -> Tensor:
-    """For each of ``blocks`` blocks so many different ones, or all there are: (blocks, number), ascending."""
+    """For each of ``blocks`` blocks so many different ones, or all there are: (blocks,
+    number), ascending.
+    """
     number = min(number, blocks)
     few = min(number, blocks - number)  # of many those are drawn that are left out
     draw = partial(torch.randint, blocks, generator=torch.Generator().manual_seed(seed))
@@ -157,12 +203,19 @@ def _drawn(number: int, blocks: int, seed: int) -> Tensor:
         drawn = drawn.sort(1).values
     if few == number:
         return drawn
-    return torch.ones(blocks, blocks, dtype=torch.bool).scatter_(1, drawn, False).nonzero()[:, 1].view(blocks, number)
+    return (
+        torch.ones(blocks, blocks, dtype=torch.bool)
+        .scatter_(1, drawn, False)
+        .nonzero()[:, 1]
+        .view(blocks, number)
+    )
 
 
 @dataclass(frozen=True)
 class Coarse(Part):
-    """Blocks whose number is a multiple of ``stride``, up to ``reach`` blocks away: one level of a hierarchy."""
+    """Blocks whose number is a multiple of ``stride``, up to ``reach`` blocks away: one
+    level of a hierarchy.
+    """
 
     stride: int
     reach: int
@@ -179,18 +232,26 @@ class Coarse(Part):
 
 @dataclass(frozen=True)
 class Given(Part):
-    """A mask of blocks, a hexadecimal bit set for each block of queries; made by ``from_mask``."""
+    """A mask of blocks, a hexadecimal bit set for each block of queries; made by
+    ``from_mask``.
+    """
 
     rows: tuple[str, ...]
 
     def __post_init__(self):
-        if not isinstance(self.rows, tuple) or not all(_is_row(row, len(self.rows)) for row in self.rows):
-            raise ValueError("Given: rows must be hexadecimal bit sets, one for each block; see blocks.from_mask")
+        if not isinstance(self.rows, tuple) or not all(
+            _is_row(row, len(self.rows)) for row in self.rows
+        ):
+            raise ValueError(
+                "Given: rows must be hexadecimal bit sets, one for each block; see blocks.from_mask"
+            )
 
     def seen(self, rows, cols, count):
         return _bits(self.rows).to(rows.device)[rows.flatten()][:, cols.flatten()]
 
-    def __str__(self) -> str:  # with a checksum, since ranks compare patterns by their text
+    def __str__(
+        self,
+    ) -> str:  # with a checksum, since ranks compare patterns by their text
         return f"a given mask ({crc32(' '.join(self.rows).encode()):08x})"
 
 
@@ -201,21 +262,38 @@ def _is_row(row, count: int) -> bool:
 
 @lru_cache(maxsize=8)
 def _bits(rows: tuple[str, ...]) -> Tensor:
-    return torch.tensor([[c == "1" for c in f"{int(row, 16):0{len(rows)}b}"] for row in rows])  # (count, count)
+    return torch.tensor(
+        [[c == "1" for c in f"{int(row, 16):0{len(rows)}b}"] for row in rows]
+    )  # (count, count)
 
 
-PARTS = {kind.__name__.lower(): kind for kind in (Window, Strided, Segment, Global, Random, Coarse, Given)}
+PARTS = {
+    kind.__name__.lower(): kind
+    for kind in (Window, Strided, Segment, Global, Random, Coarse, Given)
+}
 
 
 def part_from_dict(data: dict) -> Part:
-    """The part that ``BlockSparse.to_dict`` wrote as a dict; ValueError for anything else."""
+    """The part that ``BlockSparse.to_dict`` wrote as a dict; ValueError for anything
+    else.
+    """
     name = data.get("part") if isinstance(data, dict) else None
     if not isinstance(name, str) or name not in PARTS:
-        raise ValueError(f"unknown part of a block-sparse pattern: {short_repr(data)}; known: {', '.join(PARTS)}")
+        raise ValueError(
+            f"unknown part of a block-sparse pattern: {short_repr(data)}; known: {', '.join(PARTS)}"
+        )
     try:
-        return PARTS[name](**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "part"})
+        return PARTS[name](
+            **{
+                k: tuple(v) if isinstance(v, list) else v
+                for k, v in data.items()
+                if k != "part"
+            }
+        )
     except TypeError as error:  # for fields that are missing or unknown
-        raise ValueError(f"no part of a block-sparse pattern: {short_repr(data)}: {error}") from None
+        raise ValueError(
+            f"no part of a block-sparse pattern: {short_repr(data)}: {error}"
+        ) from None
 
 
 def block_count(n: int, block_size: int) -> int:
@@ -225,11 +303,13 @@ def block_count(n: int, block_size: int) -> int:
 
 @dataclass(frozen=True)
 class BlockSparse:
-    """A union of parts: M is 1 where a part shows the query's block the key's block, else 0, for every head.
+    """A union of parts: M is 1 where a part shows the query's block the key's block,
+    else 0, for every head.
 
-    ``a | b`` is the union of two patterns of one block size. A sequence may be shorter than a block, and have fewer
-    blocks than a part asks for: these are then all of them. Raises ValueError for a block size below 1 or no part;
-    and, once n is known, for a given mask of another length.
+    ``a | b`` is the union of two patterns of one block size. A sequence may be shorter
+    than a block, and have fewer blocks than a part asks for: these are then all of
+    them. Raises ValueError for a block size below 1 or no part; and, once n is known,
+    for a given mask of another length.
 
     >>> pattern = BlockSparse([Window(1), Global(1)], block_size=64)
     >>> pattern.blocks(256).int().tolist()
@@ -243,80 +323,132 @@ class BlockSparse:
 
     def __post_init__(self):
         if not isinstance(self.parts, list | tuple) or not self.parts:
-            raise ValueError(f"parts must be a list of parts, as [Window(1)], got {short_repr(self.parts)}")
+            raise ValueError(
+                f"parts must be a list of parts, as [Window(1)], got {short_repr(self.parts)}"
+            )
         for part in self.parts:
             if type(part) not in PARTS.values():
                 known = ", ".join(kind.__name__ for kind in PARTS.values())
-                raise ValueError(f"a part must be one of {known}, no subclass, got {short_repr(part)}")
+                raise ValueError(
+                    f"a part must be one of {known}, no subclass, got {short_repr(part)}"
+                )
         object.__setattr__(self, "parts", tuple(dict.fromkeys(self.parts)))
-        object.__setattr__(self, "block_size", check_int("block_size", self.block_size, most=LARGEST))
+        object.__setattr__(
+            self, "block_size", check_int("block_size", self.block_size, most=LARGEST)
+        )
 
     def __or__(self, other: BlockSparse) -> BlockSparse:
         if not isinstance(other, BlockSparse):
             return NotImplemented
         if self.block_size != other.block_size:
-            raise ValueError(f"a union needs one block size, got {self.block_size} and {other.block_size}")
+            raise ValueError(
+                f"a union needs one block size, got {self.block_size} and {other.block_size}"
+            )
         return BlockSparse(self.parts + other.parts, self.block_size)
 
     def count(self, n: int) -> int:
-        """The number of blocks of ``n`` positions; ValueError where a given mask has another number."""
+        """The number of blocks of ``n`` positions; ValueError where a given mask has
+        another number.
+        """
         count = block_count(n, self.block_size)
         for part in self.parts:
             if isinstance(part, Given) and len(part.rows) != count:
-                raise ValueError(f"the mask given is of {len(part.rows)} blocks, n = {n} has {count}")
+                raise ValueError(
+                    f"the mask given is of {len(part.rows)} blocks, n = {n} has {count}"
+                )
         return count
 
-    def blocks(self, n: int, queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-        """Which of the blocks ``keys`` the blocks ``queries`` see, bool (queries, keys), without ``causal``.
+    def blocks(
+        self, n: int, queries: Tensor | None = None, keys: Tensor | None = None
+    ) -> Tensor:
+        """Which of the blocks ``keys`` the blocks ``queries`` see, bool (queries,
+        keys), without ``causal``.
 
         Both are numbers of blocks in any order (default: all).
         """
         count = self.count(n)
-        rows, cols = (torch.arange(count) if numbers is None else numbers for numbers in (queries, keys))
-        return reduce(operator.or_, (part.seen(rows[:, None], cols[None, :], count) for part in self.parts))
+        rows, cols = (
+            torch.arange(count) if numbers is None else numbers
+            for numbers in (queries, keys)
+        )
+        return reduce(
+            operator.or_,
+            (part.seen(rows[:, None], cols[None, :], count) for part in self.parts),
+        )
 
     def near(self, queries: Tensor, n: int) -> Tensor:
-        """Numbers of blocks (c,), ascending, outside of which the blocks ``queries`` (q,) see nothing.
+        """Numbers of blocks (c,), ascending, outside of which the blocks ``queries``
+        (q,) see nothing.
 
-        The first block of every gap is among them, so two neighbours in this list that are both seen are neighbours in
-        the sequence.
+        The first block of every gap is among them, so two neighbours in this list that
+        are both seen are neighbours in the sequence.
         """
         count = self.count(n)
         if not len(queries):
             return queries
-        ends = F.pad(queries.diff() != 1, (1, 1), value=True).nonzero().flatten()  # of runs of neighbours
+        ends = (
+            F.pad(queries.diff() != 1, (1, 1), value=True).nonzero().flatten()
+        )  # of runs of neighbours
         runs = zip(queries[ends[:-1]].tolist(), queries[ends[1:] - 1].tolist())
-        found = [part.near(first, last, count) for first, last in runs for part in self.parts]
-        found = [x if isinstance(x, Tensor) else torch.arange(max(0, x[0]), min(count, x[1])) for x in found]
+        found = [
+            part.near(first, last, count) for first, last in runs for part in self.parts
+        ]
+        found = [
+            x if isinstance(x, Tensor) else torch.arange(max(0, x[0]), min(count, x[1]))
+            for x in found
+        ]
         near = torch.cat(found)
         near = torch.cat([near, near + 1]).unique()
         return near[near < count]
 
     def chunks(self, n: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield blocks of queries (r,), the blocks of keys near them (c,), and which they see, bool (r, c)."""
+        """Yield blocks of queries (r,), the blocks of keys near them (c,), and which
+        they see, bool (r, c).
+        """
         count = self.count(n)
         for rows in torch.arange(count).split(AT_ONCE):
             cols = self.near(rows, n)
             yield rows, cols, self.blocks(n, rows, cols)
 
-    def multiplicity(self, queries, keys, *, n: int, head: int, heads: int, kv_heads: int | None = None) -> Tensor:
-        """M for global positions ``queries`` (q,) and ``keys`` (k,) of ``n``, as int64 (q, k)."""
-        (rows, row), (cols, col) = ((x // self.block_size).unique(return_inverse=True) for x in (queries, keys))
+    def multiplicity(
+        self,
+        queries,
+        keys,
+        *,
+        n: int,
+        head: int,
+        heads: int,
+        kv_heads: int | None = None,
+    ) -> Tensor:
+        """M for global positions ``queries`` (q,) and ``keys`` (k,) of ``n``, as int64
+        (q, k).
+        """
+        (rows, row), (cols, col) = (
+            (x // self.block_size).unique(return_inverse=True) for x in (queries, keys)
+        )
         return self.blocks(n, rows, cols)[row][:, col].long()
 
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
-        """Key positions [start, stop) outside of which the queries first .. last see nothing."""
+        """Key positions [start, stop) outside of which the queries first .. last see
+        nothing.
+        """
         rows = torch.arange(first // self.block_size, last // self.block_size + 1)
         cols = self.near(rows, n)
         seen = cols[self.blocks(n, rows, cols).any(0)]
         if not len(seen):
             return first, first
-        return int(seen[0]) * self.block_size, min(n, (int(seen[-1]) + 1) * self.block_size)
+        return int(seen[0]) * self.block_size, min(
+            n, (int(seen[-1]) + 1) * self.block_size
+        )
 
     def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
         """The fewest keys that a query sees, of those queries that see any."""
         counts = torch.cat([seen.sum(1) for *_, seen in self.chunks(n)])
-        return min(n, self.block_size * int(counts[counts > 0].min())) if counts.any() else 1
+        return (
+            min(n, self.block_size * int(counts[counts > 0].min()))
+            if counts.any()
+            else 1
+        )
 
     def pairs(self, n: int, causal: bool = False) -> int:
         """Visible (query, key) pairs of one head.
@@ -332,10 +464,16 @@ class BlockSparse:
         for rows, cols, seen in self.chunks(n):
             if causal:
                 seen = seen & (cols <= rows[:, None])
-                mine = lengths[rows][(seen & (cols == rows[:, None])).any(1)]  # of blocks that see themselves
+                mine = lengths[rows][
+                    (seen & (cols == rows[:, None])).any(1)
+                ]  # of blocks that see themselves
                 total -= int((mine * (mine - 1) // 2).sum())
             short = seen[:, cols == count - 1].sum(1)
-            total += int((lengths[rows] * (seen.sum(1) * self.block_size - short * missing)).sum())
+            total += int(
+                (
+                    lengths[rows] * (seen.sum(1) * self.block_size - short * missing)
+                ).sum()
+            )
         return total
 
     def density(self, n: int, causal: bool = False) -> float:
@@ -343,10 +481,12 @@ class BlockSparse:
         return self.pairs(n, causal) / int(n) ** 2
 
     def with_density(self, density: float, n: int, causal: bool = False) -> BlockSparse:
-        """The pattern with its window, or else its random blocks, resized to come nearest to ``density``.
+        """The pattern with its window, or else its random blocks, resized to come
+        nearest to ``density``.
 
-        The other parts stay as they are, so the density may not be reached. Raises ValueError for a density outside
-        (0, 1] or a pattern that has neither, or several of them.
+        The other parts stay as they are, so the density may not be reached. Raises
+        ValueError for a density outside (0, 1] or a pattern that has neither, or
+        several of them.
 
         >>> found = local_global(1, 4, block_size=128).with_density(0.1, 16384)
         >>> found.parts[0], round(found.density(16384), 3)
@@ -354,26 +494,41 @@ class BlockSparse:
         """
         if not is_real(density) or not 0 < density <= 1:
             raise ValueError(f"density must be in (0, 1], got {short_repr(density)}")
-        windows, random = ([p for p in self.parts if isinstance(p, kind)] for kind in (Window, Random))
+        windows, random = (
+            [p for p in self.parts if isinstance(p, kind)] for kind in (Window, Random)
+        )
         if len(windows or random) != 1:
-            raise ValueError(f"{self} must have one window, or none and one part of random blocks, to solve for")
+            raise ValueError(
+                f"{self} must have one window, or none and one part of random blocks, to solve for"
+            )
         [part] = windows or random
         names, least = ["count"], 1
         if windows:  # one on one side stays there
-            names, least = ["before"] * (part.before > 0 or not part.after) + ["after"] * bool(part.after), 0
+            names, least = (
+                ["before"] * (part.before > 0 or not part.after)
+                + ["after"] * bool(part.after),
+                0,
+            )
 
         def sized(size: int) -> BlockSparse:
             grown = replace(part, **dict.fromkeys(names, size))
-            return replace(self, parts=tuple(grown if p is part else p for p in self.parts))
+            return replace(
+                self, parts=tuple(grown if p is part else p for p in self.parts)
+            )
 
         sizes = range(self.count(n))
-        enough = bisect_left(sizes, density, lo=least, key=lambda size: sized(size).density(n, causal))
+        enough = bisect_left(
+            sizes, density, lo=least, key=lambda size: sized(size).density(n, causal)
+        )
         near = [sized(size) for size in (enough - 1, enough) if size >= least]
         return min(near, key=lambda p: abs(p.density(n, causal) - density))
 
     def to_dict(self) -> dict:
         parts = [{"part": type(p).__name__.lower()} | asdict(p) for p in self.parts]
-        parts = [{k: list(v) if isinstance(v, tuple) else v for k, v in part.items()} for part in parts]
+        parts = [
+            {k: list(v) if isinstance(v, tuple) else v for k, v in part.items()}
+            for part in parts
+        ]
         return {"kind": "block_sparse", "parts": parts, "block_size": self.block_size}
 
     def __str__(self) -> str:
@@ -382,7 +537,8 @@ class BlockSparse:
 
 @dataclass(frozen=True)
 class PerHead:
-    """A block-sparse pattern for each query head, for ``attention`` without a cache; made by ``from_mask``.
+    """A block-sparse pattern for each query head, for ``attention`` without a cache;
+    made by ``from_mask``.
 
     Heads of one pattern are computed together.
     """
@@ -390,12 +546,27 @@ class PerHead:
     patterns: tuple[BlockSparse, ...]
 
     def __post_init__(self):
-        if not isinstance(self.patterns, tuple) or not all(isinstance(p, BlockSparse) for p in self.patterns):
-            raise ValueError(f"PerHead takes a tuple of block-sparse patterns, got {short_repr(self.patterns)}")
+        if not isinstance(self.patterns, tuple) or not all(
+            isinstance(p, BlockSparse) for p in self.patterns
+        ):
+            raise ValueError(
+                f"PerHead takes a tuple of block-sparse patterns, got {short_repr(self.patterns)}"
+            )
 
-    def multiplicity(self, queries, keys, *, n: int, head: int, heads: int, kv_heads: int | None = None) -> Tensor:
+    def multiplicity(
+        self,
+        queries,
+        keys,
+        *,
+        n: int,
+        head: int,
+        heads: int,
+        kv_heads: int | None = None,
+    ) -> Tensor:
         """M of one head, as int64 (q, k)."""
-        return self.patterns[head].multiplicity(queries, keys, n=n, head=head, heads=heads)
+        return self.patterns[head].multiplicity(
+            queries, keys, n=n, head=head, heads=heads
+        )
 
     def heads(self) -> dict[BlockSparse, list[int]]:
         """The query heads of each pattern."""
@@ -409,40 +580,61 @@ class PerHead:
 
 
 def sliding_window(before: int, *, block_size: int = 128) -> BlockSparse:
-    """``before`` blocks either way: a sliding window of (2 before + 1) * block_size positions."""
+    """``before`` blocks either way: a sliding window of (2 before + 1) * block_size
+    positions.
+    """
     return BlockSparse([Window(before)], block_size)
 
 
 def local_global(before: int, count: int, *, block_size: int = 128) -> BlockSparse:
-    """A sliding window and global blocks: Longformer (Beltagy et al. 2020, arXiv 2004.05150) in blocks."""
+    """A sliding window and global blocks: Longformer (Beltagy et al. 2020, arXiv
+    2004.05150) in blocks.
+    """
     return BlockSparse([Window(before), Global(count)], block_size)
 
 
-def bigbird(before: int, count: int, random: int, *, seed: int = 0, block_size: int = 64) -> BlockSparse:
+def bigbird(
+    before: int, count: int, random: int, *, seed: int = 0, block_size: int = 64
+) -> BlockSparse:
     """Window, global and random blocks (Zaheer et al. 2020, arXiv 2007.14062)."""
-    return BlockSparse([Window(before), Global(count), Random(random, seed)], block_size)
+    return BlockSparse(
+        [Window(before), Global(count), Random(random, seed)], block_size
+    )
 
 
-def hierarchical(levels: list[tuple[int, int]], *, block_size: int = 128) -> BlockSparse:
-    """Fine near and coarse far: for each (stride, reach) the blocks at multiples of stride within reach, and itself.
+def hierarchical(
+    levels: list[tuple[int, int]], *, block_size: int = 128
+) -> BlockSparse:
+    """Fine near and coarse far: for each (stride, reach) the blocks at multiples of
+    stride within reach, and itself.
 
     >>> hierarchical([(1, 1), (4, 8)], block_size=16).blocks(256)[9].nonzero().flatten().tolist()
     [4, 8, 9, 10, 12]
     """
-    if not isinstance(levels, list | tuple) or not all(isinstance(x, list | tuple) and len(x) == 2 for x in levels):
-        raise ValueError(f"levels must be a list of (stride, reach), as [(1, 2), (8, 32)], got {short_repr(levels)}")
-    return BlockSparse([Window(0), *(Coarse(stride, reach) for stride, reach in levels)], block_size)
+    if not isinstance(levels, list | tuple) or not all(
+        isinstance(x, list | tuple) and len(x) == 2 for x in levels
+    ):
+        raise ValueError(
+            f"levels must be a list of (stride, reach), as [(1, 2), (8, 32)], got {short_repr(levels)}"
+        )
+    return BlockSparse(
+        [Window(0), *(Coarse(stride, reach) for stride, reach in levels)], block_size
+    )
 
 
-def from_mask(mask: Tensor, *, block_size: int = 128, causal: bool = False) -> BlockSparse | PerHead:
-    """The pattern of a mask of blocks, queries by keys: bool (blocks, blocks), or (heads, blocks, blocks).
+def from_mask(
+    mask: Tensor, *, block_size: int = 128, causal: bool = False
+) -> BlockSparse | PerHead:
+    """The pattern of a mask of blocks, queries by keys: bool (blocks, blocks), or
+    (heads, blocks, blocks).
 
-    Or of a ``BlockMask`` of FlexAttention, which has its own block size; it is for one batch entry. A pattern shows
-    blocks whole, so its ``mask_mod`` is called for the blocks that it may cut. Give ``causal=True``, here and to
-    ``attention``, for a mask that also hides later keys.
+    Or of a ``BlockMask`` of FlexAttention, which has its own block size; it is for one
+    batch entry. A pattern shows blocks whole, so its ``mask_mod`` is called for the
+    blocks that it may cut. Give ``causal=True``, here and to ``attention``, for a mask
+    that also hides later keys.
 
-    ValueError for anything else, and for a block that is cut in another way: use smaller blocks, or ``cu_seqlens`` for
-    documents.
+    ValueError for anything else, and for a block that is cut in another way: use
+    smaller blocks, or ``cu_seqlens`` for documents.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> window = create_block_mask(lambda b, h, q, k: (q >= k) & (q // 16 - k // 16 < 2), None, None, 64, 64, "cpu", 16)
@@ -453,16 +645,32 @@ def from_mask(mask: Tensor, *, block_size: int = 128, causal: bool = False) -> B
     if hasattr(mask, "mask_mod"):
         mask, block_size = _blocks_of(mask, causal)
     elif causal:
-        raise ValueError("a mask of blocks is not causal itself: give causal=True to attention alone")
+        raise ValueError(
+            "a mask of blocks is not causal itself: give causal=True to attention alone"
+        )
     got = type(mask).__name__
-    if plain := isinstance(mask, Tensor) and not mask.is_nested:  # a nested tensor has no shape
+    if (
+        plain := isinstance(mask, Tensor) and not mask.is_nested
+    ):  # a nested tensor has no shape
         got += f" of {mask.dtype}, shape {tuple(mask.shape)}, {mask.layout} on {mask.device}"
-        plain = mask.dtype == torch.bool and mask.layout == torch.strided and not mask.is_meta
-    if not plain or mask.dim() not in (2, 3) or not mask.shape[-2] == mask.shape[-1] > 0 or not len(mask):
+        plain = (
+            mask.dtype == torch.bool
+            and mask.layout == torch.strided
+            and not mask.is_meta
+        )
+    if (
+        not plain
+        or mask.dim() not in (2, 3)
+        or not mask.shape[-2] == mask.shape[-1] > 0
+        or not len(mask)
+    ):
         wanted = "a square bool tensor (blocks, blocks) of at least one block, neither nested, sparse nor meta"
         raise ValueError(f"a mask of blocks must be {wanted}, got {got}")
     each = mask if mask.dim() == 3 else mask[None]
-    rows = [tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in head) for head in each.tolist()]
+    rows = [
+        tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in head)
+        for head in each.tolist()
+    ]
     found = tuple(BlockSparse([Given(row)], block_size) for row in rows)
     return found[0] if len(set(found)) == 1 else PerHead(found)
 
@@ -472,27 +680,53 @@ def _blocks_of(mask, causal: bool) -> tuple[Tensor, int]:
     (size, across), (n, keys) = mask.BLOCK_SIZE, mask.seq_lengths
     if size != across or n != keys or len(mask.kv_num_blocks) != 1:
         got = f"blocks of {mask.BLOCK_SIZE}, lengths {mask.seq_lengths}, {len(mask.kv_num_blocks)} entries"
-        raise ValueError(f"a BlockMask must have square blocks, q and k of one length and one batch entry, got {got}")
+        raise ValueError(
+            f"a BlockMask must have square blocks, q and k of one length and one batch entry, got {got}"
+        )
     count = block_count(n, size)
 
-    def listed(numbers: Tensor | None, indices: Tensor | None) -> Tensor:  # (heads, blocks, blocks)
+    def listed(
+        numbers: Tensor | None, indices: Tensor | None
+    ) -> Tensor:  # (heads, blocks, blocks)
         if numbers is None:
-            return torch.zeros(mask.kv_num_blocks.shape[1], count, count, dtype=torch.bool)
-        there = torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
-        found = torch.zeros(*indices.shape[1:3], count + 1, dtype=torch.bool, device=indices.device)
-        return found.scatter_(2, torch.where(there, indices, count)[0].long(), True)[..., :count].cpu()
+            return torch.zeros(
+                mask.kv_num_blocks.shape[1], count, count, dtype=torch.bool
+            )
+        there = (
+            torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
+        )
+        found = torch.zeros(
+            *indices.shape[1:3], count + 1, dtype=torch.bool, device=indices.device
+        )
+        return found.scatter_(2, torch.where(there, indices, count)[0].long(), True)[
+            ..., :count
+        ].cpu()
 
-    seen, cut = listed(mask.full_kv_num_blocks, mask.full_kv_indices), listed(mask.kv_num_blocks, mask.kv_indices)
+    seen, cut = (
+        listed(mask.full_kv_num_blocks, mask.full_kv_indices),
+        listed(mask.kv_num_blocks, mask.kv_indices),
+    )
     device = mask.kv_indices.device
-    shown_to = torch.vmap(torch.vmap(mask.mask_mod, (None,) * 3 + (0,)), (None, None, 0, None))
+    shown_to = torch.vmap(
+        torch.vmap(mask.mask_mod, (None,) * 3 + (0,)), (None, None, 0, None)
+    )
     for head, row, col in (seen | cut).nonzero().tolist():
-        q, k = (torch.arange(x * size, min(n, (x + 1) * size), device=device) for x in (row, col))
+        q, k = (
+            torch.arange(x * size, min(n, (x + 1) * size), device=device)
+            for x in (row, col)
+        )
         wanted = (k <= q[:, None]) | torch.tensor(not causal, device=device)  # (q, k)
         shown = torch.ones_like(wanted)
         if not seen[head, row, col]:
             shown = shown_to(*(torch.tensor(x, device=device) for x in (0, head)), q, k)
         if shown.any() and not torch.equal(shown, wanted):
-            how = "neither whole nor cut by causal" if causal else "not seen whole; is the mask causal?"
-            raise ValueError(f"head {head}: block {col} of keys is {how} for block {row} of queries")
+            how = (
+                "neither whole nor cut by causal"
+                if causal
+                else "not seen whole; is the mask causal?"
+            )
+            raise ValueError(
+                f"head {head}: block {col} of keys is {how} for block {row} of queries"
+            )
         seen[head, row, col] = shown.any()
     return seen, size

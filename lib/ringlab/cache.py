@@ -1,4 +1,6 @@
-"""A cache of what is built from a configuration: thread-safe, bounded by bytes, evicting the least recently used."""
+"""A cache of what is built from a configuration: thread-safe, bounded by bytes,
+evicting the least recently used.
+"""
 
 import threading
 import types
@@ -34,18 +36,22 @@ class _Entry(NamedTuple):
 
 
 class PatternCache:
-    """Values by key, within ``max_bytes`` of tensor storage and ``max_entries``; evicts the least recently used.
+    """Values by key, within ``max_bytes`` of tensor storage and ``max_entries``; evicts
+    the least recently used.
 
-    A key names the kind of value first, then all that it depends on: patterns, numbers, strings, dtypes, devices and
-    tuples of these compare by value. Use a tensor's own device: ``torch.device("cuda")`` does not name the GPU.
+    A key names the kind of value first, then all that it depends on: patterns, numbers,
+    strings, dtypes, devices and tuples of these compare by value. Use a tensor's own
+    device: ``torch.device("cuda")`` does not name the GPU.
 
-    A hit returns the object that was built, without a copy: treat it as read-only. Threads that miss the same key
-    wait for one build. If a build fails, its caller gets the error and the next thread tries. A build may use the cache
-    for other keys. A value larger than ``max_bytes`` is returned but not stored.
+    A hit returns the object that was built, without a copy: treat it as read-only.
+    Threads that miss the same key wait for one build. If a build fails, its caller gets
+    the error and the next thread tries. A build may use the cache for other keys. A
+    value larger than ``max_bytes`` is returned but not stored.
 
-    The bytes of a value are those of all storages under its tensors (in lists, tuples, dicts, dataclasses, objects),
-    each counted once. Values are built outside inference mode, so that training can use them, and must not require
-    grad. A copied or unpickled cache is empty and has the same bounds.
+    The bytes of a value are those of all storages under its tensors (in lists, tuples,
+    dicts, dataclasses, objects), each counted once. Values are built outside inference
+    mode, so that training can use them, and must not require grad. A copied or
+    unpickled cache is empty and has the same bounds.
 
     >>> cache = PatternCache(max_bytes=1 << 20)
     >>> index = cache.get(("rows", 8, torch.int64), lambda: torch.arange(8))
@@ -54,11 +60,18 @@ class PatternCache:
     """
 
     def __init__(self, max_bytes: int = 64 << 20, max_entries: int = 4096) -> None:
-        if not (is_real(max_bytes) and is_real(max_entries)) or min(max_bytes, max_entries) < 0:
-            raise ValueError(f"max_bytes and max_entries must be >= 0, got {short_repr((max_bytes, max_entries))}")
+        if (
+            not (is_real(max_bytes) and is_real(max_entries))
+            or min(max_bytes, max_entries) < 0
+        ):
+            raise ValueError(
+                f"max_bytes and max_entries must be >= 0, got {short_repr((max_bytes, max_entries))}"
+            )
         self.max_bytes, self.max_entries = max_bytes, max_entries
         self._lock = threading.Lock()  # never held while building
-        self._building: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()  # locks, for as long as one is held
+        self._building: WeakValueDictionary[Hashable, Any] = (
+            WeakValueDictionary()
+        )  # locks, for as long as one is held
         self.clear()
 
     def __reduce__(self):
@@ -74,21 +87,28 @@ class PatternCache:
             with self._lock:
                 lock = self._building.setdefault(key, threading.RLock())
             with lock:
-                entry = self._find(key) or self._build(key, build)  # another thread may have built it meanwhile
+                entry = self._find(key) or self._build(
+                    key, build
+                )  # another thread may have built it meanwhile
         for tensor in entry.cuda:
-            # The current stream may not be the builder's: the allocator must wait for it before it reuses the bytes.
+            # The current stream may not be the builder's: the allocator must wait for
+            # it before it reuses the bytes.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return entry.value
 
     def stats(self) -> CacheStats:
         """A consistent snapshot of the counters."""
         with self._lock:
-            return CacheStats(**self._counts, entries=len(self._entries), bytes=self._bytes)
+            return CacheStats(
+                **self._counts, entries=len(self._entries), bytes=self._bytes
+            )
 
     def clear(self) -> None:
         """Drop all entries and counts."""
         with self._lock:
-            self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()  # least recently used first
+            self._entries: OrderedDict[Hashable, _Entry] = (
+                OrderedDict()
+            )  # least recently used first
             self._bytes, self._counts = 0, Counter()
 
     def _find(self, key: Hashable) -> _Entry | None:
@@ -106,22 +126,33 @@ class PatternCache:
             value = build()
             tensors = list(_tensors(value, set()))
             if any(t.requires_grad for t in tensors):
-                raise ValueError("cache: a cached value must not require grad; detach it, or do not cache it")
+                raise ValueError(
+                    "cache: a cached value must not require grad; detach it, or do not cache it"
+                )
             sizes = {s._cdata: s.nbytes() for t in tensors for s in storages(t)}
-            entry = _Entry(value, sum(sizes.values()), [t for t in tensors if t.is_cuda])
+            entry = _Entry(
+                value, sum(sizes.values()), [t for t in tensors if t.is_cuda]
+            )
         capturing = bool(entry.cuda) and torch.cuda.is_current_stream_capturing()
-        # Tensor subclasses, as a compiler's fake tensors, belong to whoever made them, and memory that is made while a
-        # CUDA graph is captured to that graph.
-        if capturing or any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+        # Tensor subclasses, as a compiler's fake tensors, belong to whoever made them,
+        # and memory that is made while a CUDA graph is captured to that graph.
+        if capturing or any(
+            type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors
+        ):
             return entry
         for device in {t.device for t in entry.cuda}:
-            torch.cuda.current_stream(device).synchronize()  # so that readers on other streams need not wait
+            torch.cuda.current_stream(
+                device
+            ).synchronize()  # so that readers on other streams need not wait
         evicted = []  # freed after the lock is released
         if entry.bytes <= self.max_bytes:
             with self._lock:
                 self._entries[key] = entry
                 self._bytes += entry.bytes
-                while self._bytes > self.max_bytes or len(self._entries) > self.max_entries:
+                while (
+                    self._bytes > self.max_bytes
+                    or len(self._entries) > self.max_entries
+                ):
                     evicted.append(self._entries.popitem(last=False)[1])
                     self._bytes -= evicted[-1].bytes
                     self._counts["evictions"] += 1
@@ -132,10 +163,18 @@ def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
     """The tensors in a value, in lists, tuples, dicts, dataclasses and objects."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif id(value) not in seen and not isinstance(value, type | types.ModuleType | types.FunctionType):
+    elif id(value) not in seen and not isinstance(
+        value, type | types.ModuleType | types.FunctionType
+    ):
         seen.add(id(value))
-        held = value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", ())
-        for one in [*held.values()] if isinstance(held, dict) else held:  # another thread may add to a ``__dict__``
+        held = (
+            value
+            if isinstance(value, dict | list | tuple)
+            else getattr(value, "__dict__", ())
+        )
+        for one in (
+            [*held.values()] if isinstance(held, dict) else held
+        ):  # another thread may add to a ``__dict__``
             yield from _tensors(one, seen)
 
 

@@ -1,4 +1,6 @@
-"""Argument checks that several modules share. Each raises ValueError or TypeError with a message of one line."""
+"""Argument checks that several modules share. Each raises ValueError or TypeError with
+a message of one line.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def as_int(value) -> int | None:
-    """An integer of Python, NumPy or torch as Python's; None for anything else, booleans included."""
+    """An integer of Python, NumPy or torch as Python's; None for anything else,
+    booleans included.
+    """
     if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
         return None
     try:
@@ -34,7 +38,8 @@ def is_real(value) -> bool:
 
 
 def check_int(name: str, value, least: int = 1, most: int | None = None) -> int:
-    """``value`` as a Python integer; ValueError if it is none, or outside [least, most].
+    """``value`` as a Python integer; ValueError if it is none, or outside [least,
+    most].
 
     ``least`` is 0 or 1, ``most`` a power of two.
 
@@ -50,9 +55,17 @@ def check_int(name: str, value, least: int = 1, most: int | None = None) -> int:
 
 
 def check_ints(name: str, values) -> tuple[int, ...]:
-    """A list of positive integers as a tuple of Python's; ValueError if it is empty or holds anything else."""
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
-        raise ValueError(f"{name} must be a list of positive integers, got {short_repr(values)}")
+    """A list of positive integers as a tuple of Python's; ValueError if it is empty or
+    holds anything else.
+    """
+    if (
+        not isinstance(values, Sequence)
+        or isinstance(values, str | bytes)
+        or not values
+    ):
+        raise ValueError(
+            f"{name} must be a list of positive integers, got {short_repr(values)}"
+        )
     return tuple(check_int(f"each of {name}", value, most=LARGEST) for value in values)
 
 
@@ -63,36 +76,54 @@ def check_bool(name: str, value) -> None:
 
 
 def check_unknown(owner: str, arguments: dict, reasons: dict[str, str]) -> None:
-    """Raise TypeError for arguments that ``owner`` does not take, with the reason if there is one.
+    """Raise TypeError for arguments that ``owner`` does not take, with the reason if
+    there is one.
 
-    A dropout of 0 and a known argument that is None are accepted, since they change nothing.
+    A dropout of 0 and a known argument that is None are accepted, since they change
+    nothing.
     """
     for name, value in arguments.items():
         if not ("dropout" in name and value == 0 or name in reasons and value is None):
-            raise TypeError(f"{owner} cannot honour {name!r}: {reasons.get(name, 'unknown argument')}")
+            raise TypeError(
+                f"{owner} cannot honour {name!r}: {reasons.get(name, 'unknown argument')}"
+            )
 
 
 def check_choice(name: str, value, names: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is one of the ``names``."""
     if not isinstance(value, str) or value not in names:
-        raise ValueError(f"unknown {name} {short_repr(value)}; known: {', '.join(names)}")
+        raise ValueError(
+            f"unknown {name} {short_repr(value)}; known: {', '.join(names)}"
+        )
 
 
 def check_float_dtype(value) -> None:
     """Raise ValueError unless ``value`` is a dtype that attention supports."""
     if not isinstance(value, torch.dtype) or value not in FLOATS:
-        raise ValueError(f"dtype must be float64, float32, bfloat16 or float16, got {short_repr(value)}")
+        raise ValueError(
+            f"dtype must be float64, float32, bfloat16 or float16, got {short_repr(value)}"
+        )
 
 
 def check_backend(value) -> str | tuple[str, ...]:
-    """The name of a kernel, or a tuple of names to try in order; ValueError for anything but a name or a list."""
-    if not isinstance(value, str | tuple | list) or not value or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"backend must be a name or a tuple of names, got {short_repr(value)}")
+    """The name of a kernel, or a tuple of names to try in order; ValueError for
+    anything but a name or a list.
+    """
+    if (
+        not isinstance(value, str | tuple | list)
+        or not value
+        or not all(isinstance(name, str) for name in value)
+    ):
+        raise ValueError(
+            f"backend must be a name or a tuple of names, got {short_repr(value)}"
+        )
     return value if isinstance(value, str) else tuple(value)
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """``torch.device(device)``; ValueError with a message of one line if there is no such device."""
+    """``torch.device(device)``; ValueError with a message of one line if there is no
+    such device.
+    """
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError):

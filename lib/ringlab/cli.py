@@ -1,4 +1,6 @@
-"""``python -m ringlab report``, ``measure``, ``estimate`` and others. All but ``report`` need torch alone."""
+"""``python -m ringlab report``, ``measure``, ``estimate`` and others. All but
+``report`` need torch alone.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,47 @@ from .report.places import ReportError, UsageError, plan, reports_folder
 from .ring.launch import launch
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
-CALL = (ValueError, NotImplementedError, torch.OutOfMemoryError)  # what an impossible call raises
-OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
-# What pyproject.toml's [report] installs, asked for before minutes are spent on measuring.
+CALL = (
+    ValueError,
+    NotImplementedError,
+    torch.OutOfMemoryError,
+)  # what an impossible call raises
+OK, FAILED, REFUSED = (
+    0,
+    1,
+    2,
+)  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
+# What pyproject.toml's [report] installs, asked for before minutes are spent on
+# measuring.
 REPORT_PACKAGES = (
-    "filelock", "ipykernel", "jinja2", "matplotlib", "nbclient", "nbconvert", "nbformat", "pandas", "papermill",
+    "filelock",
+    "ipykernel",
+    "jinja2",
+    "matplotlib",
+    "nbclient",
+    "nbconvert",
+    "nbformat",
+    "pandas",
+    "papermill",
     "seaborn",
-)  # fmt: skip
+)
 DTYPES = [dtype_name(dtype) for dtype in FLOATS]
-UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {
+    "": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; what a user can cause is answered in one line on stderr.
+    """Run one command and return its exit code; what a user can cause is answered in
+    one line on stderr.
 
     >>> main(["measure", "--profile", "gtx180"])
     2
@@ -73,11 +102,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (hardware.UnknownProfile, *given.refuses) as error:
         return _refuse(" ".join(str(error).split()))
     except OSError as error:
-        if error.errno in (errno.EPIPE, errno.ENOSPC):  # what is buffered would fail again at exit
+        if error.errno in (
+            errno.EPIPE,
+            errno.ENOSPC,
+        ):  # what is buffered would fail again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # the reader of our output left
             return FAILED
-        return _refuse(f"cannot read or write {error.filename or 'data'}: {error.strerror or error}", FAILED)
+        return _refuse(
+            f"cannot read or write {error.filename or 'data'}: {error.strerror or error}",
+            FAILED,
+        )
 
 
 def _refuse(message: str, code: int = REFUSED) -> int:
@@ -91,126 +126,359 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m ringlab", description="Attention measured on your own hardware.")
+    parser = _Parser(
+        prog="python -m ringlab", description="Attention measured on your own hardware."
+    )
     parser.add_argument("--version", action="version", version=f"ringlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     def command(name: str, run, about: str, refuses: tuple = (), profile: bool = True):
-        one = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        one = commands.add_parser(
+            name, help=about, description=f"{about[0].upper()}{about[1:]}."
+        )
         one.set_defaults(run=run, refuses=refuses)
         if profile:
-            one.add_argument("--profile", default="auto", metavar="NAME", help="auto: this machine (default: auto)")
+            one.add_argument(
+                "--profile",
+                default="auto",
+                metavar="NAME",
+                help="auto: this machine (default: auto)",
+            )
         return one.add_argument
 
-    strict = {"action": "store_true", "default": os.environ.get("STRICT", "") not in ("", "0"),
-              "help": "refuse all but real measurements, exit 2 (default: no, or STRICT=1)"}  # fmt: skip
-    add = command("report", _report, "measure what is missing and write reports/<profile>/")
+    strict = {
+        "action": "store_true",
+        "default": os.environ.get("STRICT", "") not in ("", "0"),
+        "help": "refuse all but real measurements, exit 2 (default: no, or STRICT=1)",
+    }
+    add = command(
+        "report", _report, "measure what is missing and write reports/<profile>/"
+    )
     add("--strict", **strict)
-    add("--reports", type=folder, metavar="DIR", help="where reports go (default: reports/ of the checkout)")
-    add("--force", action="store_true", help="run and render the notebooks even if nothing changed (default: no)")
-    add("--remeasure", action="store_true", help="measure again what is there already (default: no)")
+    add(
+        "--reports",
+        type=folder,
+        metavar="DIR",
+        help="where reports go (default: reports/ of the checkout)",
+    )
+    add(
+        "--force",
+        action="store_true",
+        help="run and render the notebooks even if nothing changed (default: no)",
+    )
+    add(
+        "--remeasure",
+        action="store_true",
+        help="measure again what is there already (default: no)",
+    )
 
-    add = command("measure", _measure, "measure what is missing, without a report (torch alone)", (ValueError,))
-    add("--suite", default="all", metavar="NAME", help="the points of which pages (default: all)")
-    add("--group", action="append", metavar="NAME", help="only this group of points; may be repeated (default: all)")
-    add("--minutes", type=float, metavar="N", help="begin no group after so long; a rerun goes on (default: none)")
-    add("--data", type=folder, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
+    add = command(
+        "measure",
+        _measure,
+        "measure what is missing, without a report (torch alone)",
+        (ValueError,),
+    )
+    add(
+        "--suite",
+        default="all",
+        metavar="NAME",
+        help="the points of which pages (default: all)",
+    )
+    add(
+        "--group",
+        action="append",
+        metavar="NAME",
+        help="only this group of points; may be repeated (default: all)",
+    )
+    add(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="begin no group after so long; a rerun goes on (default: none)",
+    )
+    add(
+        "--data",
+        type=folder,
+        metavar="DIR",
+        help="where rows go (default: reports/<profile>/data)",
+    )
     add("--strict", **strict)
-    add("--force", action="store_true", help="measure again what is there already (default: no)")
+    add(
+        "--force",
+        action="store_true",
+        help="measure again what is there already (default: no)",
+    )
 
     about = "train small models that differ in their attention alone, for the page `quality` (torch alone)"
     add = command("quality", _quality, about, (ValueError,))
-    add("--minutes", type=float, metavar="N", help="stop after so long; a rerun goes on (default: none, all runs)")
-    add("--data", type=folder, metavar="DIR", help="where rows go (default: reports/<profile>/data)")
+    add(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="stop after so long; a rerun goes on (default: none, all runs)",
+    )
+    add(
+        "--data",
+        type=folder,
+        metavar="DIR",
+        help="where rows go (default: reports/<profile>/data)",
+    )
 
-    add = command("pdf", _pdf, "print the reports that are there to PDF, by a headless Chromium")
-    add("--reports", type=folder, metavar="DIR", help="where reports are (default: reports/ of the checkout)")
+    add = command(
+        "pdf", _pdf, "print the reports that are there to PDF, by a headless Chromium"
+    )
+    add(
+        "--reports",
+        type=folder,
+        metavar="DIR",
+        help="where reports are (default: reports/ of the checkout)",
+    )
 
-    add = command("compare", _compare, "set two runs side by side: ratios with intervals (torch alone)", profile=False)
+    add = command(
+        "compare",
+        _compare,
+        "set two runs side by side: ratios with intervals (torch alone)",
+        profile=False,
+    )
     add("first", metavar="A", help=ROWS)
     add("second", metavar="B", help="the same; ratios are A over B")
     _add_comparison(add)
 
-    add = command("check", _compare, "exit 1 where rows became significantly slower or larger", profile=False)
+    add = command(
+        "check",
+        _compare,
+        "exit 1 where rows became significantly slower or larger",
+        profile=False,
+    )
     add("second", metavar="BASE", help=ROWS)
-    add("--against", dest="first", default="auto", metavar="ROWS", help="rows to check (default: auto, this machine's)")
-    add("--tolerance", type=float, default=0.10, metavar="PART", help="allowed slowdown (default: 0.10)")
+    add(
+        "--against",
+        dest="first",
+        default="auto",
+        metavar="ROWS",
+        help="rows to check (default: auto, this machine's)",
+    )
+    add(
+        "--tolerance",
+        type=float,
+        default=0.10,
+        metavar="PART",
+        help="allowed slowdown (default: 0.10)",
+    )
     _add_comparison(add)
 
     add = command(
-        "estimate", _estimate, "what a call would need, and the longest sequence that fits", (*CALL, TypeError)
+        "estimate",
+        _estimate,
+        "what a call would need, and the longest sequence that fits",
+        (*CALL, TypeError),
     )
     _add_pattern(add)
-    add("--seq-len", type=int, metavar="N", help="tokens (default: none, only the longest sequence)")
+    add(
+        "--seq-len",
+        type=int,
+        metavar="N",
+        help="tokens (default: none, only the longest sequence)",
+    )
     _add_shape(add, batch=1, heads=8, kv_heads=None, head_dim=64)
     add("--dtype", choices=DTYPES, help="(default: the profile's policy)")
     add("--causal", action="store_true", help="(default: no)")
     add("--passes", default="fwd", choices=list(PASSES), help="(default: fwd)")
     add("--ranks", type=int, default=1, metavar="P", help="a device each (default: 1)")
-    add("--scheme", default="auto", metavar="S", help="plan, ring, all_gather, ulysses (default: auto)")
-    add("--layout", default="contiguous", metavar="L", help="contiguous, zigzag, striped (default: contiguous)")
-    add("--backend", default="auto", metavar="B", help="a kernel's name (default: auto)")
-    add("--blocks", default="auto", metavar="WAY", help="how a block-sparse pattern runs (default: auto)")
-    add("--merge", default="auto", metavar="WAY", help="auto, eager (branch by branch) or fused (default: auto)")
-    text = "of a rank, as 8GiB, and the longest sequence for it (default: the profile's)"
+    add(
+        "--scheme",
+        default="auto",
+        metavar="S",
+        help="plan, ring, all_gather, ulysses (default: auto)",
+    )
+    add(
+        "--layout",
+        default="contiguous",
+        metavar="L",
+        help="contiguous, zigzag, striped (default: contiguous)",
+    )
+    add(
+        "--backend", default="auto", metavar="B", help="a kernel's name (default: auto)"
+    )
+    add(
+        "--blocks",
+        default="auto",
+        metavar="WAY",
+        help="how a block-sparse pattern runs (default: auto)",
+    )
+    add(
+        "--merge",
+        default="auto",
+        metavar="WAY",
+        help="auto, eager (branch by branch) or fused (default: auto)",
+    )
+    text = (
+        "of a rank, as 8GiB, and the longest sequence for it (default: the profile's)"
+    )
     add("--memory", type=size_in_bytes, metavar="SIZE", help=text)
     _add_network(add)
     add("--json", action="store_true", help="JSON instead of text (default: no)")
 
-    add = command("advise", _advise, "say what to run for a length, on what evidence, with code (torch alone)", CALL)
-    add("--seq-len", type=int, required=True, metavar="N", help="tokens of the whole sequence")
+    add = command(
+        "advise",
+        _advise,
+        "say what to run for a length, on what evidence, with code (torch alone)",
+        CALL,
+    )
+    add(
+        "--seq-len",
+        type=int,
+        required=True,
+        metavar="N",
+        help="tokens of the whole sequence",
+    )
     _add_shape(add, ranks=1, batch=1, heads=8, kv_heads=None, head_dim=64, layers=1)
     add("--causal", action="store_true", help="hide what comes after (default: no)")
     add("--passes", default="fwd+bwd", choices=list(PASSES), help="(default: fwd+bwd)")
-    add("--pattern", default="auto", help="auto, dense, ladder or local (default: auto)")
-    add("--memory", type=size_in_bytes, metavar="SIZE", help="of a rank, as 8GiB (default: the profile's)")
-    add("--seconds", type=float, metavar="S", help="what a call may take at its bound (default: any)")
+    add(
+        "--pattern", default="auto", help="auto, dense, ladder or local (default: auto)"
+    )
+    add(
+        "--memory",
+        type=size_in_bytes,
+        metavar="SIZE",
+        help="of a rank, as 8GiB (default: the profile's)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="what a call may take at its bound (default: any)",
+    )
     _add_network(add)
-    add("--show", choices=("text", "table", "code"), help="what to print (default: text and code)")
+    add(
+        "--show",
+        choices=("text", "table", "code"),
+        help="what to print (default: text and code)",
+    )
 
     about = "measure in five seconds what ranks take to exchange and to compute (torch alone)"
     add = command("network", _network, about, (ValueError,), profile=False)
-    add("--file", type=Path, metavar="FILE", help="for estimate and advise (default: print only)")
+    add(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help="for estimate and advise (default: print only)",
+    )
 
-    add = command("tune", _tune, "time the Triton kernels' tile sizes on this GPU and keep the fastest", CALL)
+    add = command(
+        "tune",
+        _tune,
+        "time the Triton kernels' tile sizes on this GPU and keep the fastest",
+        CALL,
+    )
     _add_pattern(add)
-    add("--seq-len", type=int, default=16384, metavar="N", help="tokens; choices hold for any (default: 16384)")
+    add(
+        "--seq-len",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="tokens; choices hold for any (default: 16384)",
+    )
     _add_shape(add, batch=1, heads=16, kv_heads=None)
-    add("--head-dim", type=int, action="append", metavar="N", help="may be repeated (default: 64 and 128)")
+    add(
+        "--head-dim",
+        type=int,
+        action="append",
+        metavar="N",
+        help="may be repeated (default: 64 and 128)",
+    )
     add("--dtype", choices=DTYPES, help="(default: the profile's policy)")
-    add("--data", type=folder, metavar="DIR", help="where timings go (default: reports/<profile>/data)")
-    add("--pass", dest="passes", action="append", choices=TILE_PASSES, help="may be repeated (default: all)")
+    add(
+        "--data",
+        type=folder,
+        metavar="DIR",
+        help="where timings go (default: reports/<profile>/data)",
+    )
+    add(
+        "--pass",
+        dest="passes",
+        action="append",
+        choices=TILE_PASSES,
+        help="may be repeated (default: all)",
+    )
 
-    command("profiles", _profiles, "list the hardware profiles and which of them run here", profile=False)
+    command(
+        "profiles",
+        _profiles,
+        "list the hardware profiles and which of them run here",
+        profile=False,
+    )
     return parser
 
 
 def _add_shape(add, **defaults: int | None) -> None:
-    about = {"ranks": "GPUs or processes that share it", "batch": "sequences at a time", "heads": "query heads",
-             "kv_heads": "K/V heads", "head_dim": "size of a head",
-             "layers": "layers that keep their tensors from forward to backward"}  # fmt: skip
+    about = {
+        "ranks": "GPUs or processes that share it",
+        "batch": "sequences at a time",
+        "heads": "query heads",
+        "kv_heads": "K/V heads",
+        "head_dim": "size of a head",
+        "layers": "layers that keep their tensors from forward to backward",
+    }
     for name, default in defaults.items():
         said = "as many as heads" if default is None else default
         text = f"{about[name]} (default: {said})"
-        add(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=text)
+        add(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=default,
+            metavar="N",
+            help=text,
+        )
 
 
 def _add_pattern(add) -> None:
     """The options that ``_pattern_of`` reads."""
     names = "dilated, dense, window, local_global, bigbird, or a pattern's to_dict() as JSON"
     add("--pattern", default="dilated", metavar="P", help=f"{names} (default: dilated)")
-    add("--segments", type=numbers_and_commas, metavar="W,W", help="segment lengths of dilated (default: 2048,4096)")
-    add("--rates", type=numbers_and_commas, metavar="R,R", help="their dilation rates (default: 1,2)")
-    add("--block-size", type=int, default=128, metavar="B", help="of block-sparse patterns (default: 128)")
+    add(
+        "--segments",
+        type=numbers_and_commas,
+        metavar="W,W",
+        help="segment lengths of dilated (default: 2048,4096)",
+    )
+    add(
+        "--rates",
+        type=numbers_and_commas,
+        metavar="R,R",
+        help="their dilation rates (default: 1,2)",
+    )
+    add(
+        "--block-size",
+        type=int,
+        default=128,
+        metavar="B",
+        help="of block-sparse patterns (default: 128)",
+    )
 
 
 def _add_network(add) -> None:
-    add("--network", type=network_file, metavar="FILE", help="what `network` measured, for the time (default: none)")
+    add(
+        "--network",
+        type=network_file,
+        metavar="FILE",
+        help="what `network` measured, for the time (default: none)",
+    )
 
 
 def _add_comparison(add) -> None:
-    add("--reports", type=folder, metavar="DIR", help="where profiles lie (default: reports/ of the checkout)")
-    add("--markdown", action="store_true", help="tables as Markdown (default: aligned text)")
+    add(
+        "--reports",
+        type=folder,
+        metavar="DIR",
+        help="where profiles lie (default: reports/ of the checkout)",
+    )
+    add(
+        "--markdown",
+        action="store_true",
+        help="tables as Markdown (default: aligned text)",
+    )
 
 
 def folder(text: str) -> Path:
@@ -236,9 +504,13 @@ def size_in_bytes(text: str) -> int:
     >>> size_in_bytes("8GiB"), size_in_bytes("1.5 MB"), size_in_bytes("1024")
     (8589934592, 1500000, 1024)
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(
+        r"([0-9]+(?:\.[0-9]*)?)\s*([a-z]*)", text.strip(), re.IGNORECASE
+    )
     if not found or found[2].upper() not in UNITS:
-        raise argparse.ArgumentTypeError(f"a size is a number and a unit, as 8GiB, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"a size is a number and a unit, as 8GiB, got {text!r}"
+        )
     return int(Fraction(found[1]) * UNITS[found[2].upper()])
 
 
@@ -246,16 +518,27 @@ def numbers_and_commas(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"not numbers and commas, as 2048,4096: {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"not numbers and commas, as 2048,4096: {text!r}"
+        ) from None
 
 
 def _report(given) -> int | None:
     if lacking := [name for name in REPORT_PACKAGES if find_spec(name) is None]:
-        return _refuse(f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'")
+        return _refuse(
+            f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'"
+        )
     from ringlab.report import driver
 
-    _show(driver.run(given.profile, strict=given.strict, reports=given.reports, force=given.force,
-                     remeasure=given.remeasure))  # fmt: skip
+    _show(
+        driver.run(
+            given.profile,
+            strict=given.strict,
+            reports=given.reports,
+            force=given.force,
+            remeasure=given.remeasure,
+        )
+    )
 
 
 def _show(paths: Sequence[Path]) -> None:
@@ -268,7 +551,9 @@ def _pdf(given) -> None:
 
 
 def _compare(given) -> int:
-    """Print two sides; with a tolerance only the pairs of rows that differ, and FAILED where one is worse."""
+    """Print two sides; with a tolerance only the pairs of rows that differ, and FAILED
+    where one is worse.
+    """
     reports, tolerance = given.reports or reports_folder(), vars(given).get("tolerance")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
@@ -280,8 +565,13 @@ def _compare(given) -> int:
     else:
         found, failures = compare.check(*sides, tolerance)
         failed = [pair for pair, _ in failures]
-        differ = [p for p in found.pairs if p.verdict in ("slower", "faster") or p in failed]
-        parts = [*compare.sections(found, differ), compare.worse(found, failures, tolerance)]
+        differ = [
+            p for p in found.pairs if p.verdict in ("slower", "faster") or p in failed
+        ]
+        parts = [
+            *compare.sections(found, differ),
+            compare.worse(found, failures, tolerance),
+        ]
     print(compare.text(parts, given.markdown))
     return FAILED if failures else OK
 
@@ -296,7 +586,9 @@ def _profiles(given) -> None:
         dtype = dtype_name(here.default_dtype())
         marked = f"{name} *" if name == hardware.match(machine) else name
         told = f"{'yes' if runnable else 'no'}: {why}"
-        rows.append((marked, here.title, hardware.sm(here.capability), memory, dtype, told))
+        rows.append(
+            (marked, here.title, hardware.sm(here.capability), memory, dtype, told)
+        )
     print(*columns(rows), "", "* matches this machine (GPU=auto)", sep="\n")
 
 
@@ -307,7 +599,10 @@ def _quality(given) -> None:
     data = given.data or reports_folder() / asked.folder / "data"
     rows = quality.run(data, device=asked.device, minutes=given.minutes, progress=True)
     there = sum(row["kind"] == "trained" for row in rows)
-    print(f"{there} of {len(quality.runs(quality.SIZES[asked.device]))} runs are there", file=sys.stderr)
+    print(
+        f"{there} of {len(quality.runs(quality.SIZES[asked.device]))} runs are there",
+        file=sys.stderr,
+    )
     _show([data / quality.NAME])
 
 
@@ -316,15 +611,23 @@ def _measure(given) -> None:
     asked_for = suites.SUITES if given.suite == "all" else [given.suite]
     asked = plan(given.profile, hardware.detect(), strict=given.strict)
     how = {"device": asked.device, "rehearsal": asked.rehearsal}
-    groups = [g for name in asked_for for g in suites.SUITES[name](asked.profile, **how)]
+    groups = [
+        g for name in asked_for for g in suites.SUITES[name](asked.profile, **how)
+    ]
     if not groups:
-        raise ValueError(f"suite {given.suite!r} has no points for {asked.profile.name!r} here: it is for a GPU")
+        raise ValueError(
+            f"suite {given.suite!r} has no points for {asked.profile.name!r} here: it is for a GPU"
+        )
     known = [g.name for g in groups]
     if unknown := [name for name in given.group or () if name not in known]:
-        raise ValueError(f"unknown group {unknown[0]!r}; known here: {'; '.join(known)}")
+        raise ValueError(
+            f"unknown group {unknown[0]!r}; known here: {'; '.join(known)}"
+        )
     groups = [g for g in groups if not given.group or g.name in given.group]
     if asked.why:
-        print(f"{asked.profile.name}: {asked.why}; rehearsal on this CPU", file=sys.stderr)
+        print(
+            f"{asked.profile.name}: {asked.why}; rehearsal on this CPU", file=sys.stderr
+        )
     data = given.data or reports_folder() / asked.folder / "data"
     how |= {"profile": asked.profile, "force": given.force, "minutes": given.minutes}
     measure.run(groups, data, progress=True, **how)
@@ -335,38 +638,67 @@ def _pattern_of(given) -> Pattern:
     """The pattern that the options name; ValueError for none."""
     name, block = given.pattern, given.block_size
     named = {
-        "dilated": lambda: Dilated(given.segments or [2048, 4096], given.rates or [1, 2]), "dense": Dense,
+        "dilated": lambda: Dilated(
+            given.segments or [2048, 4096], given.rates or [1, 2]
+        ),
+        "dense": Dense,
         "window": lambda: block_patterns.sliding_window(2, block_size=block),
         "local_global": lambda: block_patterns.local_global(2, 4, block_size=block),
         "bigbird": lambda: block_patterns.bigbird(1, 2, 3, block_size=block),
-    }  # fmt: skip
+    }
     if (given.segments or given.rates) and name != "dilated":
         raise ValueError(f"--segments and --rates belong to dilated, not to {name}")
     if name in named:
         return named[name]()
     if not name.lstrip().startswith("{"):
-        raise ValueError(f"unknown pattern {name!r}; known: {', '.join(named)}, or JSON")
+        raise ValueError(
+            f"unknown pattern {name!r}; known: {', '.join(named)}, or JSON"
+        )
     try:
         return from_dict(json.loads(name))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"--pattern {name} is no pattern's to_dict(): {error}") from None
+        raise ValueError(
+            f"--pattern {name} is no pattern's to_dict(): {error}"
+        ) from None
 
 
 def _estimate(given) -> None:
     profile = hardware.resolve(given.profile).on(hardware.detect())
     dtype = getattr(torch, given.dtype) if given.dtype else profile.default_dtype()
     pattern = _pattern_of(given)
-    names = ("heads", "kv_heads", "head_dim", "batch", "causal", "passes", "ranks", "scheme", "layout", "backend")
-    call = {name: getattr(given, name) for name in names} | {"dtype": dtype, "profile": profile}
+    names = (
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "batch",
+        "causal",
+        "passes",
+        "ranks",
+        "scheme",
+        "layout",
+        "backend",
+    )
+    call = {name: getattr(given, name) for name in names} | {
+        "dtype": dtype,
+        "profile": profile,
+    }
     if given.blocks != "auto" and not isinstance(pattern, BlockSparse):
-        raise ValueError(f"--blocks says how block-sparse patterns run; this is {pattern}")
+        raise ValueError(
+            f"--blocks says how block-sparse patterns run; this is {pattern}"
+        )
     call["execution"] = Execution(blocks=given.blocks, merge=given.merge)
-    found = None if given.seq_len is None else estimate(pattern, seq_len=given.seq_len, network=given.network, **call)
+    found = (
+        None
+        if given.seq_len is None
+        else estimate(pattern, seq_len=given.seq_len, network=given.network, **call)
+    )
     budget = profile.memory_bytes if given.memory is None else given.memory
     most = None
     if found is None or given.memory is not None:  # it takes many runs without data
         if budget is None:
-            raise ValueError(f"profile {profile.name!r} states no memory; give --memory")
+            raise ValueError(
+                f"profile {profile.name!r} states no memory; give --memory"
+            )
         try:
             most = longest(pattern, budget, **call)
         except ValueError:  # an estimate says itself that it does not fit
@@ -374,56 +706,121 @@ def _estimate(given) -> None:
                 raise
     if given.json:
         about = {
-            "profile": profile.name, "device": profile.title, "pattern": str(pattern), "dtype": dtype_name(dtype),
-            "shape": {name: getattr(given, name) for name in ("seq_len", "batch", "heads", "head_dim")},
-            "passes": given.passes, "causal": given.causal, "memory_bytes": budget, "longest": most, "estimate": None,
-        }  # fmt: skip
+            "profile": profile.name,
+            "device": profile.title,
+            "pattern": str(pattern),
+            "dtype": dtype_name(dtype),
+            "shape": {
+                name: getattr(given, name)
+                for name in ("seq_len", "batch", "heads", "head_dim")
+            },
+            "passes": given.passes,
+            "causal": given.causal,
+            "memory_bytes": budget,
+            "longest": most,
+            "estimate": None,
+        }
         if found:
-            sent = [{"from": a, "to": b, "bytes": nbytes} for (a, b), nbytes in sorted(found.sent.items())]
-            about["estimate"] = asdict(found) | {"sent": sent, "bound_s": found.bound_s, "binds": found.binds}
+            sent = [
+                {"from": a, "to": b, "bytes": nbytes}
+                for (a, b), nbytes in sorted(found.sent.items())
+            ]
+            about["estimate"] = asdict(found) | {
+                "sent": sent,
+                "bound_s": found.bound_s,
+                "binds": found.binds,
+            }
         print(json.dumps(about, indent=1))
         return
-    print(f"{pattern}, {dtype_name(dtype)}{', causal' if given.causal else ''}, {given.passes}, on {profile.title}")
+    print(
+        f"{pattern}, {dtype_name(dtype)}{', causal' if given.causal else ''}, {given.passes}, on {profile.title}"
+    )
     if found:
         print(*_estimate_lines(found, given.seq_len, budget), sep="\n")
     if most:
-        print(f"longest    {most:,} tokens in {format_bytes(budget)} a rank, of attention alone")
+        print(
+            f"longest    {most:,} tokens in {format_bytes(budget)} a rank, of attention alone"
+        )
 
 
 def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterator[str]:
-    """An Estimate for people; ``budget`` is the memory that there is, None where it is not known."""
+    """An Estimate for people; ``budget`` is the memory that there is, None where it is
+    not known.
+    """
     ranks = f" on {found.ranks} ranks by {found.scheme}" if found.scheme else ""
     cost, sent = found.cost, sorted(found.sent.items())
     fits = ""
     if budget is not None and (found.peak_bytes > budget or not found.at_least):
         fits = f", which {'fits' if found.peak_bytes <= budget else 'does not fit'} {format_bytes(budget)}"
-    yield (f"work       {seq_len:,} tokens{ranks}: {cost.flops / 1e9:,.1f} GFLOP of use, "
-           f"{cost.folded_flops / 1e9:,.1f} to compute, {format_bytes(cost.floor_bytes)} of inputs and results"
-           )  # fmt: skip
+    yield (
+        f"work       {seq_len:,} tokens{ranks}: {cost.flops / 1e9:,.1f} GFLOP of use, "
+        f"{cost.folded_flops / 1e9:,.1f} to compute, {format_bytes(cost.floor_bytes)} of inputs and results"
+    )
     at_least = f", at least: {found.at_least}" if found.at_least else ""
     yield f"memory     {format_bytes(found.peak_bytes)} a rank{fits}{at_least}"
-    yield from (f"  {part:<10} {format_bytes(held):>10}" for part, held in found.parts.items() if held)
+    yield from (
+        f"  {part:<10} {format_bytes(held):>10}"
+        for part, held in found.parts.items()
+        if held
+    )
     if found.cache_bytes is not None:
         yield f"cache      {format_bytes(found.cache_bytes)} a rank to generate, by ringlab.KVCache"
     if found.ranks > 1:
         total = format_bytes(sum(nbytes for _, nbytes in sent))
-        yield f"sent       {total} in all" + ("" if sent else ": no rank needs rows of another")
-        yield from (f"  {a} to {b:<5} {format_bytes(nbytes):>10}" for (a, b), nbytes in sent)
-    known = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in found.bounds.items())
-    said = f"at least {format_seconds(found.bound_s)}, by {found.binds}: {known}" if known else "no bound"
+        yield f"sent       {total} in all" + (
+            "" if sent else ": no rank needs rows of another"
+        )
+        yield from (
+            f"  {a} to {b:<5} {format_bytes(nbytes):>10}" for (a, b), nbytes in sent
+        )
+    known = ", ".join(
+        f"{name} {format_seconds(seconds)}" for name, seconds in found.bounds.items()
+    )
+    said = (
+        f"at least {format_seconds(found.bound_s)}, by {found.binds}: {known}"
+        if known
+        else "no bound"
+    )
     if p := found.predicted:
         alone = f"compute {format_seconds(p.compute_s)}, exchange {format_seconds(p.exchange_s)}"
         yield f"predicted  {format_seconds(p.seconds)} on this network; alone {alone}"
-    unknown = [name for name in ("compute", "memory", *["network"] * bool(sent)) if name not in found.bounds]
-    yield f"time       {said}" + (f"; no rate known for {', '.join(unknown)}" if unknown else "")
+    unknown = [
+        name
+        for name in ("compute", "memory", *["network"] * bool(sent))
+        if name not in found.bounds
+    ]
+    yield f"time       {said}" + (
+        f"; no rate known for {', '.join(unknown)}" if unknown else ""
+    )
 
 
 def _advise(given) -> None:
     profile, rows = stored(hardware.resolve(given.profile).on(hardware.detect()))
-    asked = ("ranks", "batch", "heads", "kv_heads", "head_dim", "layers", "causal", "passes", "pattern", "seconds")
-    advice = advise(profile, given.seq_len, memory_bytes=given.memory, rows=rows,
-                    network=given.network, **{name: getattr(given, name) for name in asked})  # fmt: skip
-    print(getattr(advice, given.show)() if given.show else f"{advice.text()}\n\n{advice.code()}")
+    asked = (
+        "ranks",
+        "batch",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "layers",
+        "causal",
+        "passes",
+        "pattern",
+        "seconds",
+    )
+    advice = advise(
+        profile,
+        given.seq_len,
+        memory_bytes=given.memory,
+        rows=rows,
+        network=given.network,
+        **{name: getattr(given, name) for name in asked},
+    )
+    print(
+        getattr(advice, given.show)()
+        if given.show
+        else f"{advice.text()}\n\n{advice.code()}"
+    )
 
 
 def _network(given) -> None:
@@ -439,10 +836,14 @@ def _network(given) -> None:
         found = launch(network.measure, 2)[0]
     for name, line in found.lines.items():
         yields = f"{8 * line.per_s / 1e6:,.0f} Mbit/s each way"
-        print(f"{network.TITLES[name]}: {format_seconds(line.latency_s)} for the least exchange, {yields}")
+        print(
+            f"{network.TITLES[name]}: {format_seconds(line.latency_s)} for the least exchange, {yields}"
+        )
     for name, lines in found.work.items():
         forward, backward = (f"{line.per_s / 1e9:,.0f}" for line in lines)
-        print(f"attention in {name}, each of {len(found.hosts)} ranks: {forward} GFLOP/s forward, {backward} backward")
+        print(
+            f"attention in {name}, each of {len(found.hosts)} ranks: {forward} GFLOP/s forward, {backward} backward"
+        )
     if given.file:
         given.file.write_text(found.to_json(), encoding="utf-8")
 
@@ -451,47 +852,81 @@ def _tune(given) -> None:
     from ringlab.kernels.triton_tune import tune
 
     profile = hardware.resolve(given.profile).on(hardware.detect())
-    here, why = profile.runnable(hardware.detect()) if profile.kind == "cuda" else (False, f"{profile.name} has none")
+    here, why = (
+        profile.runnable(hardware.detect())
+        if profile.kind == "cuda"
+        else (False, f"{profile.name} has none")
+    )
     if not here:
         raise ValueError(f"tune times kernels on a GPU: {why}")
     dtype = getattr(torch, given.dtype) if given.dtype else profile.default_dtype()
     kv_heads = given.kv_heads or given.heads
     if min(given.seq_len, given.batch, kv_heads) < 1 or given.heads % kv_heads:
-        raise ValueError("--seq-len, --batch and --heads are positive, and --heads a multiple of --kv-heads")
+        raise ValueError(
+            "--seq-len, --batch and --heads are positive, and --heads a multiple of --kv-heads"
+        )
     pattern, every = _pattern_of(given), []
     for head_dim in given.head_dim or (64, 128):
-        q, k, v = (torch.randn(given.batch, given.seq_len, heads, head_dim, device="cuda", dtype=dtype)
-                   for heads in (given.heads, kv_heads, kv_heads))  # fmt: skip
+        q, k, v = (
+            torch.randn(
+                given.batch, given.seq_len, heads, head_dim, device="cuda", dtype=dtype
+            )
+            for heads in (given.heads, kv_heads, kv_heads)
+        )
         for causal in (False, True):
             for name in given.passes or TILE_PASSES:
                 for found in tune(q, k, v, pattern, causal=causal, passes=(name,)):
                     print(*_timed_lines(found), sep="\n", flush=True)
                     every.append(found)
-    shape = {"pattern": pattern.to_dict(), "seq_len": given.seq_len, "batch": given.batch, "heads": given.heads,
-             "kv_heads": kv_heads}  # fmt: skip
-    print(record(every, shape, given.data or reports_folder() / profile.name / "data", q.device))
+    shape = {
+        "pattern": pattern.to_dict(),
+        "seq_len": given.seq_len,
+        "batch": given.batch,
+        "heads": given.heads,
+        "kv_heads": kv_heads,
+    }
+    print(
+        record(
+            every,
+            shape,
+            given.data or reports_folder() / profile.name / "data",
+            q.device,
+        )
+    )
     print(triton_config.path(q.device))
 
 
 def record(found: list, shape: dict, data: Path, device: torch.device) -> Path:
-    """Write what ``tune`` timed beside the rows of a report, over what an earlier tuning wrote; returns the file."""
+    """Write what ``tune`` timed beside the rows of a report, over what an earlier
+    tuning wrote; returns the file.
+    """
     commit, dirty = provenance.git_state()
-    about = {"torch": str(torch.__version__), "commit": commit, "dirty": dirty} | dict(triton_config.stamp(device))
+    about = {"torch": str(torch.__version__), "commit": commit, "dirty": dirty} | dict(
+        triton_config.stamp(device)
+    )
     timed = [
         {"use": str(one.use), "dtype": dtype_name(one.use.dtype), "size": asdict(size)}
-        | {name: getattr(one.use, name) for name in ("name", "head_dim", "causal", "joins")}
+        | {
+            name: getattr(one.use, name)
+            for name in ("name", "head_dim", "causal", "joins")
+        }
         | {"seconds": one.seconds.get(size), "why": one.refused.get(size)}
         | {"default": size == one.default, "kept": size == one.best}
-        for one in found for size in (*one.seconds, *one.refused)
-    ]  # fmt: skip
+        for one in found
+        for size in (*one.seconds, *one.refused)
+    ]
     data.mkdir(parents=True, exist_ok=True)
     file = data / "tuned.json"
-    file.write_text(json.dumps({"about": about, "shape": shape, "timed": timed}, indent=1), encoding="utf-8")
+    file.write_text(
+        json.dumps({"about": about, "shape": shape, "timed": timed}, indent=1),
+        encoding="utf-8",
+    )
     return file
 
 
 def _timed_lines(found) -> Iterator[str]:
-    """What came of one use: every candidate, the fastest first, and those that were refused.
+    """What came of one use: every candidate, the fastest first, and those that were
+    refused.
 
     >>> from ringlab.kernels.triton_config import Sizes, Use
     >>> from ringlab.kernels.triton_tune import Timed
@@ -504,7 +939,11 @@ def _timed_lines(found) -> Iterator[str]:
     """
     yield str(found.use)
     for size, seconds in sorted(found.seconds.items(), key=lambda x: x[1]):
-        said = ["kept"] * (size == found.best) + ["the default"] * (size == found.default)
-        yield f"{seconds * 1e3:9.3f} ms  {size}" + (f": {', '.join(said)}" if said else "")
+        said = ["kept"] * (size == found.best) + ["the default"] * (
+            size == found.default
+        )
+        yield f"{seconds * 1e3:9.3f} ms  {size}" + (
+            f": {', '.join(said)}" if said else ""
+        )
     for size, why in found.refused.items():
         yield f"{'refused':>12}  {size}: {why}"

@@ -1,8 +1,11 @@
-"""The published systems by their published names and constructor arguments, each a few settings over one engine.
+"""The published systems by their published names and constructor arguments, each a few
+settings over one engine.
 
-All dilated systems compute head-group dilated attention: group i of the heads runs branch i, with offset i mod r, and
-nothing is divided by the number of groups. They differ in how it is executed and how ranks share it, and give the same
-values; only the Hilbert system has another pattern. The block-sparse systems share a second set of arguments.
+All dilated systems compute head-group dilated attention: group i of the heads runs
+branch i, with offset i mod r, and nothing is divided by the number of groups. They
+differ in how it is executed and how ranks share it, and give the same values; only the
+Hilbert system has another pattern. The block-sparse systems share a second set of
+arguments.
 """
 
 from __future__ import annotations
@@ -19,14 +22,27 @@ from . import hardware, kernels, memory, ring
 from .advise import Advice, Auto
 from .attention import MASKS, REFUSED, attention, check_tensors
 from .block_patterns import BlockSparse, Segment, sliding_window
-from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_ints, check_unknown, is_real, short_repr
+from .checks import (
+    LARGEST,
+    check_bool,
+    check_float_dtype,
+    check_int,
+    check_ints,
+    check_unknown,
+    is_real,
+    short_repr,
+)
 from .engine import Execution
 from .engine.chunked import Ladder
 from .patterns import Dilated, Pattern
 from .ring import Simulated
 
 FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "compiled", "cpu_flash")
-FALLBACK = ("xformers", "efficient", "eager")  # the published chain below flash: xformers, SDPA, standard
+FALLBACK = (
+    "xformers",
+    "efficient",
+    "eager",
+)  # the published chain below flash: xformers, SDPA, standard
 REASONS = REFUSED | {
     "sparsity_ratio": "it changed nothing in the original; state a density",
     **dict.fromkeys(("causal", "is_causal"), "forward takes is_causal=True"),
@@ -36,20 +52,24 @@ REASONS = REFUSED | {
 
 
 class PublishedAttention(nn.Module):
-    """Base of the published modules: no parameters, ``forward(q, k, v, is_causal=False)`` on (b, n, h, d) tensors.
+    """Base of the published modules: no parameters, ``forward(q, k, v,
+    is_causal=False)`` on (b, n, h, d) tensors.
 
-    q, k and v have one dtype, which is that of the result. The module computes in ``dtype`` (None: that of q, k, v).
-    ``.half()``, ``.to(dtype)`` and ``.to(device)`` change ``dtype`` and ``device`` as those of a module with weights.
-    ``use_flash_attention=False`` uses only kernels without flash. ``memory_pool_threshold_mb`` is in MiB.
+    q, k and v have one dtype, which is that of the result. The module computes in
+    ``dtype`` (None: that of q, k, v). ``.half()``, ``.to(dtype)`` and ``.to(device)``
+    change ``dtype`` and ``device`` as those of a module with weights.
+    ``use_flash_attention=False`` uses only kernels without flash.
+    ``memory_pool_threshold_mb`` is in MiB.
 
-    The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this rank's shards), or a
-    ``ring_size``, which is simulated on one device. ``config="auto"`` computes the same function with the backend,
-    scheme and execution that advice chooses for each shape instead of the system's own; switches that are given stay.
-    An ``Advice`` is followed as it is, also in the dtype where the system chooses that. ``.advice`` is the advice that
-    the last call followed.
+    The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this
+    rank's shards), or a ``ring_size``, which is simulated on one device.
+    ``config="auto"`` computes the same function with the backend, scheme and execution
+    that advice chooses for each shape instead of the system's own; switches that are
+    given stay. An ``Advice`` is followed as it is, also in the dtype where the system
+    chooses that. ``.advice`` is the advice that the last call followed.
 
-    Raises TypeError for an argument that this system does not have, ValueError for bad values, NotImplementedError for
-    several ranks in a system of one device.
+    Raises TypeError for an argument that this system does not have, ValueError for bad
+    values, NotImplementedError for several ranks in a system of one device.
 
     >>> DilatedAttention([4, 8], [1, 2]).to(torch.bfloat16).dtype
     torch.bfloat16
@@ -83,64 +103,113 @@ class PublishedAttention(nn.Module):
         check_unknown(name, refused, REASONS)
         ring_size = None if ring_size is None else check_int("ring_size", ring_size)
         if self.scheme is None and (group is not None or ring_size not in (None, 1)):
-            raise NotImplementedError(f"{name} runs on one device: ring_size must be 1 and group None")
-        if group is not None and ring_size not in (None, size := ring.group_size(group)):
+            raise NotImplementedError(
+                f"{name} runs on one device: ring_size must be 1 and group None"
+            )
+        if group is not None and ring_size not in (
+            None,
+            size := ring.group_size(group),
+        ):
             raise ValueError(f"ring_size is {ring_size}, the group has {size} ranks")
         mb = memory_pool_threshold_mb
         if not is_real(mb) or not 0 <= mb < float("inf"):
-            raise ValueError(f"memory_pool_threshold_mb must be finite and not negative, got {short_repr(mb)}")
+            raise ValueError(
+                f"memory_pool_threshold_mb must be finite and not negative, got {short_repr(mb)}"
+            )
         if dtype is not None:
             check_float_dtype(dtype)
         check_bool("use_pattern_cache", use_pattern_cache)
         check_bool("enable_memory_pool", enable_memory_pool)
         check_bool("use_flash_attention", use_flash_attention)
         check_bool("use_gradient_checkpointing", use_gradient_checkpointing)
-        self.pattern = self._made_pattern(segment_lengths, dilation_rates, block_size, density)
+        self.pattern = self._made_pattern(
+            segment_lengths, dilation_rates, block_size, density
+        )
         self.device = None if device is None else kernels.device_of(device)
         self.auto = None if config is None else Auto(config)
         if dtype is None and self.auto_dtype:
             if self.advice is not None:
                 dtype = self.advice["dtype"]
             else:
-                on_gpu = torch.cuda.is_available() if self.device is None else self.device.type == "cuda"
-                dtype = hardware.default_dtype(torch.cuda.get_device_capability(self.device) if on_gpu else None)
+                on_gpu = (
+                    torch.cuda.is_available()
+                    if self.device is None
+                    else self.device.type == "cuda"
+                )
+                dtype = hardware.default_dtype(
+                    torch.cuda.get_device_capability(self.device) if on_gpu else None
+                )
         self.dtype = dtype
-        self.group = Simulated(ring_size) if group is None and (ring_size or 1) > 1 else group
+        self.group = (
+            Simulated(ring_size) if group is None and (ring_size or 1) > 1 else group
+        )
         self.use_gradient_checkpointing = use_gradient_checkpointing
-        pool = memory.MemoryPool(threshold_bytes=int(mb * 2**20)) if enable_memory_pool else False
+        pool = (
+            memory.MemoryPool(threshold_bytes=int(mb * 2**20))
+            if enable_memory_pool
+            else False
+        )
         chain, own = self.backend, self.switches
-        if self.auto is not None:  # advice replaces the system's own settings, not those that were asked for
+        if (
+            self.auto is not None
+        ):  # advice replaces the system's own settings, not those that were asked for
             chain, own, self.scheme = "auto", {}, self.scheme and "auto"
         self.chain = chain if use_flash_attention else FALLBACK
         self.execution = Execution(cache=use_pattern_cache, pool=pool, **own)
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
-        blocks = {name: x for name, x in (("block_size", block_size), ("density", density)) if x is not None}
-        check_unknown(type(self).__name__, blocks, dict.fromkeys(blocks, "it belongs to the block-sparse systems"))
-        return Dilated(segment_lengths, dilation_rates, mixing="head_groups", offsets="branch")
+        blocks = {
+            name: x
+            for name, x in (("block_size", block_size), ("density", density))
+            if x is not None
+        }
+        check_unknown(
+            type(self).__name__,
+            blocks,
+            dict.fromkeys(blocks, "it belongs to the block-sparse systems"),
+        )
+        return Dilated(
+            segment_lengths, dilation_rates, mixing="head_groups", offsets="branch"
+        )
 
     def _apply(self, fn, recurse=True):
-        """Follow ``.half()``, ``.to(...)`` and so on: empty tensors show what fn does, since there are no weights."""
+        """Follow ``.half()``, ``.to(...)`` and so on: empty tensors show what fn does,
+        since there are no weights.
+        """
         super()._apply(fn, recurse)
         own = self.device or torch.device("cpu")
-        made = [fn(torch.empty(0, dtype=dtype, device=own)) for dtype in (torch.float32, torch.float64)]
+        made = [
+            fn(torch.empty(0, dtype=dtype, device=own))
+            for dtype in (torch.float32, torch.float64)
+        ]
         if made[0].dtype == made[1].dtype:
             check_float_dtype(made[0].dtype)
             self.dtype = made[0].dtype
-        if made[0].device.type != own.type or made[0].device.index != own.index is not None:
+        if (
+            made[0].device.type != own.type
+            or made[0].device.index != own.index is not None
+        ):
             self.device = made[0].device
         return self
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **refused) -> Tensor:
-        """Attention over (b, n, h, d) tensors; returns (b, n, h, d) in the inputs' dtype."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **refused
+    ) -> Tensor:
+        """Attention over (b, n, h, d) tensors; returns (b, n, h, d) in the inputs'
+        dtype.
+        """
         name = type(self).__name__
         check_unknown(name, refused, REASONS)
         check_tensors(q, k, v)
         own = self.device or q.device
-        if own.type != q.device.type or (own.type == "cuda" and own.index not in (None, q.device.index)):
+        if own.type != q.device.type or (
+            own.type == "cuda" and own.index not in (None, q.device.index)
+        ):
             raise ValueError(f"{name} is on {self.device}, the input on {q.device}")
         if self.dtype is not None and q.dtype == torch.float64 != self.dtype:
-            raise ValueError(f"{name} computes in {self.dtype}: for float64 pass dtype=torch.float64 or call .double()")
+            raise ValueError(
+                f"{name} computes in {self.dtype}: for float64 pass dtype=torch.float64 or call .double()"
+            )
         args = [t if self.dtype is None else t.to(self.dtype) for t in (q, k, v)]
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
             out = checkpoint(self._attend, *args, is_causal, use_reentrant=False)
@@ -149,8 +218,14 @@ class PublishedAttention(nn.Module):
         return out.to(q.dtype)
 
     def _attend(self, q, k, v, is_causal):
-        options = {"causal": is_causal, "backend": self.chain, "execution": self.execution} | self._ranks(q.shape[1])
-        pattern = self.pattern_for(ring.length_of(q, self.group, "contiguous"), is_causal)
+        options = {
+            "causal": is_causal,
+            "backend": self.chain,
+            "execution": self.execution,
+        } | self._ranks(q.shape[1])
+        pattern = self.pattern_for(
+            ring.length_of(q, self.group, "contiguous"), is_causal
+        )
         if self.auto is not None:
             options = self.auto.fill(options, pattern, q, k)
         return attention(q, k, v, pattern, **options)
@@ -166,13 +241,22 @@ class PublishedAttention(nn.Module):
 
     def _ranks(self, rows: int) -> dict:
         """The arguments of ``attention`` across ranks, for q, k, v of so many rows."""
-        return {} if self.group is None else {"group": self.group, "scheme": self.scheme}
+        return (
+            {} if self.group is None else {"group": self.group, "scheme": self.scheme}
+        )
 
-    def backends(self, device: torch.device | str = "cpu", head_dim: int = 64) -> list[tuple]:
-        """(kernel, runs, reason for a refusal, chosen) for each kernel of this module's chain, probed by a call."""
+    def backends(
+        self, device: torch.device | str = "cpu", head_dim: int = 64
+    ) -> list[tuple]:
+        """(kernel, runs, reason for a refusal, chosen) for each kernel of this module's
+        chain, probed by a call.
+        """
         asked = device, self.dtype or torch.float32, head_dim
         chosen = kernels.choose(*asked, backward=True, backend=self.chain).name
-        return [(name, runs, why, name == chosen) for name, runs, why, _ in kernels.table(*asked)]
+        return [
+            (name, runs, why, name == chosen)
+            for name, runs, why, _ in kernels.table(*asked)
+        ]
 
     def extra_repr(self) -> str:
         text = f"{self.pattern}, dtype={self.dtype}, {self.execution}"
@@ -180,7 +264,8 @@ class PublishedAttention(nn.Module):
 
 
 class DilatedAttention(PublishedAttention):
-    """Dilated attention by gathering each group's rows: the published definition, without its double dropout.
+    """Dilated attention by gathering each group's rows: the published definition,
+    without its double dropout.
 
     >>> DilatedAttention([4, 8], [1, 2])(*[torch.randn(1, 16, 2, 8)] * 3).shape
     torch.Size([1, 16, 2, 8])
@@ -190,11 +275,14 @@ class DilatedAttention(PublishedAttention):
 
 
 class ImprovedDilatedAttention(PublishedAttention):
-    """The same function through strided views. (The original attended over the heads of each position.)"""
+    """The same function through strided views. (The original attended over the heads of
+    each position.)
+    """
 
 
 class RingDilatedAttentionV2(PublishedAttention):
-    """The ring simulated on one device, any ``ring_size``: K/V shards hop from rank to rank.
+    """The ring simulated on one device, any ``ring_size``: K/V shards hop from rank to
+    rank.
 
     >>> q = torch.randn(1, 16, 2, 8); a, b = (RingDilatedAttentionV2([8, 16], [1, 2], ring_size=p) for p in (1, 4))
     >>> torch.allclose(a(q, q, q), b(q, q, q), atol=1e-6)
@@ -205,17 +293,22 @@ class RingDilatedAttentionV2(PublishedAttention):
 
 
 class RingDilatedAttentionV2Collective(PublishedAttention):
-    """Every rank gathers K and V; on one device, as in document 000, nothing is gathered and no ring code runs."""
+    """Every rank gathers K and V; on one device, as in document 000, nothing is
+    gathered and no ring code runs.
+    """
 
     scheme = "all_gather"
 
 
 class RingDilatedAttentionV2Robust(RingDilatedAttentionV2):
-    """The ring by asynchronous point-to-point messages; no ring code runs on one device."""
+    """The ring by asynchronous point-to-point messages; no ring code runs on one
+    device.
+    """
 
 
 class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
-    """Flash kernels first, then xformers, SDPA, standard; dtype chosen by the hardware policy, an explicit one wins.
+    """Flash kernels first, then xformers, SDPA, standard; dtype chosen by the hardware
+    policy, an explicit one wins.
 
     >>> RingDilatedAttentionV2Flash([4, 8], [1, 2], device="cpu").dtype
     torch.float32
@@ -226,19 +319,26 @@ class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
 
 
 class RingDilatedAttentionProduction(RingDilatedAttentionV2):
-    """The ring with gradient checkpointing and the memory pool by default, and smaller tiles if memory runs out.
+    """The ring with gradient checkpointing and the memory pool by default, and smaller
+    tiles if memory runs out.
 
     >>> RingDilatedAttentionProduction([4, 8], [1, 2], use_gradient_checkpointing=False).execution.tile
     Ladder((2048, 512, 128), level=0)
     """
 
-    def __init__(self, segment_lengths, dilation_rates, ring_size: int | None = None, **options):
+    def __init__(
+        self, segment_lengths, dilation_rates, ring_size: int | None = None, **options
+    ):
         defaults = {"use_gradient_checkpointing": True, "enable_memory_pool": True}
-        super().__init__(segment_lengths, dilation_rates, ring_size, **defaults | options)
+        super().__init__(
+            segment_lengths, dilation_rates, ring_size, **defaults | options
+        )
         self.execution = replace(self.execution, tile=Ladder())
 
     def agree(self) -> None:
-        """Let all ranks use the smallest tile of any rank; call it on every rank, between two steps."""
+        """Let all ranks use the smallest tile of any rank; call it on every rank,
+        between two steps.
+        """
         if self.group is not None and not isinstance(self.group, Simulated):
             self.execution.tile.agree(self.group)
 
@@ -254,38 +354,50 @@ class RingDilatedAttentionSDPA(RingDilatedAttentionV2):
 
 
 class RingDilatedAttentionCorrect(RingDilatedAttentionV2):
-    """The ring on the plain eager kernel, with the right split of the sequence: the reference of the ring systems."""
+    """The ring on the plain eager kernel, with the right split of the sequence: the
+    reference of the ring systems.
+    """
 
     backend = "eager"
 
 
 class RingDilatedAttentionHilbertGPUOptimized(PublishedAttention):
-    """The pattern along a Hilbert curve over the most nearly square grid whose cells are the sequence, row by row.
+    """The pattern along a Hilbert curve over the most nearly square grid whose cells
+    are the sequence, row by row.
 
-    On one device, or a ``ring_size`` simulated on it. Raises ValueError for ``is_causal=True``: steps of the curve are
-    not in time order.
+    On one device, or a ``ring_size`` simulated on it. Raises ValueError for
+    ``is_causal=True``: steps of the curve are not in time order.
     """
 
     scheme = "plan"
 
     def _ranks(self, rows: int) -> dict:
         if self.group is not None and not isinstance(self.group, Simulated):
-            raise NotImplementedError(f"{type(self).__name__} takes ring_size: over a group, pass attention a layout")
+            raise NotImplementedError(
+                f"{type(self).__name__} takes ring_size: over a group, pass attention a layout"
+            )
         height = max(h for h in range(1, isqrt(rows) + 1) if rows % h == 0)
         group = self.group or Simulated(1)
-        return {"group": group, "scheme": self.scheme, "layout": ring.hilbert(height, rows // height, group.ranks)}
+        return {
+            "group": group,
+            "scheme": self.scheme,
+            "layout": ring.hilbert(height, rows // height, group.ranks),
+        }
 
 
 _solved = lru_cache(maxsize=64)(BlockSparse.with_density)
 
 
 class BlockSparseRingDilatedAttention(PublishedAttention):
-    """Block-sparse attention, a call for each block of queries: the published definition, with one softmax per row.
+    """Block-sparse attention, a call for each block of queries: the published
+    definition, with one softmax per row.
 
-    Takes exactly one of: ``segment_lengths`` and ``dilation_rates``, which dilate blocks here (each length a multiple
-    of ``block_size``, each rate in blocks); ``density`` in (0, 1], for which each sequence length gets the window of
-    blocks that comes nearest; or ``pattern``, a ``ringlab.BlockSparse``. ``block_size`` is 128 by default. Raises
-    ValueError for none or several of them, and for lengths that are not multiples.
+    Takes exactly one of: ``segment_lengths`` and ``dilation_rates``, which dilate
+    blocks here (each length a multiple of ``block_size``, each rate in blocks);
+    ``density`` in (0, 1], for which each sequence length gets the window of blocks that
+    comes nearest; or ``pattern``, a ``ringlab.BlockSparse``. ``block_size`` is 128 by
+    default. Raises ValueError for none or several of them, and for lengths that are not
+    multiples.
 
     >>> q = torch.randn(1, 64, 2, 8); a = BlockSparseRingDilatedAttention([32], [2], block_size=8)
     >>> torch.allclose(a(q, q, q), BlockSparseOptimized([32], [2], block_size=8)(q, q, q), atol=1e-6)
@@ -295,7 +407,15 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
     switches = {"blocks": "rows"}
     scheme = "plan"
 
-    def __init__(self, segment_lengths=None, dilation_rates=None, ring_size=None, *, pattern=None, **options):
+    def __init__(
+        self,
+        segment_lengths=None,
+        dilation_rates=None,
+        ring_size=None,
+        *,
+        pattern=None,
+        **options,
+    ):
         self.given = pattern
         super().__init__(segment_lengths, dilation_rates, ring_size, **options)
 
@@ -303,43 +423,74 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
         name = type(self).__name__
         segments = segment_lengths is not None or dilation_rates is not None
         if (segments, density is not None, self.given is not None).count(True) != 1:
-            raise ValueError(f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them")
-        self.density, size = density, check_int("block_size", 128 if block_size is None else block_size, most=LARGEST)
+            raise ValueError(
+                f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them"
+            )
+        self.density, size = (
+            density,
+            check_int(
+                "block_size", 128 if block_size is None else block_size, most=LARGEST
+            ),
+        )
         if self.given is not None:
             if not isinstance(self.given, BlockSparse) or block_size is not None:
-                wanted = "pattern must be a BlockSparse, and block_size is the pattern's own"
-                raise ValueError(f"{name}: {wanted}, got {short_repr(self.given)} and {short_repr(block_size)}")
+                wanted = (
+                    "pattern must be a BlockSparse, and block_size is the pattern's own"
+                )
+                raise ValueError(
+                    f"{name}: {wanted}, got {short_repr(self.given)} and {short_repr(block_size)}"
+                )
             return self.given
         if density is not None:
             window = sliding_window(0, block_size=size)
-            window.with_density(density, size)  # raises for a bad density now, not at the first call
+            window.with_density(
+                density, size
+            )  # raises for a bad density now, not at the first call
             return window
         lengths = check_ints("segment_lengths", segment_lengths)
         rates = check_ints("dilation_rates", dilation_rates)
         if len(lengths) != len(rates):
-            raise ValueError(f"segment_lengths and dilation_rates differ in length: {len(lengths)} and {len(rates)}")
+            raise ValueError(
+                f"segment_lengths and dilation_rates differ in length: {len(lengths)} and {len(rates)}"
+            )
         for length in lengths:
             if length % size:
-                raise ValueError(f"{name}: segment length {length} is no multiple of the block size {size}")
-        return BlockSparse([Segment(w // size, r) for w, r in zip(lengths, rates)], size)
+                raise ValueError(
+                    f"{name}: segment length {length} is no multiple of the block size {size}"
+                )
+        return BlockSparse(
+            [Segment(w // size, r) for w, r in zip(lengths, rates)], size
+        )
 
     def pattern_for(self, n: int, causal: bool = False) -> BlockSparse:
-        """The pattern over ``n`` positions: the one given, or the window whose density is nearest to the one given."""
+        """The pattern over ``n`` positions: the one given, or the window whose density
+        is nearest to the one given.
+        """
         check_int("n", n, most=LARGEST)
         check_bool("causal", causal)
-        return self.pattern if self.density is None else _solved(self.pattern, self.density, n, causal)
+        return (
+            self.pattern
+            if self.density is None
+            else _solved(self.pattern, self.density, n, causal)
+        )
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.density is None else f", density={self.density}")
+        return super().extra_repr() + (
+            "" if self.density is None else f", density={self.density}"
+        )
 
 
 class BlockSparseOptimized(BlockSparseRingDilatedAttention):
-    """The same with one call for all rows that see equally many blocks, on copies of these blocks."""
+    """The same with one call for all rows that see equally many blocks, on copies of
+    these blocks.
+    """
 
     switches = {"blocks": "batched"}
 
 
 class BlockSparseTorchSparse(BlockSparseRingDilatedAttention):
-    """The same with the probabilities in a ``torch.sparse`` BSR tensor, in float32 or float64."""
+    """The same with the probabilities in a ``torch.sparse`` BSR tensor, in float32 or
+    float64.
+    """
 
     switches = {"blocks": "bsr"}

@@ -1,7 +1,8 @@
 """FLOPs, bytes and pairs of an attention call, and how sizes and times are written.
 
-A pair is one (query, key, head) that a pattern shows, per batch entry. The forward pass does two matrix products
-over the pairs (4 d FLOPs each), the backward five (10 d), Dao et al. 2022 (arXiv 2205.14135).
+A pair is one (query, key, head) that a pattern shows, per batch entry. The forward pass
+does two matrix products over the pairs (4 d FLOPs each), the backward five (10 d), Dao
+et al. 2022 (arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ LONGEST_IRREGULAR = 2**31  # products of two positions stay below 2**63
 
 @dataclass(frozen=True)
 class Cost:
-    """Counts for one call: ``pairs`` branch by branch, ``distinct_pairs`` with each visible pair once (folded).
+    """Counts for one call: ``pairs`` branch by branch, ``distinct_pairs`` with each
+    visible pair once (folded).
 
-    ``flops`` follow from ``pairs``, ``folded_flops`` from ``distinct_pairs``. ``floor_bytes``: every input and output
-    is read or written once.
+    ``flops`` follow from ``pairs``, ``folded_flops`` from ``distinct_pairs``.
+    ``floor_bytes``: every input and output is read or written once.
     """
 
     pairs: int
@@ -38,7 +40,9 @@ class Cost:
     floor_bytes: int
 
     def seconds(self, flops_per_s: float | None, bytes_per_s: float | None) -> float:
-        """Roofline time: the larger of folded FLOPs and floor bytes over the device's rates; 0 if both are unknown."""
+        """Roofline time: the larger of folded FLOPs and floor bytes over the device's
+        rates; 0 if both are unknown.
+        """
         compute = self.folded_flops / flops_per_s if flops_per_s else 0.0
         memory = self.floor_bytes / bytes_per_s if bytes_per_s else 0.0
         return max(compute, memory)
@@ -56,9 +60,11 @@ def count(
     causal: bool = False,
     passes: str = "fwd",
 ) -> Cost:
-    """Count pairs, FLOPs and bytes of ``attention`` on (batch, seq_len, heads, head_dim) tensors.
+    """Count pairs, FLOPs and bytes of ``attention`` on (batch, seq_len, heads,
+    head_dim) tensors.
 
-    Raises ValueError for ``passes`` other than "fwd" and "fwd+bwd", and as ``count_pairs`` does.
+    Raises ValueError for ``passes`` other than "fwd" and "fwd+bwd", and as
+    ``count_pairs`` does.
 
     >>> from ringlab.patterns import Dense
     >>> c = count(Dense(), batch=1, seq_len=8, heads=2, head_dim=4, dtype=torch.float32)
@@ -72,13 +78,27 @@ def count(
     rate = PASSES[passes] * head_dim
     # q, out and k, v; the backward adds dO, dq and dk, dv
     rows = (2 * heads + 2 * kv_heads) * (1 if passes == "fwd" else 2)
-    return Cost(pairs, distinct, rate * pairs, rate * distinct, rows * batch * seq_len * head_dim * dtype.itemsize)
+    return Cost(
+        pairs,
+        distinct,
+        rate * pairs,
+        rate * distinct,
+        rows * batch * seq_len * head_dim * dtype.itemsize,
+    )
 
 
-def count_pairs(pattern: Pattern, n: int, heads: int, kv_heads: int | None = None, causal: bool = False):
-    """(sum of M, number of pairs with M > 0) over one sequence of ``n`` positions and all heads.
+def count_pairs(
+    pattern: Pattern,
+    n: int,
+    heads: int,
+    kv_heads: int | None = None,
+    causal: bool = False,
+):
+    """(sum of M, number of pairs with M > 0) over one sequence of ``n`` positions and
+    all heads.
 
-    Raises ValueError in one line for a dilated pattern whose pairs take too long to count.
+    Raises ValueError in one line for a dilated pattern whose pairs take too long to
+    count.
 
     >>> from ringlab.patterns import Dilated
     >>> count_pairs(Dilated([2048, 4096, 8192], [1, 2, 4]), 8192, 4)
@@ -90,17 +110,20 @@ def count_pairs(pattern: Pattern, n: int, heads: int, kv_heads: int | None = Non
     pairs = distinct = 0
     for alike, branches, terms in _terms(pattern, n, heads, kv_heads):
         pairs += alike * sum(branch.pairs(n, causal) for branch in branches)
-        distinct += alike * sum(times * term.pairs(n, causal) for term, times in terms.items())
+        distinct += alike * sum(
+            times * term.pairs(n, causal) for term, times in terms.items()
+        )
     return pairs, distinct
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A set of pairs: the rows that are ``offset`` mod ``rate``, where no multiple of any of ``cuts`` lies between.
+    """A set of pairs: the rows that are ``offset`` mod ``rate``, where no multiple of
+    any of ``cuts`` lies between.
 
-    ``irregular`` branches (length, rate, offset), whose rate does not divide their length, restrict the rows further:
-    to those whose place in their segment of that length is ``offset`` mod ``rate``. Their lengths are multiples of one
-    of ``cuts``.
+    ``irregular`` branches (length, rate, offset), whose rate does not divide their
+    length, restrict the rows further: to those whose place in their segment of that
+    length is ``offset`` mod ``rate``. Their lengths are multiples of one of ``cuts``.
     """
 
     cuts: frozenset[int]
@@ -123,14 +146,27 @@ class _Shown:
         if between % common:
             return None
         step = other.rate // common
-        offset = self.offset + self.rate * (between // common * pow(self.rate // common, -1, step) % step)
+        offset = self.offset + self.rate * (
+            between // common * pow(self.rate // common, -1, step) % step
+        )
         cuts = self.cuts | other.cuts
-        cuts = frozenset(c for c in cuts if not any(c % each == 0 for each in cuts - {c}))
+        cuts = frozenset(
+            c for c in cuts if not any(c % each == 0 for each in cuts - {c})
+        )
         return _Shown(cuts, self.rate * step, offset, self.irregular | other.irregular)
 
     def period(self, n: int) -> int:
         """After how many positions the pairs repeat, at most ``n``."""
-        return min(n, lcm(self.rate, *self.cuts, *(length for length, _, _ in self.irregular))) if self.cuts else n
+        return (
+            min(
+                n,
+                lcm(
+                    self.rate, *self.cuts, *(length for length, _, _ in self.irregular)
+                ),
+            )
+            if self.cuts
+            else n
+        )
 
     def cells(self, n: int) -> int:
         """How many intervals between cuts ``pairs`` looks at, about."""
@@ -140,36 +176,66 @@ class _Shown:
         return TERM_CELLS + sum(-(-span // cut) for cut in self.cuts)
 
     def pairs(self, n: int, causal: bool) -> int:
-        """The number of pairs over ``n`` positions; with ``causal``, of those whose key is not after the query."""
+        """The number of pairs over ``n`` positions; with ``causal``, of those whose key
+        is not after the query.
+        """
         whole, rest = divmod(n, self.period(n))
-        return whole * self._in_span(self.period(n), causal) + (self._in_span(rest, causal) if rest else 0)
+        return whole * self._in_span(self.period(n), causal) + (
+            self._in_span(rest, causal) if rest else 0
+        )
 
     def _in_span(self, n: int, causal: bool) -> int:
-        edges = torch.cat([torch.tensor([0, n]), *(torch.arange(0, n, cut) for cut in self.cuts)]).unique()
+        edges = torch.cat(
+            [torch.tensor([0, n]), *(torch.arange(0, n, cut) for cut in self.cuts)]
+        ).unique()
         start, stop = edges[:-1], edges[1:]  # (cells,)
-        rate, row = self.rate, torch.full_like(start, self.offset)  # the rows of a cell are ``row`` mod ``rate``
+        rate, row = (
+            self.rate,
+            torch.full_like(start, self.offset),
+        )  # the rows of a cell are ``row`` mod ``rate``
         possible = torch.ones_like(start, dtype=torch.bool)
-        for length, other, offset in self.irregular:  # joined by the Chinese remainder theorem
+        for (
+            length,
+            other,
+            offset,
+        ) in self.irregular:  # joined by the Chinese remainder theorem
             between = start // length * length + offset - row
-            common = other if rate >= n else gcd(rate, other)  # with one row at most, it is kept or not
+            common = (
+                other if rate >= n else gcd(rate, other)
+            )  # with one row at most, it is kept or not
             step = other // common
             possible &= between % common == 0
-            row = row + rate * (between // common % step * pow(rate // common, -1, step) % step)
+            row = row + rate * (
+                between // common % step * pow(rate // common, -1, step) % step
+            )
             rate *= step
         rows = ((stop - 1 - row) // rate - (start - 1 - row) // rate) * possible
         sizes, times = rows.unique(return_counts=True)
-        return sum(t * (m * (m + 1) // 2 if causal else m * m) for m, t in zip(sizes.tolist(), times.tolist()))
+        return sum(
+            t * (m * (m + 1) // 2 if causal else m * m)
+            for m, t in zip(sizes.tolist(), times.tolist())
+        )
 
 
-def _terms(pattern: Pattern, n: int, heads: int, kv_heads: int | None) -> Iterator[tuple[int, list, Counter]]:
-    """For heads that see alike: their number, their branches as ``_Shown``, and the terms of inclusion-exclusion.
+def _terms(
+    pattern: Pattern, n: int, heads: int, kv_heads: int | None
+) -> Iterator[tuple[int, list, Counter]]:
+    """For heads that see alike: their number, their branches as ``_Shown``, and the
+    terms of inclusion-exclusion.
 
-    The pairs that any branch shows are the sum of the terms' pairs, each times its count. Equal intersections are
-    joined, so a ladder of b nested branches has 2 b - 1 terms and not 2**b. Raises ValueError for too many.
+    The pairs that any branch shows are the sum of the terms' pairs, each times its
+    count. Equal intersections are joined, so a ladder of b nested branches has 2 b - 1
+    terms and not 2**b. Raises ValueError for too many.
     """
     branches = pattern.branches(n, heads, kv_heads)
     alike = Counter(
-        tuple(sorted((b.length, b.rate, b.offsets[b.heads.index(head)]) for b in branches if head in b.heads))
+        tuple(
+            sorted(
+                (b.length, b.rate, b.offsets[b.heads.index(head)])
+                for b in branches
+                if head in b.heads
+            )
+        )
         for head in range(heads)
     )
     cells = 0

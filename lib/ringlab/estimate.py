@@ -1,8 +1,9 @@
-"""What a call costs before it is run: FLOPs, bytes, peak memory by part, bytes between ranks and its roofline time;
-and the longest sequence for a memory budget.
+"""What a call costs before it is run: FLOPs, bytes, peak memory by part, bytes between
+ranks and its roofline time; and the longest sequence for a memory budget.
 
-Memory comes from the engine itself, run without data (``meta_run``), so it is that of the code that would run, for any
-length: the live tensors of a first call, as ``LiveStorageTracker`` measures them. Bytes between ranks are counted by
+Memory comes from the engine itself, run without data (``meta_run``), so it is that of
+the code that would run, for any length: the live tensors of a first call, as
+``LiveStorageTracker`` measures them. Bytes between ranks are counted by
 ``ring.volume``.
 """
 
@@ -31,11 +32,13 @@ FEW_BLOCKS = 1024  # longer block-sparse calls are extrapolated, as planning ran
 class Estimate:
     """What one call costs. ``cost`` is of all ranks together.
 
-    ``parts`` (bytes, see ``meta_run.PARTS``) and ``peak_bytes`` are of the rank that holds most, at its peak; the part
-    ``gradients`` holds those of out, q, k and v. ``sent``: bytes of one call by (from rank, to rank). ``bounds``: lower
-    bounds in seconds by resource, "compute", "memory", "network", where a rate is known. ``at_least``: why the peak may
-    be higher, or "". ``cache_bytes``: what a ``KVCache`` for as many positions takes on the rank with most; None where
-    the call is not causal. ``predicted``: its time on the network that was given.
+    ``parts`` (bytes, see ``meta_run.PARTS``) and ``peak_bytes`` are of the rank that
+    holds most, at its peak; the part ``gradients`` holds those of out, q, k and v.
+    ``sent``: bytes of one call by (from rank, to rank). ``bounds``: lower bounds in
+    seconds by resource, "compute", "memory", "network", where a rate is known.
+    ``at_least``: why the peak may be higher, or "". ``cache_bytes``: what a ``KVCache``
+    for as many positions takes on the rank with most; None where the call is not
+    causal. ``predicted``: its time on the network that was given.
     """
 
     cost: cost.Cost
@@ -62,7 +65,8 @@ class Estimate:
     def bounded(self, rates: Rates) -> Estimate:
         """This estimate with the bounds that these rates of one rank give.
 
-        Work is taken as shared evenly, which bounds it from below. A link carries what the busiest rank sends.
+        Work is taken as shared evenly, which bounds it from below. A link carries what
+        the busiest rank sends.
         """
         by_rank = Counter()
         for (rank, _), size in self.sent.items():
@@ -73,35 +77,55 @@ class Estimate:
             "memory": (self.cost.floor_bytes / self.ranks, rates.bytes_per_s),
             "network": (busiest, rates.link_bytes_per_s),
         }
-        return replace(self, bounds={name: size / rate for name, (size, rate) in work.items() if rate and size})
+        return replace(
+            self,
+            bounds={
+                name: size / rate
+                for name, (size, rate) in work.items()
+                if rate and size
+            },
+        )
 
 
-def estimate(pattern: Pattern, *, seq_len: int, network: Network | None = None, **call) -> Estimate:
-    """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim) tensors, sharded where ``ranks`` > 1.
+def estimate(
+    pattern: Pattern, *, seq_len: int, network: Network | None = None, **call
+) -> Estimate:
+    """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim)
+    tensors, sharded where ``ranks`` > 1.
 
-    Keywords: ``heads=8``, ``head_dim=64``, ``batch=1``, ``kv_heads`` (as many as heads), ``dtype=torch.float32``,
-    ``passes="fwd"`` or "fwd+bwd", ``ranks=1``, ``hosts``, ``profile``; and ``causal``, ``scheme``, ``layout``,
-    ``exchange_dtype``, ``backend`` and ``execution`` of ``ringlab.attention``.
+    Keywords: ``heads=8``, ``head_dim=64``, ``batch=1``, ``kv_heads`` (as many as
+    heads), ``dtype=torch.float32``, ``passes="fwd"`` or "fwd+bwd", ``ranks=1``,
+    ``hosts``, ``profile``; and ``causal``, ``scheme``, ``layout``, ``exchange_dtype``,
+    ``backend`` and ``execution`` of ``ringlab.attention``.
 
-    ``profile``: whose rates bound the time and, for a GPU, whose kernels hold memory (by rule, as the GPU need not be
-    here: ``MetaCall.kernel``). None: this CPU's kernels, no bounds. Attention itself is never computed; with the
-    profile "cpu" this CPU's rates are measured, which takes about a second a dtype, once per process. ``network``: what
-    ``python -m ringlab network`` measured between as many CPUs, for the time of the call. ``hosts``: a number for the
-    host of each rank, e.g. (0, 0, 1, 1); by default those of the network, else one host.
-    ``blocks="bsr"`` cannot run without data: its peak is a lower bound, and ``at_least`` says so.
+    ``profile``: whose rates bound the time and, for a GPU, whose kernels hold memory
+    (by rule, as the GPU need not be here: ``MetaCall.kernel``). None: this CPU's
+    kernels, no bounds. Attention itself is never computed; with the profile "cpu" this
+    CPU's rates are measured, which takes about a second a dtype, once per process.
+    ``network``: what ``python -m ringlab network`` measured between as many CPUs, for
+    the time of the call. ``hosts``: a number for the host of each rank, e.g. (0, 0, 1,
+    1); by default those of the network, else one host. ``blocks="bsr"`` cannot run
+    without data: its peak is a lower bound, and ``at_least`` says so.
 
-    Raises ValueError (NotImplementedError for a kernel that cannot run) in one line for what attention would refuse,
-    for an unknown profile, and for sizes whose run without data would take minutes.
+    Raises ValueError (NotImplementedError for a kernel that cannot run) in one line for
+    what attention would refuse, for an unknown profile, and for sizes whose run without
+    data would take minutes.
 
     >>> from ringlab.patterns import Dilated
     >>> e = estimate(Dilated([2048, 4096], [1, 2]), seq_len=131072, ranks=2, profile="gtx1080")
     >>> e.scheme, e.peak_bytes >> 20, e.sent, e.binds
     ('plan', 547, {}, 'compute')
     """
-    seq_len, call = check_int("seq_len", seq_len, most=LARGEST), MetaCall(pattern, **call)
+    seq_len, call = (
+        check_int("seq_len", seq_len, most=LARGEST),
+        MetaCall(pattern, **call),
+    )
     if network is None:
         return estimate_of(call, seq_len)
-    return replace(estimate_of(on_network(call, network), seq_len), predicted=predict(call, seq_len, network))
+    return replace(
+        estimate_of(on_network(call, network), seq_len),
+        predicted=predict(call, seq_len, network),
+    )
 
 
 def estimate_of(call: MetaCall, seq_len: int) -> Estimate:
@@ -110,26 +134,45 @@ def estimate_of(call: MetaCall, seq_len: int) -> Estimate:
     cached = None
     if call.causal:
         names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "ranks")
-        cached = cache_bytes(call.pattern, max_seq_len=seq_len, **{name: getattr(call, name) for name in names})
-    found = Estimate(cost_of(call, seq_len), call.ranks, scheme, run.parts(), run.peak_bytes, dict(run.traffic.sent),
-                     at_least=at_least, cache_bytes=cached)  # fmt: skip
+        cached = cache_bytes(
+            call.pattern,
+            max_seq_len=seq_len,
+            **{name: getattr(call, name) for name in names},
+        )
+    found = Estimate(
+        cost_of(call, seq_len),
+        call.ranks,
+        scheme,
+        run.parts(),
+        run.peak_bytes,
+        dict(run.traffic.sent),
+        at_least=at_least,
+        cache_bytes=cached,
+    )
     return found.bounded(rates_of(call, found.cost)) if call.profile else found
 
 
 def cost_of(call: MetaCall, seq_len: int) -> cost.Cost:
     """Pairs, FLOPs and bytes of a call at a length, of all ranks together."""
     names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "passes")
-    return cost.count(call.pattern, seq_len=seq_len, **{name: getattr(call, name) for name in names})
+    return cost.count(
+        call.pattern, seq_len=seq_len, **{name: getattr(call, name) for name in names}
+    )
 
 
 def rates_of(call: MetaCall, counted: cost.Cost) -> Rates:
-    """The rates of one rank of the call's profile, for tensors of its part of ``counted``.
+    """The rates of one rank of the call's profile, for tensors of its part of
+    ``counted``.
 
-    A GPU's are its profile's; a CPU's are measured here unless its profile has some, and it has no link.
+    A GPU's are its profile's; a CPU's are measured here unless its profile has some,
+    and it has no link.
     """
     working_set = counted.floor_bytes // call.ranks
     if call.profile.kind == "cpu" and not call.profile.flops:
-        return hardware.measured_rates(map(_probed, {"float32", str(call.dtype).removeprefix("torch.")}), working_set)
+        return hardware.measured_rates(
+            map(_probed, {"float32", str(call.dtype).removeprefix("torch.")}),
+            working_set,
+        )
     return call.profile.rates(call.dtype, working_set, hardware.detect())
 
 
@@ -139,32 +182,48 @@ def _probed(dtype: str) -> hardware.Peaks:
 
 
 def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
-    """The longest sequence whose peak on every rank fits ``memory_bytes``; keywords are those of ``estimate``.
+    """The longest sequence whose peak on every rank fits ``memory_bytes``; keywords are
+    those of ``estimate``.
 
-    A multiple of 128 positions (of blocks, where they are larger) a rank, to within 1/256 of itself. Of a block-sparse
-    pattern over more than 1,024 blocks the peak is taken from the line through shorter ones, and a hundredth more.
-    Raises ValueError where not even the shortest fits, and as ``estimate`` does.
+    A multiple of 128 positions (of blocks, where they are larger) a rank, to within
+    1/256 of itself. Of a block-sparse pattern over more than 1,024 blocks the peak is
+    taken from the line through shorter ones, and a hundredth more. Raises ValueError
+    where not even the shortest fits, and as ``estimate`` does.
 
     >>> from ringlab.patterns import Dilated
     >>> longest(Dilated([2048, 4096], [1, 2]), 8 << 30, profile="gtx1080")
     1010304
     """
-    memory_bytes = check_int("the memory budget in bytes", memory_bytes, most=MOST_BYTES)
+    memory_bytes = check_int(
+        "the memory budget in bytes", memory_bytes, most=MOST_BYTES
+    )
     call = MetaCall(pattern, **call)
     unit = low = ROWS * call.ranks
     peak, only = lru_cache(maxsize=64)(partial(_peak, call)), False
     if isinstance(pattern, BlockSparse):
         size = pattern.block_size
-        unit, counts = max(ROWS, size) * call.ranks, [1, *(getattr(part, "count", 1) for part in pattern.parts)]
+        unit, counts = (
+            max(ROWS, size) * call.ranks,
+            [1, *(getattr(part, "count", 1) for part in pattern.parts)],
+        )
         low = -(-max(counts) * size // unit) * unit
         if given := [part for part in pattern.parts if isinstance(part, Given)]:
             low, only = len(given[0].rows) * size, True  # a mask is of one length
         else:
-            peak = partial(_extrapolated, peak, max(FEW_BLOCKS * size, 2 * unit) // unit * unit, unit)
+            peak = partial(
+                _extrapolated,
+                peak,
+                max(FEW_BLOCKS * size, 2 * unit) // unit * unit,
+                unit,
+            )
     if (at_low := peak(low)) > memory_bytes:
-        raise ValueError(f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are")
+        raise ValueError(
+            f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are"
+        )
     high, guess = None, 2 * low
-    while not only and (high is None or high - low > max(unit, low // 256 // unit * unit)):
+    while not only and (
+        high is None or high - low > max(unit, low // 256 // unit * unit)
+    ):
         found = peak(guess)
         if found > memory_bytes:
             high, other, at_other = guess, guess, found
@@ -178,7 +237,9 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
         step = max(unit, low // 512 // unit * unit)
         guess = low + max(step, int(min(ahead, 64 * low)) // unit * unit)
         if high is not None:
-            guess = min(guess, high - min(step, max(unit, (high - low) // unit // 2 * unit)))
+            guess = min(
+                guess, high - min(step, max(unit, (high - low) // unit // 2 * unit))
+            )
     return low
 
 
@@ -190,7 +251,9 @@ def _peak(call: MetaCall, n: int) -> int:
 
 
 def _extrapolated(peak: Callable[[int], int], far: int, unit: int, n: int) -> int:
-    """The peak at ``n``; beyond ``far`` the one on the line through two shorter lengths, and a hundredth more."""
+    """The peak at ``n``; beyond ``far`` the one on the line through two shorter
+    lengths, and a hundredth more.
+    """
     if n <= far:
         return peak(n)
     half = far // 2 // unit * unit

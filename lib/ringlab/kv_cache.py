@@ -23,21 +23,26 @@ from .ring.layout import contiguous
 
 
 class KVCache:
-    """The K/V rows of ``batch`` sequences that queries after them still see under causal attention, and no others.
+    """The K/V rows of ``batch`` sequences that queries after them still see under
+    causal attention, and no others.
 
-    ``attention(q, k, v, pattern, causal=True, cache=cache)`` takes the rows of new positions, one or many, and returns
-    their rows of attention over all positions so far, whatever the pieces were. The sequences may differ in length:
-    ``lengths=`` of ``attention`` says how many of the new rows of each are not padding. The memory for rows is
-    allocated once; ``cache.nbytes``, with tables of their positions, is at most what ``cache_bytes`` tells beforehand.
+    ``attention(q, k, v, pattern, causal=True, cache=cache)`` takes the rows of new
+    positions, one or many, and returns their rows of attention over all positions so
+    far, whatever the pieces were. The sequences may differ in length: ``lengths=`` of
+    ``attention`` says how many of the new rows of each are not padding. The memory for
+    rows is allocated once; ``cache.nbytes``, with tables of their positions, is at most
+    what ``cache_bytes`` tells beforehand.
 
-    A dense pattern keeps all rows, a window those within it, a dilated one the selected rows of the segments that are
-    open: [2048 * 2^i] / [2^i], i = 0..9, keeps at most 11,263 of 1,048,576. Patterns with random blocks or a given mask
-    are those of ``max_seq_len`` positions. ``max_crop`` more positions can be taken back by ``crop``, for instance
-    those of a draft that was refused; their rows are kept as long. Over a ``group`` (ProcessGroup, 1-D mesh or
-    ``Simulated``) each rank keeps its part of the rows, and every rank passes all new positions.
+    A dense pattern keeps all rows, a window those within it, a dilated one the selected
+    rows of the segments that are open: [2048 * 2^i] / [2^i], i = 0..9, keeps at most
+    11,263 of 1,048,576. Patterns with random blocks or a given mask are those of
+    ``max_seq_len`` positions. ``max_crop`` more positions can be taken back by
+    ``crop``, for instance those of a draft that was refused; their rows are kept as
+    long. Over a ``group`` (ProcessGroup, 1-D mesh or ``Simulated``) each rank keeps its
+    part of the rows, and every rank passes all new positions.
 
-    ``heads`` and ``kv_heads`` (default: as many) are those of q and of k; ``dtype`` and ``device`` those of k and v.
-    Raises ValueError for sizes that do not fit.
+    ``heads`` and ``kv_heads`` (default: as many) are those of q and of k; ``dtype`` and
+    ``device`` those of k and v. Raises ValueError for sizes that do not fit.
 
     >>> from ringlab import Dilated, attention
     >>> cache = KVCache(Dilated([4, 8], [1, 2]), batch=1, heads=2, head_dim=8, max_seq_len=100)
@@ -50,20 +55,46 @@ class KVCache:
     """
 
     def __init__(
-        self, pattern: Pattern, *, batch: int, heads: int, kv_heads: int | None = None, head_dim: int, max_seq_len: int,
-        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", max_crop: int = 0, group=None,
-    ):  # fmt: skip
+        self,
+        pattern: Pattern,
+        *,
+        batch: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int,
+        max_seq_len: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_crop: int = 0,
+        group=None,
+    ):
         self.group = Group.sharing(group)
         sizes = pattern, heads, kv_heads, max_seq_len, max_crop
-        ranks = [(0, 1)] if self.group is None else [(rank, self.group.size) for rank in self.group.here]
+        ranks = (
+            [(0, 1)]
+            if self.group is None
+            else [(rank, self.group.size) for rank in self.group.here]
+        )
         each = [_rules(*sizes, *rank) for rank in ranks]
         check_float_dtype(dtype)
-        batch, head_dim = check_int("batch", batch, most=LARGEST), check_int("head_dim", head_dim, most=LARGEST)
-        self.rules, self.batch, self.head_dim, self.dtype = each[0], batch, head_dim, dtype
+        batch, head_dim = (
+            check_int("batch", batch, most=LARGEST),
+            check_int("head_dim", head_dim, most=LARGEST),
+        )
+        self.rules, self.batch, self.head_dim, self.dtype = (
+            each[0],
+            batch,
+            head_dim,
+            dtype,
+        )
         if (device := device_of(device)).type == "meta":
-            raise ValueError("a cache holds values, which the device 'meta' has not; cache_bytes tells its size")
+            raise ValueError(
+                "a cache holds values, which the device 'meta' has not; cache_bytes tells its size"
+            )
         self.device = device
-        self._parts = [LiveRows(rules, batch, head_dim, dtype, self.device) for rules in each]
+        self._parts = [
+            LiveRows(rules, batch, head_dim, dtype, self.device) for rules in each
+        ]
 
     @property
     def pattern(self) -> Pattern:
@@ -76,43 +107,81 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the memory here: rows of k and v, and tables that say which they are."""
+        """The bytes of the memory here: rows of k and v, and tables that say which they
+        are.
+        """
         return sum(part.nbytes for part in self._parts)
 
     def live_rows(self, entry: int = 0) -> list[Tensor]:
-        """The positions of the rows that are kept here of a sequence, ascending, for each K/V head."""
+        """The positions of the rows that are kept here of a sequence, ascending, for
+        each K/V head.
+        """
         number = as_int(entry)
         if number is None or not 0 <= number < self.batch:
-            raise ValueError(f"there is no sequence {short_repr(entry)} among {self.batch}")
-        return [torch.cat(found).sort().values for found in zip(*(part.rows_of(number) for part in self._parts))]
+            raise ValueError(
+                f"there is no sequence {short_repr(entry)} among {self.batch}"
+            )
+        return [
+            torch.cat(found).sort().values
+            for found in zip(*(part.rows_of(number) for part in self._parts))
+        ]
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Keep the rows k and v of new positions without attending from them: of a prompt computed elsewhere."""
-        if not (isinstance(k, Tensor) and isinstance(v, Tensor) and k.dim() == 4 and k.shape == v.shape and k.numel()):
-            found = [tuple(t.shape) if isinstance(t, Tensor) else short_repr(t) for t in (k, v)]
-            raise ValueError(f"append takes k and v (batch, seq, kv_heads, head_dim) of one shape, got {found}")
+        """Keep the rows k and v of new positions without attending from them: of a
+        prompt computed elsewhere.
+        """
+        if not (
+            isinstance(k, Tensor)
+            and isinstance(v, Tensor)
+            and k.dim() == 4
+            and k.shape == v.shape
+            and k.numel()
+        ):
+            found = [
+                tuple(t.shape) if isinstance(t, Tensor) else short_repr(t)
+                for t in (k, v)
+            ]
+            raise ValueError(
+                f"append takes k and v (batch, seq, kv_heads, head_dim) of one shape, got {found}"
+            )
         if v.dtype != k.dtype or v.device != k.device:
-            raise ValueError(f"k and v must agree: {k.dtype} on {k.device}, {v.dtype} on {v.device}")
+            raise ValueError(
+                f"k and v must agree: {k.dtype} on {k.device}, {v.dtype} on {v.device}"
+            )
         q = k[:, :1, :1].expand(-1, -1, self.rules.heads, -1)
         self._check(q, k, v, self.pattern, True, [k.shape[1]] * self.batch)
         for part in self._parts:
             part.append(k, v)
 
     def crop(self, lengths: int | Sequence[int]) -> None:
-        """Forget the positions from ``lengths`` on, one number or one for each sequence.
+        """Forget the positions from ``lengths`` on, one number or one for each
+        sequence.
 
-        ValueError, and nothing changes, for a number beyond what is there, or where a row is needed that was dropped.
+        ValueError, and nothing changes, for a number beyond what is there, or where a
+        row is needed that was dropped.
         """
         alike = as_int(lengths)
-        wanted = integers("lengths", lengths if alike is None else [alike] * self.batch, self._parts[0].k)
+        wanted = integers(
+            "lengths",
+            lengths if alike is None else [alike] * self.batch,
+            self._parts[0].k,
+        )
         if len(wanted) != self.batch:
-            raise ValueError(f"crop takes one length, or {self.batch} for the sequences, got {len(wanted)}")
-        for entry, (length, have, peak) in enumerate(zip(wanted, self.lengths, self._parts[0].peak.tolist())):
+            raise ValueError(
+                f"crop takes one length, or {self.batch} for the sequences, got {len(wanted)}"
+            )
+        for entry, (length, have, peak) in enumerate(
+            zip(wanted, self.lengths, self._parts[0].peak.tolist())
+        ):
             if not 0 <= length <= have:
-                raise ValueError(f"sequence {entry} has {have} positions and cannot be cropped to {length}")
+                raise ValueError(
+                    f"sequence {entry} has {have} positions and cannot be cropped to {length}"
+                )
             if length < have and self.rules.needs_dropped(length, max(have, peak)):
                 why = "rows that it saw are dropped; KVCache(max_crop=...) keeps them for longer"
-                raise ValueError(f"sequence {entry} cannot be cropped to {length}: {why}")
+                raise ValueError(
+                    f"sequence {entry} cannot be cropped to {length}: {why}"
+                )
         for part in self._parts:
             part.crop(wanted)
 
@@ -120,7 +189,9 @@ class KVCache:
         """Make sequence i a copy of what was sequence ``index[i]``, for beam search."""
         index = integers("index", index, self._parts[0].k)
         if len(index) != self.batch or not all(0 <= i < self.batch for i in index):
-            raise ValueError(f"reorder takes the numbers of {self.batch} sequences, got {short_repr(index)}")
+            raise ValueError(
+                f"reorder takes the numbers of {self.batch} sequences, got {short_repr(index)}"
+            )
         for part in self._parts:
             part.reorder(index)
 
@@ -130,21 +201,33 @@ class KVCache:
             part.reset()
 
     def state_dict(self) -> dict:
-        """A copy of all that is kept here; ``load_state_dict`` restores it into a cache that was made alike."""
+        """A copy of all that is kept here; ``load_state_dict`` restores it into a cache
+        that was made alike.
+        """
         return {"made": self._made(), "parts": [part.state() for part in self._parts]}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore what ``state_dict`` gave.
 
-        ValueError, and nothing changes, for the state of a cache that was made otherwise, and where names, dtypes or
-        shapes are not those of a state. The values are taken as they are.
+        ValueError, and nothing changes, for the state of a cache that was made
+        otherwise, and where names, dtypes or shapes are not those of a state. The
+        values are taken as they are.
         """
-        made, parts = (state.get(name) if isinstance(state, dict) else None for name in ("made", "parts"))
+        made, parts = (
+            state.get(name) if isinstance(state, dict) else None
+            for name in ("made", "parts")
+        )
         if made != self._made():
-            raise ValueError(f"the state is of another cache: {short_repr(made)}, this is {self._made()}")
+            raise ValueError(
+                f"the state is of another cache: {short_repr(made)}, this is {self._made()}"
+            )
         alike = isinstance(parts, list) and len(parts) == len(self._parts)
-        if not alike or not all(part.fits(saved) for part, saved in zip(self._parts, parts)):
-            raise ValueError("the state is damaged: its parts are not those of state_dict()")
+        if not alike or not all(
+            part.fits(saved) for part, saved in zip(self._parts, parts)
+        ):
+            raise ValueError(
+                "the state is damaged: its parts are not those of state_dict()"
+            )
         for part, saved in zip(self._parts, parts):
             part.restore(saved)
 
@@ -152,47 +235,103 @@ class KVCache:
         rules = self.rules
         heads = f"{rules.heads} heads, {rules.kv_heads} K/V heads of {self.head_dim}, {self.dtype}"
         made = f"{rules.pattern}, {self.batch} x {rules.n} positions, {heads}, max_crop {rules.max_crop}"
-        return made if self.group is None else f"{made}, rank {rules.rank} of {rules.ranks}"
+        return (
+            made
+            if self.group is None
+            else f"{made}, rank {rules.rank} of {rules.ranks}"
+        )
 
     def __repr__(self) -> str:
         return f"KVCache({self._made()}: {self.nbytes:,} bytes)"
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, causal: bool, lengths: list[int]) -> None:
-        """Raise ValueError in one line unless q, k, v, new positions of a pattern, fit this cache."""
+    def _check(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern,
+        causal: bool,
+        lengths: list[int],
+    ) -> None:
+        """Raise ValueError in one line unless q, k, v, new positions of a pattern, fit
+        this cache.
+        """
         rules = self.rules
         if pattern != self.pattern:
-            raise ValueError(f"the cache is of another pattern: {self.pattern}, not {pattern}")
+            raise ValueError(
+                f"the cache is of another pattern: {self.pattern}, not {pattern}"
+            )
         if not causal:
-            raise ValueError("a cache needs causal=True: what comes later is not there yet")
+            raise ValueError(
+                "a cache needs causal=True: what comes later is not there yet"
+            )
         if is_followed(q, k, v):
-            raise ValueError("a cache is for generation, without gradients: call it under torch.no_grad()")
-        if (len(k), *k.shape[2:], q.shape[2]) != (self.batch, rules.kv_heads, self.head_dim, rules.heads):
+            raise ValueError(
+                "a cache is for generation, without gradients: call it under torch.no_grad()"
+            )
+        if (len(k), *k.shape[2:], q.shape[2]) != (
+            self.batch,
+            rules.kv_heads,
+            self.head_dim,
+            rules.heads,
+        ):
             made = f"a batch of {self.batch}, {rules.heads} heads, {rules.kv_heads} K/V heads, head_dim {self.head_dim}"
-            raise ValueError(f"the cache is for {made}, got q {tuple(q.shape)}, k {tuple(k.shape)}")
+            raise ValueError(
+                f"the cache is for {made}, got q {tuple(q.shape)}, k {tuple(k.shape)}"
+            )
         if (k.dtype, k.device) != (self.dtype, self._parts[0].k.device):
-            raise ValueError(f"the cache is {self.dtype} on {self.device}, k is {k.dtype} on {k.device}")
+            raise ValueError(
+                f"the cache is {self.dtype} on {self.device}, k is {k.dtype} on {k.device}"
+            )
         for entry, (have, new) in enumerate(zip(self.lengths, lengths)):
             if have + new > rules.n:
                 full = f"{have} of {rules.n} positions are taken in sequence {entry}, and {new} are new"
                 raise ValueError(f"the cache is full: {full}")
 
     def attend(
-        self, q, k, v, pattern: Pattern, *, causal: bool, scale: float, backend, execution: Execution,
+        self,
+        q,
+        k,
+        v,
+        pattern: Pattern,
+        *,
+        causal: bool,
+        scale: float,
+        backend,
+        execution: Execution,
         lengths: list[int] | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """out (b, c, h, d), lse (b, h, c) of c new positions for arguments that ``attention`` has checked."""
+    ) -> tuple[Tensor, Tensor]:
+        """out (b, c, h, d), lse (b, h, c) of c new positions for arguments that
+        ``attention`` has checked.
+        """
         lengths = [q.shape[1]] * q.shape[0] if lengths is None else lengths
         self._check(q, k, v, pattern, causal, lengths)
-        kernel = kernels.choose(q.device, q.dtype, q.shape[3], causal=True, backend=backend).kernel
+        kernel = kernels.choose(
+            q.device, q.dtype, q.shape[3], causal=True, backend=backend
+        ).kernel
         if self.group is not None:
             rules = self.rules
-            problem = Problem(pattern, contiguous(rules.n, self.group.size), True, rules.heads, rules.kv_heads)
-            told = {"scale": scale, "backend": backend, "positions": q.shape[1], "lengths": tuple(lengths)}
+            problem = Problem(
+                pattern,
+                contiguous(rules.n, self.group.size),
+                True,
+                rules.heads,
+                rules.kv_heads,
+            )
+            told = {
+                "scale": scale,
+                "backend": backend,
+                "positions": q.shape[1],
+                "lengths": tuple(lengths),
+            }
             self.group.agree("generation", problem, q, **told)
         flip, scale = positive_scale(scale)
         q = flip(q)
         with without_autocast(q):
-            found = [part.attend(q, k, v, lengths, scale, kernel, execution) for part in self._parts]
+            found = [
+                part.attend(q, k, v, lengths, scale, kernel, execution)
+                for part in self._parts
+            ]
             if self.group is None:
                 return found[0]
             steps = [_shared(out, lse, self.group.size) for out, lse in found]
@@ -201,30 +340,54 @@ class KVCache:
 
 
 def _shared(out: Tensor, lse: Tensor, ranks: int) -> Steps:
-    """out (b, c, h, d), lse (b, h, c) of all ranks together, from this rank's parts of both."""
-    packed = torch.cat([out.to(lse.dtype), lse.transpose(1, 2).unsqueeze(-1)], -1)  # (b, c, h, d + 1)
+    """out (b, c, h, d), lse (b, h, c) of all ranks together, from this rank's parts of
+    both.
+    """
+    packed = torch.cat(
+        [out.to(lse.dtype), lse.transpose(1, 2).unsqueeze(-1)], -1
+    )  # (b, c, h, d + 1)
     ones = [1] * ranks
-    parts = yield from all_to_all(packed.expand(ranks, *packed.shape).contiguous(), ones, ones)
+    parts = yield from all_to_all(
+        packed.expand(ranks, *packed.shape).contiguous(), ones, ones
+    )
     return merge(list(parts[..., :-1]), list(parts[..., -1].transpose(2, 3)))
 
 
-def _rules(pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int) -> Rules:
+def _rules(
+    pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int
+) -> Rules:
     """The rules of checked sizes."""
     if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
+        raise TypeError(
+            f"pattern must be a ringlab pattern, got {type(pattern).__name__}"
+        )
     heads = check_int("heads", heads, most=2**20)
     kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads)
     if heads % kv_heads:
-        raise ValueError(f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}")
-    n, max_crop = check_int("max_seq_len", max_seq_len, most=2**31), check_int("max_crop", max_crop, 0, 2**31)
+        raise ValueError(
+            f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}"
+        )
+    n, max_crop = (
+        check_int("max_seq_len", max_seq_len, most=2**31),
+        check_int("max_crop", max_crop, 0, 2**31),
+    )
     return rules_of(pattern, heads, kv_heads, n, max_crop, rank, ranks)
 
 
 def cache_bytes(
-    pattern: Pattern, *, max_seq_len: int, batch: int = 1, heads: int = 8, kv_heads: int | None = None,
-    head_dim: int = 64, dtype: torch.dtype = torch.float32, max_crop: int = 0, ranks: int = 1,
-) -> int:  # fmt: skip
-    """The bytes that a ``KVCache`` made with these sizes takes at most, tables included: on the rank with most.
+    pattern: Pattern,
+    *,
+    max_seq_len: int,
+    batch: int = 1,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    max_crop: int = 0,
+    ranks: int = 1,
+) -> int:
+    """The bytes that a ``KVCache`` made with these sizes takes at most, tables
+    included: on the rank with most.
 
     >>> from ringlab import Dense, Dilated
     >>> ladder = Dilated([2048 << i for i in range(10)], [1 << i for i in range(10)])

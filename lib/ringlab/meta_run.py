@@ -1,8 +1,11 @@
-"""Run the engine without data: on tensors of the meta device, under the tracker that measurements use.
+"""Run the engine without data: on tensors of the meta device, under the tracker that
+measurements use.
 
-Such tensors have shapes, strides and storages but no bytes. So the peak memory of a call is known for any length, and
-for hardware that is not here. Index tensors of plans have data: they are small, and the engine reads them.
-``MetaRun`` is the tracker, ``MetaCall`` one call of attention: on one device, or on several ranks one after another.
+Such tensors have shapes, strides and storages but no bytes. So the peak memory of a
+call is known for any length, and for hardware that is not here. Index tensors of plans
+have data: they are small, and the engine reads them. ``MetaRun`` is the tracker,
+``MetaCall`` one call of attention: on one device, or on several ranks one after
+another.
 """
 
 from __future__ import annotations
@@ -21,7 +24,15 @@ from . import cache as caches
 from . import cost, hardware, kernels, memory
 from .attention import DEFAULT
 from .block_patterns import BlockSparse
-from .checks import check_backend, check_bool, check_choice, check_float_dtype, check_int, is_int, short_repr
+from .checks import (
+    check_backend,
+    check_bool,
+    check_choice,
+    check_float_dtype,
+    check_int,
+    is_int,
+    short_repr,
+)
 from .engine import Execution, autograd, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
@@ -40,31 +51,50 @@ PARTS = ("q", "k", "v", "out", "lse", "gradients", "received", "workspace")
 _ATEN = torch.ops.aten
 _TAKE_INDICES = {_ATEN.index, _ATEN.index_select}
 # torch's own rules for these without data are in Python, slow, and import the compiler.
-_ELEMENTWISE = {getattr(_ATEN, name) for name in "add div exp floor_divide log logaddexp mul sigmoid sub".split()}
+_ELEMENTWISE = {
+    getattr(_ATEN, name)
+    for name in "add div exp floor_divide log logaddexp mul sigmoid sub".split()
+}
 
 
 def _like(args) -> Tensor | None:
-    """A tensor like the one that an elementwise operator returns; None where torch must tell."""
+    """A tensor like the one that an elementwise operator returns; None where torch must
+    tell.
+    """
     tensors = [x for x in args if isinstance(x, Tensor)]
-    alike = len({(x.shape, x.dtype) for x in tensors}) == 1 and all(x.is_meta for x in tensors)
-    return tensors[0] if alike and (tensors[0].is_floating_point() or isinstance(args[-1], int)) else None
+    alike = len({(x.shape, x.dtype) for x in tensors}) == 1 and all(
+        x.is_meta for x in tensors
+    )
+    return (
+        tensors[0]
+        if alike and (tensors[0].is_floating_point() or isinstance(args[-1], int))
+        else None
+    )
 
 
 @cache
 def _only_writes(func) -> bool:
     """Whether an operator changes nothing but the data of its first argument."""
-    return func.overloadpacket.__name__.endswith("_") and torch.Tag.inplace_view not in func.tags
+    return (
+        func.overloadpacket.__name__.endswith("_")
+        and torch.Tag.inplace_view not in func.tags
+    )
 
 
 def _without_data(value):
     """Arguments of one operator, with index tensors on the device of the others."""
     if isinstance(value, list | tuple):
         return type(value)(map(_without_data, value))
-    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) and not value.is_meta else value
+    return (
+        torch.empty_like(value, device="meta")
+        if isinstance(value, Tensor) and not value.is_meta
+        else value
+    )
 
 
 class MetaRun(LiveStorageTracker):
-    """Track one call without data: ``tensor`` makes its inputs, ``name`` says what storages are for.
+    """Track one call without data: ``tensor`` makes its inputs, ``name`` says what
+    storages are for.
 
     ``peak_bytes``, ``parts`` and ``traffic`` are what the call would hold and send.
 
@@ -80,25 +110,34 @@ class MetaRun(LiveStorageTracker):
 
     def __init__(self):
         super().__init__()
-        self.traffic, self.real = Traffic(), False  # real: tensors asked for on the meta device are made with data
+        self.traffic, self.real = (
+            Traffic(),
+            False,
+        )  # real: tensors asked for on the meta device are made with data
         self._top: dict[int, tuple[StorageWeakRef, int]] = {}
         self._names: dict[int, tuple[StorageWeakRef, str]] = {}
 
     @contextmanager
     def on(self, kernel, device_type: str = "cpu") -> Iterator[None]:
-        """Inside, operators on the run's tensors only count, and every choice takes ``kernel`` on ``device_type``."""
+        """Inside, operators on the run's tensors only count, and every choice takes
+        ``kernel`` on ``device_type``.
+        """
         with kernels.override_kernel(kernel, device_type), self:
             yield
 
     def tensor(self, part: str, shape, dtype: torch.dtype) -> Tensor:
-        """Make an input of the call, or a tensor that stands for what the call would hold."""
+        """Make an input of the call, or a tensor that stands for what the call would
+        hold.
+        """
         made = torch.empty(shape, dtype=dtype, device="meta")
         self.register(made)
         self.name(part, made)
         return made
 
     def name(self, part: str, *tensors) -> None:
-        """Say what the storages of these tensors, or dicts of them, are for, one of ``PARTS``; the first name stays."""
+        """Say what the storages of these tensors, or dicts of them, are for, one of
+        ``PARTS``; the first name stays.
+        """
         for storage in storages(tensors, True):
             self._names.setdefault(storage._cdata, (StorageWeakRef(storage), part))
 
@@ -118,7 +157,8 @@ class MetaRun(LiveStorageTracker):
             except StopIteration as end:
                 return end.value
             self.on_step(step, rank)
-            # A request is its own ticket: like those of a group it holds what is on its way.
+            # A request is its own ticket: like those of a group it holds what is on its
+            # way.
             answer = None if isinstance(step, Wait) else step
             step = None
 
@@ -131,9 +171,15 @@ class MetaRun(LiveStorageTracker):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.is_view and not self.real:  # most operators
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if kwargs and (asked := kwargs.get("device")) is not None and asked.type == "meta":
+        if (
+            kwargs
+            and (asked := kwargs.get("device")) is not None
+            and asked.type == "meta"
+        ):
             if func is _ATEN._to_copy.default and not args[0].is_meta:
-                return args[0]  # an index tensor goes where it is used: there it is already
+                return args[
+                    0
+                ]  # an index tensor goes where it is used: there it is already
             if self.real:
                 kwargs = kwargs | {"device": torch.device("cpu")}
         if _only_writes(func) and args[0].is_meta:
@@ -149,13 +195,17 @@ class MetaRun(LiveStorageTracker):
     def _count(self, found) -> None:
         before = self.peak_bytes
         super()._count(found)
-        if self.peak_bytes > before:  # its weak references keep addresses from being given away
+        if (
+            self.peak_bytes > before
+        ):  # its weak references keep addresses from being given away
             self._top = dict(self._live)
 
 
 @dataclass(frozen=True)
 class FirstCall(Execution):
-    """An execution as at a first call: its cache and pools are empty. Index tensors are built with data."""
+    """An execution as at a first call: its cache and pools are empty. Index tensors are
+    built with data.
+    """
 
     run: MetaRun | None = None
 
@@ -163,16 +213,27 @@ class FirstCall(Execution):
     def of(cls, execution: Execution, run: MetaRun) -> FirstCall:
         """The same switches with an empty cache and empty pools of the same bounds."""
         given = dict(vars(execution))
-        for name, usual in (("cache", caches.GLOBAL), ("pool", memory.GLOBAL_POOL), ("results", memory.RESULTS)):
+        for name, usual in (
+            ("cache", caches.GLOBAL),
+            ("pool", memory.GLOBAL_POOL),
+            ("results", memory.RESULTS),
+        ):
             own = usual if given[name] is True else given[name]
             if own is not False:
-                empty = copy.copy(own) if name == "cache" else MetaPool(own.max_bytes, own.threshold_bytes, own.waste)
+                empty = (
+                    copy.copy(own)
+                    if name == "cache"
+                    else MetaPool(own.max_bytes, own.threshold_bytes, own.waste)
+                )
                 given[name] = empty
         return cls(**given, run=run)
 
     def cached(self, key, build):
         def built():
-            before, self.run.real = self.run.real, True  # a build may use the cache, too
+            before, self.run.real = (
+                self.run.real,
+                True,
+            )  # a build may use the cache, too
             try:
                 return build()
             finally:
@@ -182,17 +243,21 @@ class FirstCall(Execution):
 
 
 class MetaPool(memory.MemoryPool):
-    """A pool that lends buffers without data, and reuses them by the rules of a real one."""
+    """A pool that lends buffers without data, and reuses them by the rules of a real
+    one.
+    """
 
     def _place(self, device: torch.device, nbytes: int) -> tuple | None:
         return ("meta", 0, 0) if nbytes and nbytes >= self.threshold_bytes else None
 
 
 class FusedMeta:
-    """The memory of a fused GPU kernel, without arithmetic: out and lse; in a backward dq, dk, dv, rowsum(dO * O).
+    """The memory of a fused GPU kernel, without arithmetic: out and lse; in a backward
+    dq, dk, dv, rowsum(dO * O).
 
-    Half precision also has dq in fp32, as FlashAttention-2 allocates it (Dao 2023, arXiv 2307.08691). The log-sum-exp
-    is padded to 32 rows, as CUTLASS's is. What else a library holds inside is not counted.
+    Half precision also has dq in fp32, as FlashAttention-2 allocates it (Dao 2023,
+    arXiv 2307.08691). The log-sum-exp is padded to 32 rows, as CUTLASS's is. What else
+    a library holds inside is not counted.
     """
 
     name = "fused"
@@ -203,19 +268,26 @@ class FusedMeta:
 
     def forward(self, q, k, v, causal, scale):
         """out (b, m, h, d) in q's dtype and lse (b, h, m), uninitialised."""
-        lse = q.new_empty(q.shape[0], q.shape[2], -(-q.shape[1] // 32) * 32, dtype=torch.float32)
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse[..., : q.shape[1]]
+        lse = q.new_empty(
+            q.shape[0], q.shape[2], -(-q.shape[1] // 32) * 32, dtype=torch.float32
+        )
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse[
+            ..., : q.shape[1]
+        ]
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         """dq, dk, dv (b, m, h, d), uninitialised."""
         held = [torch.empty(lse.shape, dtype=lse.dtype, device=q.device)]
         if q.dtype in HALF:
             held.append(torch.empty(q.shape, dtype=torch.float32, device=q.device))
-        return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        return tuple(
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
+        )
 
 
 def _largest(problem: Problem) -> set[int]:
-    """The ranks to run: all; of more than ``FEW_RANKS`` with equal shards the ends and those that move most rows.
+    """The ranks to run: all; of more than ``FEW_RANKS`` with equal shards the ends and
+    those that move most rows.
 
     One of these holds most, to within the few rows by which shards and messages differ.
     """
@@ -225,10 +297,18 @@ def _largest(problem: Problem) -> set[int]:
     received, sent = list(map(sum, moved)), list(map(sum, zip(*moved)))
     both = list(map(sum, zip(received, sent)))
     # The last but one of a causal ring holds messages to pass on, the last one none.
-    return {0, len(sizes) - 2, len(sizes) - 1, *(each.index(max(each)) for each in (sizes, received, sent, both))}
+    return {
+        0,
+        len(sizes) - 2,
+        len(sizes) - 1,
+        *(each.index(max(each)) for each in (sizes, received, sent, both)),
+    }
 
 
-MOST_ELEMENTS = {"cpu": 2**35, "cuda": 2**40}  # beyond, a run takes minutes: the engine cuts it into small pieces
+MOST_ELEMENTS = {
+    "cpu": 2**35,
+    "cuda": 2**40,
+}  # beyond, a run takes minutes: the engine cuts it into small pieces
 FEW_RANKS = 16
 MOST_RANKS = 128  # of dense attention a run has a few calls for each pair of ranks
 
@@ -237,8 +317,9 @@ MOST_RANKS = 128  # of dense attention a run has a few calls for each pair of ra
 class MetaCall:
     """All of a call of attention but its length, checked; ``at`` runs it without data.
 
-    ``kv_heads`` None: as many as heads. ``profile``: a hardware profile or its name; None: this CPU. ``hosts``: a
-    number for the host of each rank; () for one host. ``exchange_dtype``: as of ``ringlab.attention``.
+    ``kv_heads`` None: as many as heads. ``profile``: a hardware profile or its name;
+    None: this CPU. ``hosts``: a number for the host of each rank; () for one host.
+    ``exchange_dtype``: as of ``ringlab.attention``.
     """
 
     pattern: Pattern
@@ -259,7 +340,10 @@ class MetaCall:
     exchange_dtype: torch.dtype | None = None
 
     def __post_init__(self):
-        given = {name: getattr(self, name) for name in ("batch", "heads", "kv_heads", "head_dim", "ranks")}
+        given = {
+            name: getattr(self, name)
+            for name in ("batch", "heads", "kv_heads", "head_dim", "ranks")
+        }
         if self.kv_heads is None:
             given["kv_heads"] = self.heads
         given = {name: check_int(name, value) for name, value in given.items()}
@@ -268,17 +352,31 @@ class MetaCall:
         for name, value in given.items():
             object.__setattr__(self, name, value)
         if self.heads % self.kv_heads:
-            raise ValueError(f"query heads must be a multiple of K/V heads: {self.heads} and {self.kv_heads}")
+            raise ValueError(
+                f"query heads must be a multiple of K/V heads: {self.heads} and {self.kv_heads}"
+            )
         check_float_dtype(self.dtype)
         if not isinstance(self.pattern, Pattern):
-            raise ValueError(f"pattern must be a ringlab pattern, got {type(self.pattern).__name__}")
+            raise ValueError(
+                f"pattern must be a ringlab pattern, got {type(self.pattern).__name__}"
+            )
         if not isinstance(self.execution, Execution):
-            raise TypeError(f"execution must be a ringlab.Execution, got {short_repr(self.execution)}")
+            raise TypeError(
+                f"execution must be a ringlab.Execution, got {short_repr(self.execution)}"
+            )
         if not isinstance(self.profile, hardware.Profile | None):
-            raise TypeError(f"profile must be a hardware profile or its name, got {short_repr(self.profile)}")
+            raise TypeError(
+                f"profile must be a hardware profile or its name, got {short_repr(self.profile)}"
+            )
         hosts = self.hosts
-        if not isinstance(hosts, tuple) or len(hosts) not in (0, self.ranks) or not all(is_int(i, 0) for i in hosts):
-            raise ValueError(f"hosts must be a tuple of {self.ranks} numbers or of none, got {short_repr(hosts)}")
+        if (
+            not isinstance(hosts, tuple)
+            or len(hosts) not in (0, self.ranks)
+            or not all(is_int(i, 0) for i in hosts)
+        ):
+            raise ValueError(
+                f"hosts must be a tuple of {self.ranks} numbers or of none, got {short_repr(hosts)}"
+            )
         check_choice("passes", self.passes, cost.PASSES)
         check_bool("causal", self.causal)
         if self.ranks == 1:
@@ -293,38 +391,63 @@ class MetaCall:
     def kernel(self):
         """On a CPU the kernel that runs here; for a GPU, which may be absent, by rule.
 
-        ``FusedMeta`` stands for every fused kernel, where torch has one for the dtype and head_dim
-        (``kernels.expected``); all else is eager. Raises as ``kernels.choose`` does, for a GPU ValueError for an
-        unknown name alone.
+        ``FusedMeta`` stands for every fused kernel, where torch has one for the dtype
+        and head_dim (``kernels.expected``); all else is eager. Raises as
+        ``kernels.choose`` does, for a GPU ValueError for an unknown name alone.
         """
         if self.device_type == "cpu":
-            how = {"causal": self.causal, "backward": self.passes != "fwd", "backend": self.backend}
+            how = {
+                "causal": self.causal,
+                "backward": self.passes != "fwd",
+                "backend": self.backend,
+            }
             return kernels.choose("cpu", self.dtype, self.head_dim, **how).kernel
-        backend, capability = check_backend(self.backend), self.profile.capability or (9, 0)
+        backend, capability = (
+            check_backend(self.backend),
+            self.profile.capability or (9, 0),
+        )
         names = (backend,) if isinstance(backend, str) else backend
         refused = []
         for name in names:
             check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
             if name in kernels.KERNELS:
-                why = kernels.KERNELS[name].refuses(DeviceSpec("cuda", capability), self.dtype, self.head_dim)
+                why = kernels.KERNELS[name].refuses(
+                    DeviceSpec("cuda", capability), self.dtype, self.head_dim
+                )
                 # What is not installed here may be where that hardware is.
-                refused += [f"{name}: {why}"] if why and NOT_INSTALLED not in why else []
+                refused += (
+                    [f"{name}: {why}"] if why and NOT_INSTALLED not in why else []
+                )
         if len(refused) == len(names):
             why = f"cannot run on this hardware in {self.dtype}: {'; '.join(refused)}"
             raise NotImplementedError(f"backend {backend!r} {why}")
-        fused = kernels.expected("cuda", capability, self.dtype, self.head_dim).name != "eager"
-        return FusedMeta() if fused and {*names} - {"eager", "cpu_flash"} else kernels.KERNELS["eager"]
+        fused = (
+            kernels.expected("cuda", capability, self.dtype, self.head_dim).name
+            != "eager"
+        )
+        return (
+            FusedMeta()
+            if fused and {*names} - {"eager", "cpu_flash"}
+            else kernels.KERNELS["eager"]
+        )
 
     def check(self, n: int) -> None:
         """Raise ValueError for what takes minutes to run without data."""
         if self.ranks > MOST_RANKS:
             given = short_repr(self.ranks)
-            raise ValueError(f"estimates are for at most {MOST_RANKS} ranks, got {given}")
-        elements, most = self.batch * n * self.heads * self.head_dim, MOST_ELEMENTS[self.device_type]
+            raise ValueError(
+                f"estimates are for at most {MOST_RANKS} ranks, got {given}"
+            )
+        elements, most = (
+            self.batch * n * self.heads * self.head_dim,
+            MOST_ELEMENTS[self.device_type],
+        )
         check_int("batch * seq_len * heads * head_dim", elements, most=most)
 
     def at(self, n: int) -> tuple[MetaRun, str | None, str]:
-        """(the run of the rank that holds most, with the traffic of all; the scheme; why it may hold more)."""
+        """(the run of the rank that holds most, with the traffic of all; the scheme;
+        why it may hold more).
+        """
         self.check(n)
         if self.ranks > 1:
             return self._on_ranks(n)
@@ -332,9 +455,17 @@ class MetaCall:
             from .kernels.experimental import fused_merge  # which loads Triton
 
             have = self.profile and self.profile.capability
-            fused_merge.check(DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern)
+            fused_merge.check(
+                DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern
+            )
         run, way = MetaRun(), self.execution.blocks
-        rest = self.pattern, self.causal, self.head_dim**-0.5, "auto", FirstCall.of(self.execution, run)
+        rest = (
+            self.pattern,
+            self.causal,
+            self.head_dim**-0.5,
+            "auto",
+            FirstCall.of(self.execution, run),
+        )
         with torch.no_grad(), run.on(self.kernel, self.device_type):
             q, k, v, dout = self._inputs(run, n)
             if isinstance(self.pattern, BlockSparse) and way in ("bsr", "flex"):
@@ -344,38 +475,75 @@ class MetaCall:
             run.name("out", out)
             run.name("lse", lse)
             if dout is not None:
-                run.name("gradients", *autograd.backward(dout, None, q, k, v, out, lse, *rest))
+                run.name(
+                    "gradients",
+                    *autograd.backward(dout, None, q, k, v, out, lse, *rest),
+                )
         return run, None, ""
 
     def _inputs(self, run: MetaRun, rows: int):
         """q, k, v, and dout for a backward, else None."""
-        shapes = [(self.batch, rows, h, self.head_dim) for h in (self.heads, self.kv_heads, self.kv_heads)]
-        made = [run.tensor(part, shape, self.dtype) for part, shape in zip("qkv", shapes)]
-        return *made, run.tensor("gradients", shapes[0], self.dtype) if self.passes != "fwd" else None
+        shapes = [
+            (self.batch, rows, h, self.head_dim)
+            for h in (self.heads, self.kv_heads, self.kv_heads)
+        ]
+        made = [
+            run.tensor(part, shape, self.dtype) for part, shape in zip("qkv", shapes)
+        ]
+        return *made, run.tensor(
+            "gradients", shapes[0], self.dtype
+        ) if self.passes != "fwd" else None
 
     def _lower_bound(self, run: MetaRun, way: str, q, k, dout) -> None:
-        """Inputs, results, and for torch.sparse, which needs data to run, one head's probabilities."""
+        """Inputs, results, and for torch.sparse, which needs data to run, one head's
+        probabilities.
+        """
         dtypes = torch_sparse.FLEX_DTYPES if way == "flex" else torch_sparse.BSR_DTYPES
         torch_sparse.refuse(way, wants_dtype(self.dtype, dtypes))
         seen, size = self.pattern.blocks(q.shape[1]), self.pattern.block_size
-        held = int((seen.tril() if self.causal else seen).sum()) * size * size if way == "bsr" else 0
+        held = (
+            int((seen.tril() if self.causal else seen).sum()) * size * size
+            if way == "bsr"
+            else 0
+        )
         del seen
-        made = [run.tensor("out", q.shape, q.dtype), run.tensor("lse", q.shape[:3], q.dtype)]
+        made = [
+            run.tensor("out", q.shape, q.dtype),
+            run.tensor("lse", q.shape[:3], q.dtype),
+        ]
         made += [run.tensor("workspace", (held,), q.dtype)]
-        made += [run.tensor("gradients", t.shape, t.dtype) for t in (q, k, k)] if dout is not None else []
+        made += (
+            [run.tensor("gradients", t.shape, t.dtype) for t in (q, k, k)]
+            if dout is not None
+            else []
+        )
 
     def _on_ranks(self, n: int) -> tuple[MetaRun, str, str]:
-        """What ``at`` returns for several ranks: those that may hold most are run, each alone."""
+        """What ``at`` returns for several ranks: those that may hold most are run, each
+        alone.
+        """
         problem, scheme = self.problem(n)
-        most = max((self.on_rank(problem, scheme, rank) for rank in _largest(problem)), key=lambda run: run.peak_bytes)
+        most = max(
+            (self.on_rank(problem, scheme, rank) for rank in _largest(problem)),
+            key=lambda run: run.peak_bytes,
+        )
         most.traffic.sent = self.sent(problem, scheme)
         return most, scheme, ""
 
     def sent(self, problem: Problem, scheme: str) -> dict[tuple[int, int], int]:
         """Bytes of one call by (from rank, to rank)."""
-        how = {"batch": self.batch, "head_dim": self.head_dim, "dtype": self.dtype, "passes": self.passes}
+        how = {
+            "batch": self.batch,
+            "head_dim": self.head_dim,
+            "dtype": self.dtype,
+            "passes": self.passes,
+        }
         ranks = range(self.ranks)
-        each = ((rank, to, size) for rank in ranks for to, size in sent_to(problem, rank, scheme, **how).items())
+        each = (
+            (rank, to, size)
+            for rank in ranks
+            for to, size in sent_to(problem, rank, scheme, **how).items()
+        )
         return {(rank, to): size for rank, to, size in each}
 
     def problem(self, n: int) -> tuple[Problem, str]:
@@ -383,13 +551,21 @@ class MetaCall:
         check_merge(self.execution, self.ranks)
         layout = layout_named(self.layout, n, self.ranks)
         shape = self.heads, self.kv_heads
-        problem = Problem(self.pattern, layout, self.causal, *shape, exchange_dtype=self.exchange_dtype)
+        problem = Problem(
+            self.pattern,
+            layout,
+            self.causal,
+            *shape,
+            exchange_dtype=self.exchange_dtype,
+        )
         check_choice("scheme", self.scheme, ("auto", *SCHEMES))
         scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
         problem.check(scheme)
         return on_hosts(problem, scheme, self.hosts), scheme
 
-    def on_rank(self, problem: Problem, scheme: str, number: int, run: MetaRun | None = None) -> MetaRun:
+    def on_rank(
+        self, problem: Problem, scheme: str, number: int, run: MetaRun | None = None
+    ) -> MetaRun:
         """One rank of several, alone."""
         run = run or MetaRun()
         execution = FirstCall.of(self.execution, run)
@@ -405,6 +581,8 @@ class MetaCall:
             run.name("out", out)
             run.name("lse", lse)
             if dout is not None:
-                grads = run.drive(backward(rank, dout, None, q, k, v, out, lse, *saved), number)
+                grads = run.drive(
+                    backward(rank, dout, None, q, k, v, out, lse, *saved), number
+                )
                 run.name("gradients", *(g.to(q.dtype).contiguous() for g in grads))
         return run

@@ -1,4 +1,6 @@
-"""Modules for models: attention with its projections, rotary embedding, a decoder block and a language model."""
+"""Modules for models: attention with its projections, rotary embedding, a decoder block
+and a language model.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +36,29 @@ class _NotTorchs(Tensor):
 
 
 class MultiheadAttention(nn.Module):
-    """Self-attention over a pattern with q, k, v and output projections: (b, n, embed_dim) to (b, n, embed_dim).
+    """Self-attention over a pattern with q, k, v and output projections: (b, n,
+    embed_dim) to (b, n, embed_dim).
 
-    With an ``Adaptive`` pattern the means of q and k choose the blocks; it takes no documents, cache or ``config``.
-    ``num_kv_heads`` (default: ``num_heads``) must divide ``num_heads``, and ``num_heads`` must divide ``embed_dim``.
-    ``group``, ``scheme``, ``layout``, ``backend`` and ``execution`` are those of ``ringlab.attention``: over a
-    ProcessGroup or 1-D mesh, x is this rank's shard of the sequence. The weights are replicated then, and their
-    gradients are this rank's part: sum them over the ranks. ``use_gradient_checkpointing`` saves only x for the
-    backward and recomputes the rest, exchanges included. ``config="auto"`` chooses backend, scheme and execution for
-    each shape by advice, where they have their defaults; an ``Advice`` is taken as it is. ``layer.advice`` is the
-    advice that the last call followed; it changes no value. ``rotary_base`` (Llama's is 10,000) turns q and k by their
-    positions, which count from the start of each document and are global across ranks. The state dict holds ``q_proj``,
-    ``k_proj``, ``v_proj`` and ``out_proj``; that of ``torch.nn.MultiheadAttention`` is loaded too.
+    With an ``Adaptive`` pattern the means of q and k choose the blocks; it takes no
+    documents, cache or ``config``. ``num_kv_heads`` (default: ``num_heads``) must
+    divide ``num_heads``, and ``num_heads`` must divide ``embed_dim``. ``group``,
+    ``scheme``, ``layout``, ``backend`` and ``execution`` are those of
+    ``ringlab.attention``: over a ProcessGroup or 1-D mesh, x is this rank's shard of
+    the sequence. The weights are replicated then, and their gradients are this rank's
+    part: sum them over the ranks. ``use_gradient_checkpointing`` saves only x for the
+    backward and recomputes the rest, exchanges included. ``config="auto"`` chooses
+    backend, scheme and execution for each shape by advice, where they have their
+    defaults; an ``Advice`` is taken as it is. ``layer.advice`` is the advice that the
+    last call followed; it changes no value. ``rotary_base`` (Llama's is 10,000) turns q
+    and k by their positions, which count from the start of each document and are global
+    across ranks. The state dict holds ``q_proj``, ``k_proj``, ``v_proj`` and
+    ``out_proj``; that of ``torch.nn.MultiheadAttention`` is loaded too.
 
-    It is called with x, or as torch's layer is (see ``forward``), whose place it can take in
-    ``torch.nn.TransformerEncoderLayer``; ``from_torch`` takes over the weights.
+    It is called with x, or as torch's layer is (see ``forward``), whose place it can
+    take in ``torch.nn.TransformerEncoderLayer``; ``from_torch`` takes over the weights.
 
-    Raises ValueError for sizes that do not fit, TypeError for unsupported arguments, as dropout.
+    Raises ValueError for sizes that do not fit, TypeError for unsupported arguments, as
+    dropout.
 
     >>> from ringlab.patterns import Dilated
     >>> layer = MultiheadAttention(64, 8, Dilated([32, 64], [1, 2]), num_kv_heads=2, causal=True)
@@ -82,47 +90,90 @@ class MultiheadAttention(nn.Module):
     ):
         super().__init__()
         check_unknown("MultiheadAttention", refused, REFUSED)
-        embed_dim, num_heads = check_int("embed_dim", embed_dim, most=LARGEST), check_int("num_heads", num_heads)
-        num_kv_heads = num_heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads)
+        embed_dim, num_heads = (
+            check_int("embed_dim", embed_dim, most=LARGEST),
+            check_int("num_heads", num_heads),
+        )
+        num_kv_heads = (
+            num_heads
+            if num_kv_heads is None
+            else check_int("num_kv_heads", num_kv_heads)
+        )
         if not isinstance(pattern, KINDS):
-            raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
+            raise TypeError(
+                f"pattern must be a ringlab pattern, got {type(pattern).__name__}"
+            )
         chosen = scheme, layout, execution, config
-        if isinstance(pattern, Adaptive) and chosen != ("auto", "contiguous", DEFAULT, None):
-            raise ValueError("an Adaptive pattern takes no scheme, layout, execution or config: it has one of each")
+        if isinstance(pattern, Adaptive) and chosen != (
+            "auto",
+            "contiguous",
+            DEFAULT,
+            None,
+        ):
+            raise ValueError(
+                "an Adaptive pattern takes no scheme, layout, execution or config: it has one of each"
+            )
         if embed_dim % num_heads or num_heads % num_kv_heads:
             wanted = "num_heads must divide embed_dim and num_kv_heads num_heads"
             raise ValueError(f"{wanted}, got {embed_dim}, {num_heads}, {num_kv_heads}")
         check_bool("causal", causal)
         if batch_first is not True:
-            raise ValueError("batch_first must be True: x is (batch, seq, embed_dim), so transpose (seq, batch, ...)")
-        for name, value in (("bias", bias), ("use_gradient_checkpointing", use_gradient_checkpointing)):
-            if not isinstance(value, int | None):  # torch's modules take 0, 1 and None too
+            raise ValueError(
+                "batch_first must be True: x is (batch, seq, embed_dim), so transpose (seq, batch, ...)"
+            )
+        for name, value in (
+            ("bias", bias),
+            ("use_gradient_checkpointing", use_gradient_checkpointing),
+        ):
+            if not isinstance(
+                value, int | None
+            ):  # torch's modules take 0, 1 and None too
                 check_bool(name, value)
         if dtype is not None:
             check_float_dtype(dtype)
         device = device if device is None else device_of(device)
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.pattern, self.use_gradient_checkpointing = pattern, use_gradient_checkpointing
+        self.embed_dim, self.num_heads, self.num_kv_heads = (
+            embed_dim,
+            num_heads,
+            num_kv_heads,
+        )
+        self.pattern, self.use_gradient_checkpointing = (
+            pattern,
+            use_gradient_checkpointing,
+        )
         if rotary_base is not None:
             if not checks.is_real(rotary_base) or not 0 < rotary_base < float("inf"):
-                raise ValueError(f"rotary_base must be a positive number, got {checks.short_repr(rotary_base)}")
+                raise ValueError(
+                    f"rotary_base must be a positive number, got {checks.short_repr(rotary_base)}"
+                )
             if embed_dim // num_heads % 2:
-                raise ValueError(f"a rotary embedding needs an even head_dim, got {embed_dim // num_heads}")
+                raise ValueError(
+                    f"a rotary embedding needs an even head_dim, got {embed_dim // num_heads}"
+                )
         self.rotary_base = rotary_base
         self.auto = None if config is None else Auto(config)
-        self.options = {"causal": causal, "group": group, "backend": backend, "execution": execution}
+        self.options = {
+            "causal": causal,
+            "group": group,
+            "backend": backend,
+            "execution": execution,
+        }
         if group is not None:
             self.options |= {"scheme": scheme, "layout": layout}
         else:
             ring.check_one_device(scheme, layout)
-        kv_dim, made = embed_dim // num_heads * num_kv_heads, {"bias": bias, "device": device, "dtype": dtype}
+        kv_dim, made = (
+            embed_dim // num_heads * num_kv_heads,
+            {"bias": bias, "device": device, "dtype": dtype},
+        )
         self.q_proj = nn.Linear(embed_dim, embed_dim, **made)
         self.k_proj = nn.Linear(embed_dim, kv_dim, **made)
         self.v_proj = nn.Linear(embed_dim, kv_dim, **made)
         self.out_proj = nn.Linear(embed_dim, embed_dim, **made)
         self.register_load_state_dict_pre_hook(_split_projections)
 
-    # What torch's encoder asks of its attention; these keep it from running its own kernel in our place.
+    # What torch's encoder asks of its attention; these keep it from running its own
+    # kernel in our place.
     batch_first, in_proj_bias, _qkv_same_embed_dim = True, None, False
 
     @property
@@ -130,11 +181,14 @@ class MultiheadAttention(nn.Module):
         return self.q_proj.weight.as_subclass(_NotTorchs)
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, pattern: Pattern, **options) -> MultiheadAttention:
-        """The layer with the weights of torch's, copied, for a pattern; ``options`` as of the constructor.
+    def from_torch(
+        cls, module: nn.MultiheadAttention, pattern: Pattern, **options
+    ) -> MultiheadAttention:
+        """The layer with the weights of torch's, copied, for a pattern; ``options`` as
+        of the constructor.
 
-        Raises ValueError for what has no counterpart: dropout, keys and values of other sizes, extra rows, and a layer
-        that is called with (seq, batch, embed_dim).
+        Raises ValueError for what has no counterpart: dropout, keys and values of other
+        sizes, extra rows, and a layer that is called with (seq, batch, embed_dim).
 
         >>> from ringlab.patterns import Dilated
         >>> module = nn.MultiheadAttention(64, 8, batch_first=True)
@@ -142,56 +196,101 @@ class MultiheadAttention(nn.Module):
         torch.Size([2, 100, 64])
         """
         if not isinstance(module, nn.MultiheadAttention):
-            raise TypeError(f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}")
+            raise TypeError(
+                f"from_torch takes a torch.nn.MultiheadAttention, got {type(module).__name__}"
+            )
         if not module.batch_first:
-            raise ValueError("from_torch takes a layer of (batch, seq, embed_dim): make it with batch_first=True")
+            raise ValueError(
+                "from_torch takes a layer of (batch, seq, embed_dim): make it with batch_first=True"
+            )
         if wrong := {"num_kv_heads", "bias", "device", "dtype"} & set(options):
-            raise ValueError(f"from_torch takes {', '.join(sorted(wrong))} from the layer")
-        if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
-            raise ValueError("from_torch takes no layer with kdim, vdim, add_bias_kv or add_zero_attn")
+            raise ValueError(
+                f"from_torch takes {', '.join(sorted(wrong))} from the layer"
+            )
+        if (
+            module.in_proj_weight is None
+            or module.bias_k is not None
+            or module.add_zero_attn
+        ):
+            raise ValueError(
+                "from_torch takes no layer with kdim, vdim, add_bias_kv or add_zero_attn"
+            )
         if module.dropout:
-            raise ValueError(f"attention dropout {module.dropout} is not supported: set module.dropout = 0.0 before")
+            raise ValueError(
+                f"attention dropout {module.dropout} is not supported: set module.dropout = 0.0 before"
+            )
         weight, bias = module.in_proj_weight, module.in_proj_bias is not None
         made = {"bias": bias, "device": weight.device, "dtype": weight.dtype}
-        layer = cls(module.embed_dim, module.num_heads, pattern, **made, **options).train(module.training)
+        layer = cls(
+            module.embed_dim, module.num_heads, pattern, **made, **options
+        ).train(module.training)
         layer.load_state_dict(module.state_dict())
         return layer
 
     def forward(
-        self, x: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, cu_seqlens=None, lengths=None,
-        is_causal: bool = False, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None,
-        need_weights: bool = False, cache: KVCache | None = None, **refused,
-    ) -> Tensor | tuple[Tensor, None]:  # fmt: skip
+        self,
+        x: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        cu_seqlens=None,
+        lengths=None,
+        is_causal: bool = False,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        need_weights: bool = False,
+        cache: KVCache | None = None,
+        **refused,
+    ) -> Tensor | tuple[Tensor, None]:
         """Attention of x (b, n, embed_dim) to itself: (b, n, embed_dim).
 
-        ``cu_seqlens`` are the borders of packed documents, ``lengths`` those of a padded batch, as of ``attention``.
-        With a ``cache``, which ``make_cache`` makes, x holds new positions after those that the cache has seen; over a
-        group all of them on every rank.
+        ``cu_seqlens`` are the borders of packed documents, ``lengths`` those of a
+        padded batch, as of ``attention``. With a ``cache``, which ``make_cache`` makes,
+        x holds new positions after those that the cache has seen; over a group all of
+        them on every rank.
 
-        As torch's layer: ``layer(x, x, x)``, self-attention alone, returns (out, None). ``is_causal`` makes a call
-        causal, as ``causal=True`` makes all. ``key_padding_mask`` (b, n) hides with True, or -inf, the end of rows that
-        are padded on the right. ``attn_mask`` must be the causal one. Weights are not computed, and x needs its batch.
+        As torch's layer: ``layer(x, x, x)``, self-attention alone, returns (out, None).
+        ``is_causal`` makes a call causal, as ``causal=True`` makes all.
+        ``key_padding_mask`` (b, n) hides with True, or -inf, the end of rows that are
+        padded on the right. ``attn_mask`` must be the causal one. Weights are not
+        computed, and x needs its batch.
         """
         check_unknown("MultiheadAttention", refused, REFUSED)
         if any(t is not None and t is not x for t in (key, value)):
-            raise ValueError("query, key and value must be one tensor: the layer is self-attention alone")
+            raise ValueError(
+                "query, key and value must be one tensor: the layer is self-attention alone"
+            )
         if need_weights:
-            raise TypeError("MultiheadAttention cannot honour need_weights=True: it computes no weights")
+            raise TypeError(
+                "MultiheadAttention cannot honour need_weights=True: it computes no weights"
+            )
         check_bool("is_causal", is_causal)
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
-            raise ValueError(f"x must be (batch, seq, {self.embed_dim}), got shape {tuple(x.shape)}")
-        if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"x is {x.dtype}, the layer {self.q_proj.weight.dtype}: convert one, or use autocast")
+            raise ValueError(
+                f"x must be (batch, seq, {self.embed_dim}), got shape {tuple(x.shape)}"
+            )
+        if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(
+            x.device.type
+        ):
+            raise ValueError(
+                f"x is {x.dtype}, the layer {self.q_proj.weight.dtype}: convert one, or use autocast"
+            )
         if key_padding_mask is not None:
             if lengths is not None or self.options["group"] is not None:
-                raise ValueError("key_padding_mask is for one device and comes alone; lengths does the same anywhere")
+                raise ValueError(
+                    "key_padding_mask is for one device and comes alone; lengths does the same anywhere"
+                )
             lengths = _lengths_of(key_padding_mask, x)
         causal = _is_causal(attn_mask, x) or is_causal or self.options["causal"]
-        # As lists: a backward that computes all again must not read what a caller wrote to the tensors meanwhile.
+        # As lists: a backward that computes all again must not read what a caller wrote
+        # to the tensors meanwhile.
         given = {"cu_seqlens": cu_seqlens, "lengths": lengths}
-        asked = {name: None if some is None else integers(name, some, x) for name, some in given.items()}
+        asked = {
+            name: None if some is None else integers(name, some, x)
+            for name, some in given.items()
+        }
         asked["causal"] = causal
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
             out = checkpoint(self._forward, x, asked, cache, use_reentrant=False)
@@ -200,34 +299,72 @@ class MultiheadAttention(nn.Module):
         return out if key is None else (out, None)
 
     def make_cache(self, batch: int, max_seq_len: int, *, max_crop: int = 0) -> KVCache:
-        """An empty ``ringlab.KVCache`` for calls with ``cache=``, in the dtype of the layer or of autocast."""
-        weight, sizes = self.k_proj.weight, {"heads": self.num_heads, "kv_heads": self.num_kv_heads}
-        sizes |= {"head_dim": self.embed_dim // self.num_heads, "max_seq_len": max_seq_len, "max_crop": max_crop}
+        """An empty ``ringlab.KVCache`` for calls with ``cache=``, in the dtype of the
+        layer or of autocast.
+        """
+        weight, sizes = (
+            self.k_proj.weight,
+            {"heads": self.num_heads, "kv_heads": self.num_kv_heads},
+        )
+        sizes |= {
+            "head_dim": self.embed_dim // self.num_heads,
+            "max_seq_len": max_seq_len,
+            "max_crop": max_crop,
+        }
         kind = weight.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        dtype = (
+            torch.get_autocast_dtype(kind)
+            if torch.is_autocast_enabled(kind)
+            else weight.dtype
+        )
         made = {"dtype": dtype, "device": weight.device, "group": self.options["group"]}
         return KVCache(self.pattern, batch=batch, **made, **sizes)
 
     def _forward(self, x: Tensor, asked: dict, cache: KVCache | None) -> Tensor:
-        projected = ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
-        q, k, v = (proj(x).unflatten(-1, (heads, -1)) for proj, heads in projected)  # (b, n, h, d), (b, n, h_kv, d)
+        projected = (
+            (self.q_proj, self.num_heads),
+            (self.k_proj, self.num_kv_heads),
+            (self.v_proj, self.num_kv_heads),
+        )
+        q, k, v = (
+            proj(x).unflatten(-1, (heads, -1)) for proj, heads in projected
+        )  # (b, n, h, d), (b, n, h_kv, d)
         options = self.options | asked
         adaptive = isinstance(self.pattern, Adaptive)
-        if adaptive and any(x is not None for x in (cache, asked["cu_seqlens"], asked["lengths"])):
-            raise NotImplementedError("an Adaptive pattern takes no cache, cu_seqlens or lengths")
+        if adaptive and any(
+            x is not None for x in (cache, asked["cu_seqlens"], asked["lengths"])
+        ):
+            raise NotImplementedError(
+                "an Adaptive pattern takes no cache, cu_seqlens or lengths"
+            )
         if cache is not None:  # it knows its group, and x is whole on every rank
             options |= {"group": None, "scheme": "auto", "layout": "contiguous"}
         if self.rotary_base is not None:
             if cache is None:
-                where = positions(x, asked["cu_seqlens"], options["group"], options.get("layout", "contiguous"))
+                where = positions(
+                    x,
+                    asked["cu_seqlens"],
+                    options["group"],
+                    options.get("layout", "contiguous"),
+                )
             else:
-                where = (torch.tensor(cache.lengths)[:, None] + torch.arange(x.shape[1])).to(x.device)  # (b, n)
+                where = (
+                    torch.tensor(cache.lengths)[:, None] + torch.arange(x.shape[1])
+                ).to(x.device)  # (b, n)
             q, k = (rotary(t, where, self.rotary_base) for t in (q, k))
         if adaptive:
             how = {name: options[name] for name in ("causal", "backend", "group")}
-            return self.out_proj(adaptive_attention(q, k, v, self.pattern, **how).flatten(2))
-        options = options if self.auto is None else self.auto.fill(options, self.pattern, q, k)
-        return self.out_proj(attention(q, k, v, self.pattern, cache=cache, **options).flatten(2))
+            return self.out_proj(
+                adaptive_attention(q, k, v, self.pattern, **how).flatten(2)
+            )
+        options = (
+            options
+            if self.auto is None
+            else self.auto.fill(options, self.pattern, q, k)
+        )
+        return self.out_proj(
+            attention(q, k, v, self.pattern, cache=cache, **options).flatten(2)
+        )
 
     @property
     def advice(self) -> Advice | None:
@@ -239,8 +376,11 @@ class MultiheadAttention(nn.Module):
         return text if self.auto is None else f"{text}, {self.auto}"
 
 
-def positions(x: Tensor, cu_seqlens=None, group=None, layout: str | ring.Layout = "contiguous") -> Tensor:
-    """The positions (n,) in their documents of the rows of x (b, n, ...), which is a shard if there is a group.
+def positions(
+    x: Tensor, cu_seqlens=None, group=None, layout: str | ring.Layout = "contiguous"
+) -> Tensor:
+    """The positions (n,) in their documents of the rows of x (b, n, ...), which is a
+    shard if there is a group.
 
     >>> positions(torch.empty(1, 5, 8), cu_seqlens=[0, 3, 5]).tolist()
     [0, 1, 2, 0, 1]
@@ -248,17 +388,22 @@ def positions(x: Tensor, cu_seqlens=None, group=None, layout: str | ring.Layout 
     n = ring.length_of(x, group, layout)
     found = torch.arange(n, device="cpu")
     if cu_seqlens is not None:
-        _, starts, stops = torch.tensor(Documents.packed(cu_seqlens, x, n).spans, device="cpu").T
+        _, starts, stops = torch.tensor(
+            Documents.packed(cu_seqlens, x, n).spans, device="cpu"
+        ).T
         found -= starts.repeat_interleave(stops - starts)
-    return (found if group is None else shard_sequence(found, group, layout=layout, dim=0)).to(x.device)
+    return (
+        found if group is None else shard_sequence(found, group, layout=layout, dim=0)
+    ).to(x.device)
 
 
 def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """t (b, n, h, d) turned by angles that grow with its ``positions``, (n,) or (b, n): rotary embedding.
+    """t (b, n, h, d) turned by angles that grow with its ``positions``, (n,) or (b, n):
+    rotary embedding.
 
-    As in arXiv 2104.09864; column i turns with column i + d / 2, as in Llama. A product of a row of q and one of k then
-    depends on how far they are apart alone. Angles are computed in fp64, the rest in fp32 (fp64 for fp64). Raises
-    ValueError for an odd d.
+    As in arXiv 2104.09864; column i turns with column i + d / 2, as in Llama. A product
+    of a row of q and one of k then depends on how far they are apart alone. Angles are
+    computed in fp64, the rest in fp32 (fp64 for fp64). Raises ValueError for an odd d.
 
     >>> rotary(torch.ones(1, 1, 1, 2), torch.tensor([0])).flatten().tolist()
     [1.0, 1.0]
@@ -266,14 +411,23 @@ def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     d, dtype = t.shape[3], torch.promote_types(t.dtype, torch.float32)
     if d % 2:
         raise ValueError(f"a rotary embedding needs an even head_dim, got {d}")
-    rates = base ** (-torch.arange(0, d, 2, dtype=torch.float64, device=t.device) / d)  # (d / 2,)
-    angles = (positions[..., None] * rates).unsqueeze(-2)  # (n, 1, d / 2); fp32 would lose turns far on
-    (a, b), cos, sin = t.to(dtype).chunk(2, -1), angles.cos().to(dtype), angles.sin().to(dtype)
+    rates = base ** (
+        -torch.arange(0, d, 2, dtype=torch.float64, device=t.device) / d
+    )  # (d / 2,)
+    angles = (positions[..., None] * rates).unsqueeze(
+        -2
+    )  # (n, 1, d / 2); fp32 would lose turns far on
+    (a, b), cos, sin = (
+        t.to(dtype).chunk(2, -1),
+        angles.cos().to(dtype),
+        angles.sin().to(dtype),
+    )
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(t.dtype)
 
 
 def next_tokens(tokens: Tensor, cu_seqlens=None, lengths=None) -> Tensor:
-    """The targets (b, n) of whole sequences ``tokens`` (b, n): the token after each; -100 at the end of a document.
+    """The targets (b, n) of whole sequences ``tokens`` (b, n): the token after each;
+    -100 at the end of a document.
 
     >>> next_tokens(torch.tensor([[5, 6, 7, 8]]), cu_seqlens=[0, 3, 4]).tolist()
     [[6, 7, -100, -100]]
@@ -281,14 +435,20 @@ def next_tokens(tokens: Tensor, cu_seqlens=None, lengths=None) -> Tensor:
     where = positions(tokens, cu_seqlens)  # (n,)
     hidden = (where == 0).expand(tokens.shape)  # (b, n), the first tokens of documents
     if lengths is not None:
-        hidden = hidden | (where >= torch.as_tensor(lengths, device=tokens.device)[:, None])
+        hidden = hidden | (
+            where >= torch.as_tensor(lengths, device=tokens.device)[:, None]
+        )
     return F.pad(tokens.long().masked_fill(hidden, -100)[:, 1:], (0, 1), value=-100)
 
 
-def shard_sequence(t: Tensor, group, *, layout: str | ring.Layout = "contiguous", dim: int = 1) -> Tensor:
-    """This rank's part of a whole tensor along its sequence ``dim``, as ``attention`` takes it over ``group``.
+def shard_sequence(
+    t: Tensor, group, *, layout: str | ring.Layout = "contiguous", dim: int = 1
+) -> Tensor:
+    """This rank's part of a whole tensor along its sequence ``dim``, as ``attention``
+    takes it over ``group``.
 
-    ``layout`` is the attention's. Shard tokens, targets, and ``positions`` of a model that takes them.
+    ``layout`` is the attention's. Shard tokens, targets, and ``positions`` of a model
+    that takes them.
     """
     ranks = Group.of(group)
     if ranks.process_group is None:
@@ -297,27 +457,43 @@ def shard_sequence(t: Tensor, group, *, layout: str | ring.Layout = "contiguous"
 
 
 def mean_loss(logits: Tensor, targets: Tensor, *groups) -> Tensor:
-    """The mean cross-entropy of ``logits`` (b, n, vocabulary) over the ``targets`` (b, n) that are not negative.
+    """The mean cross-entropy of ``logits`` (b, n, vocabulary) over the ``targets`` (b,
+    n) that are not negative.
 
-    ``groups``: process groups, 1-D meshes, over whose ranks the tokens are shared out, as mesh["data"] and
-    mesh["sequence"]. The value is the mean over all of them, on every rank. Its gradients are those of that mean once
-    they are averaged over these ranks, as FSDP and DDP do, and ``average_gradients``. 0 where there is no target.
+    ``groups``: process groups, 1-D meshes, over whose ranks the tokens are shared out,
+    as mesh["data"] and mesh["sequence"]. The value is the mean over all of them, on
+    every rank. Its gradients are those of that mean once they are averaged over these
+    ranks, as FSDP and DDP do, and ``average_gradients``. 0 where there is no target.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     known = targets >= 0
-    loss = F.cross_entropy(logits, targets.masked_fill(~known, -100).flatten(), reduction="sum")
+    loss = F.cross_entropy(
+        logits, targets.masked_fill(~known, -100).flatten(), reduction="sum"
+    )
     found = [Group.sharing(group) for group in groups]
-    if not (shared := [group for group in found if group is not None and group.process_group is not None]):
+    if not (
+        shared := [
+            group
+            for group in found
+            if group is not None and group.process_group is not None
+        ]
+    ):
         return loss / known.sum().clamp(min=1)
     total = torch.stack([loss.detach().double(), known.sum().double()])
     for group in shared:
         dist.all_reduce(total, group=group.process_group)
-    mine = loss * math.prod(group.size for group in shared) / total[1].clamp(min=1).to(loss.dtype)
+    mine = (
+        loss
+        * math.prod(group.size for group in shared)
+        / total[1].clamp(min=1).to(loss.dtype)
+    )
     return mine - mine.detach() + (total[0] / total[1].clamp(min=1)).to(loss.dtype)
 
 
 def average_gradients(module: nn.Module, *groups) -> None:
-    """Replace the gradients of replicated weights by their means over the ranks of ``groups``; FSDP and DDP do it."""
+    """Replace the gradients of replicated weights by their means over the ranks of
+    ``groups``; FSDP and DDP do it.
+    """
     for group in filter(None, map(Group.sharing, groups)):
         for parameter in module.parameters():
             if parameter.grad is not None and group.process_group is not None:
@@ -326,10 +502,12 @@ def average_gradients(module: nn.Module, *groups) -> None:
 
 
 class DecoderBlock(nn.Module):
-    """A block of a decoder, as in Llama: causal attention, then SwiGLU, each after RMSNorm and added to x.
+    """A block of a decoder, as in Llama: causal attention, then SwiGLU, each after
+    RMSNorm and added to x.
 
-    ``hidden_dim`` (default: 8 / 3 ``embed_dim``) is the width inside SwiGLU (arXiv 2002.05202); other ``options`` are
-    those of ``MultiheadAttention``. Called with x (b, n, embed_dim) and ``cu_seqlens``, ``lengths`` or ``cache``.
+    ``hidden_dim`` (default: 8 / 3 ``embed_dim``) is the width inside SwiGLU (arXiv
+    2002.05202); other ``options`` are those of ``MultiheadAttention``. Called with x
+    (b, n, embed_dim) and ``cu_seqlens``, ``lengths`` or ``cache``.
     """
 
     def __init__(
@@ -343,11 +521,21 @@ class DecoderBlock(nn.Module):
     ):
         super().__init__()
         made = {"device": options.get("device"), "dtype": options.get("dtype")}
-        hidden_dim = embed_dim * 8 // 3 if hidden_dim is None else check_int("hidden_dim", hidden_dim)
-        self.attention_norm, self.mlp_norm = (nn.RMSNorm(embed_dim, eps=1e-5, **made) for _ in range(2))
+        hidden_dim = (
+            embed_dim * 8 // 3
+            if hidden_dim is None
+            else check_int("hidden_dim", hidden_dim)
+        )
+        self.attention_norm, self.mlp_norm = (
+            nn.RMSNorm(embed_dim, eps=1e-5, **made) for _ in range(2)
+        )
         usual = {"causal": True, "bias": False, "rotary_base": 10000.0}
-        self.attention = MultiheadAttention(embed_dim, num_heads, pattern, **usual | options)
-        self.gate, self.up = (nn.Linear(embed_dim, hidden_dim, bias=False, **made) for _ in range(2))
+        self.attention = MultiheadAttention(
+            embed_dim, num_heads, pattern, **usual | options
+        )
+        self.gate, self.up = (
+            nn.Linear(embed_dim, hidden_dim, bias=False, **made) for _ in range(2)
+        )
         self.down = nn.Linear(hidden_dim, embed_dim, bias=False, **made)
 
     def forward(self, x: Tensor, **how) -> Tensor:
@@ -357,10 +545,12 @@ class DecoderBlock(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A small causal language model: embedding, ``DecoderBlock``s, RMSNorm, and the embedding again as output layer.
+    """A small causal language model: embedding, ``DecoderBlock``s, RMSNorm, and the
+    embedding again as output layer.
 
-    ``pattern`` is one for all layers, or a list with one for each; ``options`` are those of ``DecoderBlock``. Raises
-    ValueError for sizes that do not fit and a list of another length.
+    ``pattern`` is one for all layers, or a list with one for each; ``options`` are
+    those of ``DecoderBlock``. Raises ValueError for sizes that do not fit and a list of
+    another length.
 
     >>> from ringlab.patterns import Dilated
     >>> model = LanguageModel(100, 64, 4, Dilated([32, 64], [1, 2]), num_layers=2)
@@ -370,26 +560,48 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(
-        self, vocabulary: int, embed_dim: int, num_heads: int, pattern: Pattern | Sequence[Pattern], *,
-        num_layers: int = 4, **options,
-    ):  # fmt: skip
+        self,
+        vocabulary: int,
+        embed_dim: int,
+        num_heads: int,
+        pattern: Pattern | Sequence[Pattern],
+        *,
+        num_layers: int = 4,
+        **options,
+    ):
         super().__init__()
-        vocabulary, num_layers = check_int("vocabulary", vocabulary), check_int("num_layers", num_layers)
-        patterns = [pattern] * num_layers if isinstance(pattern, KINDS) else list(pattern)
+        vocabulary, num_layers = (
+            check_int("vocabulary", vocabulary),
+            check_int("num_layers", num_layers),
+        )
+        patterns = (
+            [pattern] * num_layers if isinstance(pattern, KINDS) else list(pattern)
+        )
         if len(patterns) != num_layers:
-            raise ValueError(f"pattern must be one, or {num_layers} for the layers, got {len(patterns)}")
+            raise ValueError(
+                f"pattern must be one, or {num_layers} for the layers, got {len(patterns)}"
+            )
         made = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.embedding = nn.Embedding(vocabulary, embed_dim, **made)
-        self.blocks = nn.ModuleList(DecoderBlock(embed_dim, num_heads, p, **options) for p in patterns)
+        self.blocks = nn.ModuleList(
+            DecoderBlock(embed_dim, num_heads, p, **options) for p in patterns
+        )
         self.norm = nn.RMSNorm(embed_dim, eps=1e-5, **made)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor, *, cu_seqlens=None, lengths=None) -> Tensor:
         """Logits (b, n, vocabulary) of ``tokens`` (b, n)."""
-        return F.linear(self.hidden(tokens, cu_seqlens=cu_seqlens, lengths=lengths), self.embedding.weight)
+        return F.linear(
+            self.hidden(tokens, cu_seqlens=cu_seqlens, lengths=lengths),
+            self.embedding.weight,
+        )
 
-    def hidden(self, tokens: Tensor, *, caches: Sequence[KVCache] | None = None, **how) -> Tensor:
-        """The states (b, n, embed_dim) before the output layer; ``caches``: one for each layer, of earlier tokens."""
+    def hidden(
+        self, tokens: Tensor, *, caches: Sequence[KVCache] | None = None, **how
+    ) -> Tensor:
+        """The states (b, n, embed_dim) before the output layer; ``caches``: one for
+        each layer, of earlier tokens.
+        """
         x = self.embedding(tokens)
         for i, block in enumerate(self.blocks):
             x = block(x, cache=caches and caches[i], **how)
@@ -397,29 +609,57 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, tokens: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None, lengths=None,
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        lengths=None,
         generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
-        """``tokens`` (b, n) and ``max_new_tokens`` more, each drawn from those before it: (b, n + max_new_tokens).
+    ) -> Tensor:
+        """``tokens`` (b, n) and ``max_new_tokens`` more, each drawn from those before
+        it: (b, n + max_new_tokens).
 
-        ``temperature`` divides the logits; 0 takes the most likely token. ``top_k`` draws from the k most likely ones.
-        ``lengths`` (b,): how many tokens of each prompt are no padding; new ones follow these, then zeros. Memory is
-        that of the caches (``ringlab.cache_bytes``, for each layer) and of ``PREFILL`` tokens at a time. Over a group
-        every rank takes all tokens, with a ``generator`` of one seed, and keeps its part of the caches.
+        ``temperature`` divides the logits; 0 takes the most likely token. ``top_k``
+        draws from the k most likely ones. ``lengths`` (b,): how many tokens of each
+        prompt are no padding; new ones follow these, then zeros. Memory is that of the
+        caches (``ringlab.cache_bytes``, for each layer) and of ``PREFILL`` tokens at a
+        time. Over a group every rank takes all tokens, with a ``generator`` of one
+        seed, and keeps its part of the caches.
         """
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.numel() or tokens.is_floating_point():
-            raise ValueError(f"tokens must be integers (batch, seq), got {checks.short_repr(tokens)}")
+        if (
+            not isinstance(tokens, Tensor)
+            or tokens.dim() != 2
+            or not tokens.numel()
+            or tokens.is_floating_point()
+        ):
+            raise ValueError(
+                f"tokens must be integers (batch, seq), got {checks.short_repr(tokens)}"
+            )
         tokens, (b, n) = tokens.long(), tokens.shape
         if not checks.is_real(temperature) or not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature must be a number of at least 0, got {checks.short_repr(temperature)}")
+            raise ValueError(
+                f"temperature must be a number of at least 0, got {checks.short_repr(temperature)}"
+            )
         count = check_int("max_new_tokens", max_new_tokens)
-        top_k = top_k if top_k is None else min(check_int("top_k", top_k), self.embedding.num_embeddings)
+        top_k = (
+            top_k
+            if top_k is None
+            else min(check_int("top_k", top_k), self.embedding.num_embeddings)
+        )
         at = [n] * b if lengths is None else integers("lengths", lengths, tokens)
         if len(at) != b or not all(1 <= length <= n for length in at):
-            raise ValueError(f"lengths must be {b} numbers of 1 to {n} tokens, got {checks.short_repr(at)}")
-        caches = [block.attention.make_cache(b, max(at) + count) for block in self.blocks]
+            raise ValueError(
+                f"lengths must be {b} numbers of 1 to {n} tokens, got {checks.short_repr(at)}"
+            )
+        caches = [
+            block.attention.make_cache(b, max(at) + count) for block in self.blocks
+        ]
         at = torch.tensor(at, device=tokens.device)
-        out = F.pad(tokens, (0, count)) * (torch.arange(n + count, device=tokens.device) < at[:, None])
+        out = F.pad(tokens, (0, count)) * (
+            torch.arange(n + count, device=tokens.device) < at[:, None]
+        )
         last = self.embedding.weight.new_empty(b, self.norm.normalized_shape[0])
         for start in range(0, n, PREFILL):
             some = tokens[:, start : start + PREFILL]
@@ -430,11 +670,15 @@ class LanguageModel(nn.Module):
         for i in range(count):
             logits = F.linear(last, self.embedding.weight)  # (b, vocabulary)
             if top_k is not None:
-                logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+                logits = logits.masked_fill(
+                    logits < logits.topk(top_k).values[:, -1:], -torch.inf
+                )
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)
             else:
-                logits = (logits - logits.amax(-1, keepdim=True)).double() / temperature  # no overflow at the largest
+                logits = (
+                    logits - logits.amax(-1, keepdim=True)
+                ).double() / temperature  # no overflow at the largest
                 new = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             out.scatter_(1, (at + i)[:, None], new)
             if i + 1 < count:
@@ -442,18 +686,29 @@ class LanguageModel(nn.Module):
         return out
 
     def loss(self, tokens: Tensor, *, cu_seqlens=None, lengths=None) -> Tensor:
-        """The mean cross-entropy of each token after those before it in its document; 0 if there is none.
+        """The mean cross-entropy of each token after those before it in its document; 0
+        if there is none.
 
-        The first token of a document and padding are not predicted. Needs whole sequences, so no process group.
+        The first token of a document and padding are not predicted. Needs whole
+        sequences, so no process group.
         """
-        if ring.length_of(tokens, self.blocks[0].attention.options["group"], "contiguous") != tokens.shape[1]:
-            raise NotImplementedError("loss needs whole sequences: take mean_loss of shards and their next_tokens")
+        if (
+            ring.length_of(
+                tokens, self.blocks[0].attention.options["group"], "contiguous"
+            )
+            != tokens.shape[1]
+        ):
+            raise NotImplementedError(
+                "loss needs whole sequences: take mean_loss of shards and their next_tokens"
+            )
         logits = self(tokens, cu_seqlens=cu_seqlens, lengths=lengths)
         return mean_loss(logits, next_tokens(tokens, cu_seqlens, lengths))
 
 
 def _split_projections(layer: MultiheadAttention, state: dict, prefix: str, *_) -> None:
-    """Turn the entries of torch's layer, q, k and v in one tensor, into those of ``layer``."""
+    """Turn the entries of torch's layer, q, k and v in one tensor, into those of
+    ``layer``.
+    """
     for kind in ("weight", "bias"):
         if (joined := state.pop(f"{prefix}in_proj_{kind}", None)) is not None:
             for name, part in zip("qkv", joined.chunk(3)):
@@ -461,20 +716,30 @@ def _split_projections(layer: MultiheadAttention, state: dict, prefix: str, *_) 
 
 
 def _lengths_of(mask: Tensor, x: Tensor) -> Tensor:
-    """How many rows of each batch entry of x (b, n, dim) a padding mask leaves; ValueError unless they come first."""
+    """How many rows of each batch entry of x (b, n, dim) a padding mask leaves;
+    ValueError unless they come first.
+    """
     if not isinstance(mask, Tensor) or mask.shape != x.shape[:2]:
-        raise ValueError(f"key_padding_mask must be a tensor {tuple(x.shape[:2])}, got {checks.short_repr(mask)}")
+        raise ValueError(
+            f"key_padding_mask must be a tensor {tuple(x.shape[:2])}, got {checks.short_repr(mask)}"
+        )
     hidden = mask if mask.dtype == torch.bool else mask == -torch.inf  # (b, n)
     if mask.dtype != torch.bool and not (hidden | (mask == 0)).all():
         raise ValueError("key_padding_mask must be of bools, or of 0 and -inf")
     lengths = (~hidden).sum(1)  # (b,)
-    if not torch.equal(hidden, torch.arange(x.shape[1], device=hidden.device) >= lengths[:, None]):
-        raise ValueError("key_padding_mask must hide the end of rows: pad on the right, or pack them with cu_seqlens")
+    if not torch.equal(
+        hidden, torch.arange(x.shape[1], device=hidden.device) >= lengths[:, None]
+    ):
+        raise ValueError(
+            "key_padding_mask must hide the end of rows: pad on the right, or pack them with cu_seqlens"
+        )
     return lengths
 
 
 def _is_causal(mask: Tensor | None, x: Tensor) -> bool:
-    """Whether a mask is given, which must be torch's causal one: True or -inf hides the keys after each query."""
+    """Whether a mask is given, which must be torch's causal one: True or -inf hides the
+    keys after each query.
+    """
     if mask is None:
         return False
     n = x.shape[1]
@@ -484,4 +749,6 @@ def _is_causal(mask: Tensor | None, x: Tensor) -> bool:
             causal = torch.zeros_like(mask).masked_fill_(causal, -torch.inf)
         if mask.dtype == causal.dtype and torch.equal(mask, causal):
             return True
-    raise TypeError(f"MultiheadAttention cannot honour 'attn_mask': {REFUSED['attn_mask']}")
+    raise TypeError(
+        f"MultiheadAttention cannot honour 'attn_mask': {REFUSED['attn_mask']}"
+    )

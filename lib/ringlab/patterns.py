@@ -1,7 +1,9 @@
-"""Patterns: which key each query sees, as a multiplicity M for every (query, key, head).
+"""Patterns: which key each query sees, as a multiplicity M for every (query, key,
+head).
 
-``out = softmax(scale * q k^T + log M) v``; ``M = 0`` hides a key, ``M = 2`` counts it twice. Patterns are values:
-frozen, hashable and comparable. They do not depend on the contents of tensors.
+``out = softmax(scale * q k^T + log M) v``; ``M = 0`` hides a key, ``M = 2`` counts it
+twice. Patterns are values: frozen, hashable and comparable. They do not depend on the
+contents of tensors.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ OFFSETS = {  # the first selected row of each segment; `group`: query heads of a
     "branch": lambda branch, head, rate, heads, group: branch % rate,
     "kv_head": lambda branch, head, rate, heads, group: head // group % rate,
 }
-SHADES, CELL = " ░▒▓█", 24  # for none to all of a cell; the positions of a cell that are sampled
+SHADES, CELL = (
+    " ░▒▓█",
+    24,
+)  # for none to all of a cell; the positions of a cell that are sampled
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One dilated branch as the engine runs it: every ``rate``-th row of segments of ``length`` rows.
+    """One dilated branch as the engine runs it: every ``rate``-th row of segments of
+    ``length`` rows.
 
     ``heads[i]`` selects position x iff ``(x mod length) mod rate == offsets[i]``.
     """
@@ -41,18 +47,35 @@ class Branch:
 class Dense:
     """Every query sees every key, ``M = 1``."""
 
-    def branches(self, n: int, heads: int, kv_heads: int | None = None) -> tuple[Branch, ...]:
-        """The pattern as dilated branches over a sequence of ``n`` positions: one segment, rate 1."""
+    def branches(
+        self, n: int, heads: int, kv_heads: int | None = None
+    ) -> tuple[Branch, ...]:
+        """The pattern as dilated branches over a sequence of ``n`` positions: one
+        segment, rate 1.
+        """
         return (Branch(n, 1, tuple(range(heads)), (0,) * heads),)
 
     def multiplicity(
-        self, queries, keys, *, head: int, heads: int, kv_heads: int | None = None, n: int | None = None
+        self,
+        queries,
+        keys,
+        *,
+        head: int,
+        heads: int,
+        kv_heads: int | None = None,
+        n: int | None = None,
     ) -> torch.Tensor:
-        """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as int64 (q, k)."""
-        return torch.ones(len(queries), len(keys), dtype=torch.int64, device=queries.device)
+        """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as
+        int64 (q, k).
+        """
+        return torch.ones(
+            len(queries), len(keys), dtype=torch.int64, device=queries.device
+        )
 
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
-        """Key positions [start, stop), outside of which the queries first .. last see nothing."""
+        """Key positions [start, stop), outside of which the queries first .. last see
+        nothing.
+        """
         return 0, n
 
     def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
@@ -68,19 +91,22 @@ class Dense:
 
 @dataclass(frozen=True)
 class Dilated:
-    """LongNet's dilated attention (Ding et al. 2023, arXiv 2307.02486), by segment lengths and dilation rates.
+    """LongNet's dilated attention (Ding et al. 2023, arXiv 2307.02486), by segment
+    lengths and dilation rates.
 
-    Branch i cuts the sequence into segments of w_i = ``segment_lengths[i]`` positions. Head h selects the positions x
-    with ``(x mod w_i) mod r_i == offset(h, i)``, as queries and as keys, and attends within each segment. The last
-    segment may be short; nothing is padded.
+    Branch i cuts the sequence into segments of w_i = ``segment_lengths[i]`` positions.
+    Head h selects the positions x with ``(x mod w_i) mod r_i == offset(h, i)``, as
+    queries and as keys, and attends within each segment. The last segment may be short;
+    nothing is padded.
 
     ``mixing="lse"`` (LongNet): every head runs every branch; M sums over branches.
-    ``mixing="head_groups"``: contiguous groups of heads run one branch each; the first groups take the remainder.
-    ``offsets``: ``"head"`` h mod r (the paper), ``"block"`` floor(h / ceil(H / r)) (torchscale), ``"branch"`` i mod r,
-    ``"kv_head"`` (index of the head's K/V head) mod r.
+    ``mixing="head_groups"``: contiguous groups of heads run one branch each; the first
+    groups take the remainder. ``offsets``: ``"head"`` h mod r (the paper), ``"block"``
+    floor(h / ceil(H / r)) (torchscale), ``"branch"`` i mod r, ``"kv_head"`` (index of
+    the head's K/V head) mod r.
 
-    Raises ValueError for lists that are empty, of unequal length or not positive, a rate above its segment length,
-    or an unknown ``mixing`` or ``offsets``.
+    Raises ValueError for lists that are empty, of unequal length or not positive, a
+    rate above its segment length, or an unknown ``mixing`` or ``offsets``.
 
     >>> Dilated([2, 4], [1, 2]).multiplicity(torch.arange(4), torch.arange(4), head=0, heads=1).tolist()
     [[2, 1, 1, 0], [1, 1, 0, 0], [1, 0, 2, 1], [0, 0, 1, 1]]
@@ -96,16 +122,28 @@ class Dilated:
             object.__setattr__(self, name, check_ints(name, getattr(self, name)))
         w, r = self.segment_lengths, self.dilation_rates
         if len(w) != len(r):
-            raise ValueError(f"segment_lengths and dilation_rates differ in length: {len(w)} and {len(r)}")
+            raise ValueError(
+                f"segment_lengths and dilation_rates differ in length: {len(w)} and {len(r)}"
+            )
         for length, rate in zip(w, r):
             if rate > length:
-                raise ValueError(f"dilation rate {rate} exceeds its segment length {length}")
+                raise ValueError(
+                    f"dilation rate {rate} exceeds its segment length {length}"
+                )
         check_choice("mixing", self.mixing, MIXINGS)
         check_choice("offsets", self.offsets, OFFSETS)
 
-    def offset(self, branch: int, head: int, heads: int, kv_heads: int | None = None) -> int:
+    def offset(
+        self, branch: int, head: int, heads: int, kv_heads: int | None = None
+    ) -> int:
         """First selected row of a segment for ``head`` in ``branch``, in [0, rate)."""
-        return OFFSETS[self.offsets](branch, head, self.dilation_rates[branch], heads, heads // (kv_heads or heads))
+        return OFFSETS[self.offsets](
+            branch,
+            head,
+            self.dilation_rates[branch],
+            heads,
+            heads // (kv_heads or heads),
+        )
 
     def heads_of(self, branch: int, heads: int) -> range:
         """The heads that run ``branch``: all of them, or the branch's group."""
@@ -115,10 +153,14 @@ class Dilated:
         start = branch * size + min(branch, extra)
         return range(start, start + size + (branch < extra))
 
-    def branches(self, n: int, heads: int, kv_heads: int | None = None) -> tuple[Branch, ...]:
+    def branches(
+        self, n: int, heads: int, kv_heads: int | None = None
+    ) -> tuple[Branch, ...]:
         """The branches that have heads, in order; segments are at most ``n`` long."""
         found = []
-        for i, (length, rate) in enumerate(zip(self.segment_lengths, self.dilation_rates)):
+        for i, (length, rate) in enumerate(
+            zip(self.segment_lengths, self.dilation_rates)
+        ):
             members = tuple(self.heads_of(i, heads))
             if members:
                 offsets = tuple(self.offset(i, h, heads, kv_heads) for h in members)
@@ -126,11 +168,24 @@ class Dilated:
         return tuple(found)
 
     def multiplicity(
-        self, queries, keys, *, head: int, heads: int, kv_heads: int | None = None, n: int | None = None
+        self,
+        queries,
+        keys,
+        *,
+        head: int,
+        heads: int,
+        kv_heads: int | None = None,
+        n: int | None = None,
     ) -> torch.Tensor:
-        """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as int64 (q, k), whatever n."""
-        total = torch.zeros(len(queries), len(keys), dtype=torch.int64, device=queries.device)
-        for i, (length, rate) in enumerate(zip(self.segment_lengths, self.dilation_rates)):
+        """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as
+        int64 (q, k), whatever n.
+        """
+        total = torch.zeros(
+            len(queries), len(keys), dtype=torch.int64, device=queries.device
+        )
+        for i, (length, rate) in enumerate(
+            zip(self.segment_lengths, self.dilation_rates)
+        ):
             if head not in self.heads_of(i, heads):
                 continue
             o = self.offset(i, head, heads, kv_heads)
@@ -140,16 +195,26 @@ class Dilated:
         return total
 
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
-        """Key positions [start, stop), outside of which the queries first .. last see nothing."""
+        """Key positions [start, stop), outside of which the queries first .. last see
+        nothing.
+        """
         starts = [first // w * w for w in self.segment_lengths]
-        return min(starts), min(n, max((last // w + 1) * w for w in self.segment_lengths))
+        return min(starts), min(
+            n, max((last // w + 1) * w for w in self.segment_lengths)
+        )
 
     def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
-        """The fewest keys that one kernel call usually sees: the rows selected in the shortest segment."""
-        return min(max(2, b.length // b.rate) for b in self.branches(n, heads, kv_heads))
+        """The fewest keys that one kernel call usually sees: the rows selected in the
+        shortest segment.
+        """
+        return min(
+            max(2, b.length // b.rate) for b in self.branches(n, heads, kv_heads)
+        )
 
     def to_dict(self) -> dict:
-        return {"kind": "dilated"} | {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        return {"kind": "dilated"} | {
+            k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()
+        }
 
     def __str__(self) -> str:
         short = {"lse": "", "head_groups": " head groups"}[self.mixing]
@@ -161,14 +226,17 @@ Pattern = Dense | Dilated | BlockSparse
 
 
 def from_dict(data: dict) -> Pattern:
-    """The pattern that ``pattern.to_dict()`` wrote; ValueError for an unknown kind, an unknown or missing field.
+    """The pattern that ``pattern.to_dict()`` wrote; ValueError for an unknown kind, an
+    unknown or missing field.
 
     >>> from_dict({"kind": "dilated", "segment_lengths": [4], "dilation_rates": [2]})
     Dilated(segment_lengths=(4,), dilation_rates=(2,), mixing='lse', offsets='head')
     """
     kinds = {"dense": Dense, "dilated": Dilated, "block_sparse": BlockSparse}
     if not isinstance(data, Mapping):
-        raise ValueError(f"a pattern is restored from a dict, got {type(data).__name__}")
+        raise ValueError(
+            f"a pattern is restored from a dict, got {type(data).__name__}"
+        )
     given = dict(data)
     kind = given.pop("kind", None)
     check_choice("pattern kind", kind, kinds)
@@ -180,8 +248,17 @@ def from_dict(data: dict) -> Pattern:
         raise ValueError(f"no pattern {kind!r}: {error}") from None
 
 
-def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, head: int = 0, heads: int = 1) -> str:
-    """Draw what one head of ``heads`` sees of ``n`` positions: queries down, keys across, darker where it sees more.
+def show(
+    pattern: Pattern,
+    n: int,
+    *,
+    width: int = 64,
+    causal: bool = False,
+    head: int = 0,
+    heads: int = 1,
+) -> str:
+    """Draw what one head of ``heads`` sees of ``n`` positions: queries down, keys
+    across, darker where it sees more.
 
     At most ``width`` cells each way; cells of many positions are sampled.
 
@@ -195,18 +272,24 @@ def show(pattern: Pattern, n: int, *, width: int = 64, causal: bool = False, hea
     head, heads = check_int("head", head, 0), check_int("heads", heads)
     check_bool("causal", causal)
     if not isinstance(pattern, Pattern | PerHead):
-        raise TypeError(f"pattern must be a ringlab pattern, got {type(pattern).__name__}")
+        raise TypeError(
+            f"pattern must be a ringlab pattern, got {type(pattern).__name__}"
+        )
     cells = min(n, width)
     generator = torch.Generator().manual_seed(0)
     edges = torch.linspace(0, n, cells + 1).long()
     picked = [
-        torch.arange(a, b) if b - a <= CELL else a + torch.randperm(b - a, generator=generator)[:CELL].sort().values
+        torch.arange(a, b)
+        if b - a <= CELL
+        else a + torch.randperm(b - a, generator=generator)[:CELL].sort().values
         for a, b in zip(edges[:-1].tolist(), edges[1:].tolist())
     ]
     keys, sizes = torch.cat(picked), [len(p) for p in picked]
     lines = []
     for queries in picked:
-        seen = pattern.multiplicity(queries, keys, n=n, head=head, heads=heads) > 0  # (q, k)
+        seen = (
+            pattern.multiplicity(queries, keys, n=n, head=head, heads=heads) > 0
+        )  # (q, k)
         if causal:
             seen &= keys[None, :] <= queries[:, None]
         shares = [float(part.double().mean()) for part in seen.split(sizes, 1)]

@@ -1,7 +1,8 @@
 """Measure memory: bytes of live tensor storages, and the process's own high-water mark.
 
-Each sees what the other does not. `LiveStorageTracker` counts tensor storages exactly, touched or not; the high-water
-mark (Linux) sees everything that the process really touched, scratch and libraries included.
+Each sees what the other does not. `LiveStorageTracker` counts tensor storages exactly,
+touched or not; the high-water mark (Linux) sees everything that the process really
+touched, scratch and libraries included.
 """
 
 import re
@@ -20,28 +21,40 @@ _COLUMNS = lambda t: (t.ccol_indices(), t.row_indices(), t.values())  # noqa: E7
 _HELD = {  # the tensors that hold a tensor's bytes, by its layout
     torch.strided: lambda t: (t,),
     torch.sparse_coo: lambda t: (t._indices(), t._values()),
-    torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS,
-}  # fmt: skip
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
 
 _MAY_HOLD = (torch.Tensor, list, tuple, dict, torch.UntypedStorage)
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: by its type or, as torch's CPU allocator does it, only by its words.
+    """Whether an error says that memory ran out: by its type or, as torch's CPU
+    allocator does it, only by its words.
 
     >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
     True
     """
     words = str(error).lower()
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(said in words for said in OUT_OF_MEMORY)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        said in words for said in OUT_OF_MEMORY
+    )
 
 
 def storages(value: object, meta: bool = False) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that hold a tensor's bytes (a sparse tensor has several; opaque tensors none).
+    """Yield the storages that hold a tensor's bytes (a sparse tensor has several;
+    opaque tensors none).
 
-    ``value``: a tensor, a storage, or lists, tuples and dicts of them; anything else has none. Those on the meta device
-    hold no bytes, and come only if ``meta``.
+    ``value``: a tensor, a storage, or lists, tuples and dicts of them; anything else
+    has none. Those on the meta device hold no bytes, and come only if ``meta``.
 
     >>> [s.nbytes() for s in storages(torch.zeros(4, 4)[0])]
     [64]
@@ -54,27 +67,38 @@ def storages(value: object, meta: bool = False) -> Iterator[torch.UntypedStorage
         for part in value.values() if isinstance(value, dict) else value:
             if isinstance(part, _MAY_HOLD):  # most arguments of an operator are numbers
                 yield from storages(part, meta)
-    elif isinstance(value, torch.UntypedStorage) and (meta or value.device.type != "meta"):
+    elif isinstance(value, torch.UntypedStorage) and (
+        meta or value.device.type != "meta"
+    ):
         yield value
 
 
-_trackers: ContextVar[tuple["LiveStorageTracker", ...]] = ContextVar("trackers", default=())  # those entered
-_counting: ContextVar[bool] = ContextVar("counting", default=True)  # whether they count operators
+_trackers: ContextVar[tuple["LiveStorageTracker", ...]] = ContextVar(
+    "trackers", default=()
+)  # those entered
+_counting: ContextVar[bool] = ContextVar(
+    "counting", default=True
+)  # whether they count operators
 
 
 class LiveStorageTracker(TorchDispatchMode):
-    """Count the bytes of live tensor storages, and their peak, while torch ops run; each storage counts once.
+    """Count the bytes of live tensor storages, and their peak, while torch ops run;
+    each storage counts once.
 
-    A storage counts from the op that made it (or from `register`) until it is really freed, whoever holds it: names,
-    views, saved tensors of a graph. Views and in-place ops add nothing. Memory that existed before counts only if it is
-    registered. The backward pass is seen too. Trackers may be nested: each sees all ops inside it. Units: bytes.
-    `operators` counts the aten ops, `views` those of them that only make another view and so start no kernel. Neither
-    counts what is built once and cached (`not_counted`).
+    A storage counts from the op that made it (or from `register`) until it is really
+    freed, whoever holds it: names, views, saved tensors of a graph. Views and in-place
+    ops add nothing. Memory that existed before counts only if it is registered. The
+    backward pass is seen too. Trackers may be nested: each sees all ops inside it.
+    Units: bytes. `operators` counts the aten ops, `views` those of them that only make
+    another view and so start no kernel. Neither counts what is built once and cached
+    (`not_counted`).
 
-    Blind spots: scratch inside a kernel and temporaries inside one fused or compiled op; the old copy while `resize_`
-    moves a storage; memory that C++ libraries hold outside torch storages; ops of other Python threads; tensor
-    subclasses that wrap tensors; and two storages over the same memory (`from_numpy` or DLPack twice) count twice.
-    `high_water_bytes` sees those on the CPU. flex_attention fails inside, since torch compiles nothing under a mode.
+    Blind spots: scratch inside a kernel and temporaries inside one fused or compiled
+    op; the old copy while `resize_` moves a storage; memory that C++ libraries hold
+    outside torch storages; ops of other Python threads; tensor subclasses that wrap
+    tensors; and two storages over the same memory (`from_numpy` or DLPack twice) count
+    twice. `high_water_bytes` sees those on the CPU. flex_attention fails inside, since
+    torch compiles nothing under a mode.
 
     >>> x = torch.zeros(1024)
     >>> with LiveStorageTracker() as tracker:
@@ -88,11 +112,14 @@ class LiveStorageTracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # StorageImpl address -> (weak reference, bytes). The weak reference keeps the address from being given to
-        # another storage for as long as the entry exists; the bytes themselves are freed without regard to it.
+        # StorageImpl address -> (weak reference, bytes). The weak reference keeps the
+        # address from being given to another storage for as long as the entry exists;
+        # the bytes themselves are freed without regard to it.
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._current = 0
-        self.peak_bytes = 0  # the largest `current_bytes` that any op or `register` reached
+        self.peak_bytes = (
+            0  # the largest `current_bytes` that any op or `register` reached
+        )
         self.operators = self.views = 0
 
     @property
@@ -102,7 +129,9 @@ class LiveStorageTracker(TorchDispatchMode):
         return self._current
 
     def register(self, *tensors: torch.Tensor) -> None:
-        """Count tensors that exist already, such as the inputs; raise TypeError for anything else."""
+        """Count tensors that exist already, such as the inputs; raise TypeError for
+        anything else.
+        """
         if odd := [t for t in tensors if not isinstance(t, torch.Tensor)]:
             raise TypeError(f"register: expected tensors, got {type(odd[0]).__name__}")
         self._drop_freed()
@@ -125,14 +154,25 @@ class LiveStorageTracker(TorchDispatchMode):
         if func.namespace == "aten" and _counting.get():
             self.operators += 1
             self.views += func.is_view
-        fresh = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...) filled its argument out of sight
+        fresh = (
+            func is torch.ops.aten.lift_fresh.default
+        )  # torch.tensor(...) filled its argument out of sight
         if func.is_view and not fresh:
             return func(*args, **kwargs)  # no new memory
-        given = {} if fresh else {s._cdata: s.nbytes() for s in storages((args, kwargs), self._meta)}
+        given = (
+            {}
+            if fresh
+            else {s._cdata: s.nbytes() for s in storages((args, kwargs), self._meta)}
+        )
         out = func(*args, **kwargs)
         made = storages(out, self._meta)
-        # An output that shares an argument's unregistered storage is a view of foreign memory, unless it grew.
-        self._count(s for s in made if s._cdata in self._live or given.get(s._cdata, -1) < s.nbytes())
+        # An output that shares an argument's unregistered storage is a view of foreign
+        # memory, unless it grew.
+        self._count(
+            s
+            for s in made
+            if s._cdata in self._live or given.get(s._cdata, -1) < s.nbytes()
+        )
         return out
 
     def _count(self, found: Iterator[torch.UntypedStorage]) -> None:
@@ -142,21 +182,27 @@ class LiveStorageTracker(TorchDispatchMode):
             if size != counted:  # new, or resized in place
                 self._live[key] = (reference, size)
                 self._current += size - counted
-        # What was freed is looked for only where it decides: with many storages alive that takes longer than the op.
-        # An op frees nothing that lived before it, so what is freed now was freed before the new storages came.
+        # What was freed is looked for only where it decides: with many storages alive
+        # that takes longer than the op. An op frees nothing that lived before it, so
+        # what is freed now was freed before the new storages came.
         if self._current > self.peak_bytes:
             self._drop_freed()
             self.peak_bytes = max(self.peak_bytes, self._current)
 
     def _drop_freed(self) -> None:
-        # The storages' Python objects come and go while the memory stays, so only the C++ weak count tells.
-        for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
+        # The storages' Python objects come and go while the memory stays, so only the
+        # C++ weak count tells.
+        for key in [
+            key for key, (reference, _) in self._live.items() if reference.expired()
+        ]:
             self._current -= self._live.pop(key)[1]
 
 
 @contextmanager
 def seen_inside() -> Iterator[None]:
-    """Let the trackers at work see the ops of a custom operator's body, which no dispatch mode sees by itself."""
+    """Let the trackers at work see the ops of a custom operator's body, which no
+    dispatch mode sees by itself.
+    """
     with ExitStack() as stack:
         for tracker in _trackers.get():
             stack.enter_context(tracker)
@@ -165,7 +211,9 @@ def seen_inside() -> Iterator[None]:
 
 @contextmanager
 def not_counted() -> Iterator[None]:
-    """Let the trackers at work count no operators: what is built once and kept is no part of every call."""
+    """Let the trackers at work count no operators: what is built once and kept is no
+    part of every call.
+    """
     token = _counting.set(False)
     try:
         yield
@@ -174,7 +222,8 @@ def not_counted() -> Iterator[None]:
 
 
 def reset_high_water() -> bool:
-    """Begin the process's high-water mark again at its present resident size; False where that is not possible.
+    """Begin the process's high-water mark again at its present resident size; False
+    where that is not possible.
 
     Linux: writes 5 to /proc/self/clear_refs, see proc(5).
     """
@@ -186,15 +235,19 @@ def reset_high_water() -> bool:
 
 
 def high_water_bytes() -> int | None:
-    """Largest resident size in bytes since start or `reset_high_water`; None where the system does not tell.
+    """Largest resident size in bytes since start or `reset_high_water`; None where the
+    system does not tell.
 
-    VmHWM of proc(5): all touched pages of the process, to within a fraction of a MiB. It sees no GPU memory.
+    VmHWM of proc(5): all touched pages of the process, to within a fraction of a MiB.
+    It sees no GPU memory.
     """
     return _status("VmHWM")
 
 
 def resident_bytes() -> int | None:
-    """Resident size of the process in bytes now (VmRSS of proc(5)); None where the system does not tell."""
+    """Resident size of the process in bytes now (VmRSS of proc(5)); None where the
+    system does not tell.
+    """
     return _status("VmRSS")
 
 

@@ -1,4 +1,6 @@
-"""Blocks chosen by content: the dense oracle with an explicit M, forward and backward, causality, and training."""
+"""Blocks chosen by content: the dense oracle with an explicit M, forward and backward,
+causality, and training.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +10,9 @@ from matrix import Case, adaptive_reference, chosen, drawn, means
 from ringlab import Adaptive, AdaptiveBlockSparse, adaptive_attention, reference
 
 SIZE, TOP_K = 8, 3
-ONE = Case(Adaptive(SIZE, TOP_K), 101, heads=2, kv_heads=2, weighted=True)  # a last block of 5 rows
+ONE = Case(
+    Adaptive(SIZE, TOP_K), 101, heads=2, kv_heads=2, weighted=True
+)  # a last block of 5 rows
 THREE = Case(Adaptive(SIZE, TOP_K), 97, batch=3, weighted=True)  # of 1
 EVEN = Case(Adaptive(SIZE, TOP_K), 96, batch=2, heads=2, kv_heads=1, weighted=True)
 
@@ -21,25 +25,40 @@ def tensors(case, dtype=torch.float64):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_and_large_scales_of_half_precision(dtype):
-    """log M / scale is beyond float16's range; scores are summed in fp32, and lse shows that log M is not rounded."""
+    """log M / scale is beyond float16's range; scores are summed in fp32, and lse shows
+    that log M is not rounded.
+    """
     for scale in (1e-4, 20.0, None):
         case = replace(ONE, dtype=dtype, scale=scale)
         inputs, *_ = drawn(case)
         out, lse = case.call(*inputs)
         want, right = adaptive_reference(case, *(t.double() for t in inputs))
         apart = reference.error(out, want, 1.0), reference.error(lse, right, 1.0)
-        assert max(apart) <= 10 * torch.finfo(dtype).eps and (scale is not None or apart[1] <= 1e-4), (scale, apart)
+        assert max(apart) <= 10 * torch.finfo(dtype).eps and (
+            scale is not None or apart[1] <= 1e-4
+        ), (scale, apart)
 
 
 def test_ones_stay_ones_and_extreme_weights_stay_finite():
-    for dtype, most in ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.float16, 2e-3)):
+    for dtype, most in (
+        (torch.float64, 1e-12),
+        (torch.float32, 1e-6),
+        (torch.float16, 2e-3),
+    ):
         q, k, _, z, *_ = tensors(THREE, dtype)
         with torch.no_grad():
             z[:, :, ::2] *= 1e4
             z[0, :, 1::4, 0] = -torch.inf  # M = 0: chosen and not seen
         for causal in (False, True):
             for logits in (None, z):
-                out = adaptive_attention(q, k, torch.ones_like(k), Adaptive(SIZE, TOP_K), logits, causal=causal)
+                out = adaptive_attention(
+                    q,
+                    k,
+                    torch.ones_like(k),
+                    Adaptive(SIZE, TOP_K),
+                    logits,
+                    causal=causal,
+                )
                 assert (out - 1).abs().max() <= most
             grads = torch.autograd.grad(out.double().square().sum(), (q, k, z))
             assert all(torch.isfinite(g).all() for g in grads)
@@ -47,7 +66,10 @@ def test_ones_stay_ones_and_extreme_weights_stay_finite():
 
 def scored(q, k, weights, causal):
     """The module's logits by definition, in float64: (b, h, blocks, blocks)."""
-    q_, k_ = means(q, SIZE) @ weights[0], means(k.repeat_interleave(q.shape[2] // k.shape[2], 2), SIZE) @ weights[1]
+    q_, k_ = (
+        means(q, SIZE) @ weights[0],
+        means(k.repeat_interleave(q.shape[2] // k.shape[2], 2), SIZE) @ weights[1],
+    )
     z = q.shape[3] ** -0.5 * (q_.roll(1, 2) if causal else q_) @ k_.mT
     return z.tril(-1) if causal else z
 
@@ -59,7 +81,9 @@ def test_the_scorer_gets_the_oracles_gradient(case, dtype, causal):
     torch.manual_seed(1)
     q, k, v, _, dout, _ = tensors(case, dtype)
     layer = AdaptiveBlockSparse(16, SIZE, TOP_K, dtype=dtype)
-    assert all(torch.equal(weight, torch.eye(16, dtype=dtype)) for weight in layer.parameters())
+    assert all(
+        torch.equal(weight, torch.eye(16, dtype=dtype)) for weight in layer.parameters()
+    )
     with torch.no_grad():
         for weight in layer.parameters():
             weight.add_(0.3 * torch.randn_like(weight)).mul_(2)
@@ -68,19 +92,32 @@ def test_the_scorer_gets_the_oracles_gradient(case, dtype, causal):
     exact = [t.detach().double().requires_grad_() for t in given]
     z = scored(*exact[:2], exact[3:], causal)
     want, _ = adaptive_reference(replace(case, causal=causal), *exact[:3], z)
-    grads, wanted = (torch.autograd.grad((o * dout).sum(), of) for o, of in ((out, given), (want, exact)))
+    grads, wanted = (
+        torch.autograd.grad((o * dout).sum(), of)
+        for o, of in ((out, given), (want, exact))
+    )
     floor = reference.gradient_floor(q, k, dout)
-    found = [reference.error(out, want, 1.0), *(reference.error(g, w, floor) for g, w in zip(grads, wanted))]
-    assert max(found) <= reference.EXACT[dtype], dict(zip(("out", "dq", "dk", "dv", "q_score", "k_score"), found))
+    found = [
+        reference.error(out, want, 1.0),
+        *(reference.error(g, w, floor) for g, w in zip(grads, wanted)),
+    ]
+    assert max(found) <= reference.EXACT[dtype], dict(
+        zip(("out", "dq", "dk", "dv", "q_score", "k_score"), found)
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_token_changes_nothing_before_it(dtype, backend):
     q, k, v, *_ = (t.detach() for t in tensors(THREE, dtype))
-    layer, plain = AdaptiveBlockSparse(16, SIZE, TOP_K, backend=backend), (Adaptive(SIZE, TOP_K), None)
-    for run in (lambda *t: layer(*t, is_causal=True),
-                lambda *t: adaptive_attention(*t, *plain, causal=True, backend=backend)):  # fmt: skip
+    layer, plain = (
+        AdaptiveBlockSparse(16, SIZE, TOP_K, backend=backend),
+        (Adaptive(SIZE, TOP_K), None),
+    )
+    for run in (
+        lambda *t: layer(*t, is_causal=True),
+        lambda *t: adaptive_attention(*t, *plain, causal=True, backend=backend),
+    ):
         with torch.no_grad():
             before = run(q, k, v)
             for t in (0, 5, 8, 15, 16, 43, 95, 96):
@@ -88,12 +125,16 @@ def test_a_token_changes_nothing_before_it(dtype, backend):
                 for x in other:
                     x[:, t] = 30 * torch.randn_like(x[:, t])
                 after = run(*other)
-                assert torch.equal(after[:, :t], before[:, :t]) and not torch.equal(after[:, t:], before[:, t:])
+                assert torch.equal(after[:, :t], before[:, :t]) and not torch.equal(
+                    after[:, t:], before[:, t:]
+                )
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_training_moves_the_scorer_and_lowers_the_loss(causal):
-    """A teacher reads the key block that matches along one hidden direction; only the scorer can learn which."""
+    """A teacher reads the key block that matches along one hidden direction; only the
+    scorer can learn which.
+    """
     torch.manual_seed(0)
     b, n, h, d = 4, 64, 2, 8
     teacher, layer = (AdaptiveBlockSparse(d, SIZE, 4) for _ in range(2))
@@ -101,7 +142,10 @@ def test_training_moves_the_scorer_and_lowers_the_loss(causal):
         teacher.q_score.copy_(6 * torch.randn(d, d))
     optimizer, losses = torch.optim.Adam(layer.parameters(), lr=0.1), []
     start = [p.detach().clone() for p in layer.parameters()]
-    q, k, v = (torch.randn(b, n // SIZE, 1, h, d).expand(-1, -1, SIZE, -1, -1).flatten(1, 2) for _ in range(3))
+    q, k, v = (
+        torch.randn(b, n // SIZE, 1, h, d).expand(-1, -1, SIZE, -1, -1).flatten(1, 2)
+        for _ in range(3)
+    )
     want = teacher(q, k, v, is_causal=causal).detach()
     for _ in range(40):
         optimizer.zero_grad()
@@ -131,7 +175,9 @@ def test_pairs_are_brute_force():
                 shown = chosen(z, top_k, causal)[0, 0][at][:, at]
                 pairs = int((shown.tril() if causal else shown).sum())
                 said = Adaptive(SIZE, top_k).pairs(n, causal)
-                assert said == pairs or (not causal and n % SIZE and pairs < said <= pairs + n * SIZE)
+                assert said == pairs or (
+                    not causal and n % SIZE and pairs < said <= pairs + n * SIZE
+                )
 
 
 def test_differentiable_once():

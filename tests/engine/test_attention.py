@@ -1,9 +1,21 @@
-"""What attention does besides its value: arguments, memory, gradients, compilers, and rounding that must not add up."""
+"""What attention does besides its value: arguments, memory, gradients, compilers, and
+rounding that must not add up.
+"""
 
 import pytest
 import torch
 from matrix import Case, differentiated, drawn, errors, judged, paths
-from ringlab import Dense, Dilated, Execution, Simulated, attention, blocks, memory, nn, reference
+from ringlab import (
+    Dense,
+    Dilated,
+    Execution,
+    Simulated,
+    attention,
+    blocks,
+    memory,
+    nn,
+    reference,
+)
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.engine.execute import merge
 from ringlab.ring import SCHEMES, contiguous
@@ -14,37 +26,106 @@ BF16 = torch.bfloat16
 GOOD = torch.zeros(1, 16, 4, 8)
 
 
-@pytest.mark.parametrize("given, error, message", [
-    (dict(q=GOOD[..., 0]), ValueError, r"q must be \(batch, .*, got shape \(1, 16, 4\)"),
-    (dict.fromkeys("kv", GOOD[:, :15]), ValueError, "only Dense.. without causal takes k and v of another length"),
-    (dict.fromkeys("kv", GOOD.expand(2, -1, -1, -1)), ValueError, "q and k must agree in batch and head_dim"),
-    (dict.fromkeys("kv", GOOD[..., :6]), ValueError, "q and k must agree in batch and head_dim"),
-    (dict(v=GOOD[:, :, :2]), ValueError, "k and v must agree in batch, seq and heads"),
-    (dict.fromkeys("kv", GOOD[:, :, :3]), ValueError, "multiple of K/V heads: 4 and 3"),
-    (dict(q=GOOD.long()), ValueError, "q must be float64, .* got torch.int64"),
-    (dict(k=GOOD.double()), ValueError, "one dtype"),
-    (dict(v=GOOD.to("meta")), ValueError, "one device"),
-    (dict.fromkeys("qkv", GOOD[:, :0]), ValueError, "q is empty"),
-    (dict(softmax_scale=0.5), TypeError, "cannot honour 'softmax_scale': it is called scale"),
-    (dict(max_seqlen=16), TypeError, "'max_seqlen': cu_seqlens alone says how long documents are"),
-    (dict(window_size=(4, 0)), TypeError, "'window_size': a window is a pattern: ringlab.blocks.sliding_window"),
-    (dict(q=GOOD.to_sparse()), ValueError, "q must be a plain tensor, got a torch.sparse_coo one"),
-    (dict.fromkeys("qkv", GOOD.to("meta")), NotImplementedError, "runs on cpu and cuda tensors, got meta"),
-    (dict(pattern="dense"), TypeError, "pattern must be a ringlab pattern, got str"),
-    (dict(scale=1e300), ValueError, "scale must be finite"),
-    (dict(layout="zigzag"), ValueError, "a layout is for several ranks"),
-    (dict(scheme="rings"), ValueError, "unknown scheme 'rings'; known: auto, plan"),
-    (dict(group=Simulated(2), scheme="rings"), ValueError, "unknown scheme 'rings'; known: auto, plan, ring"),
-    (dict(group=Simulated(2), layout="spiral"), ValueError, "unknown layout 'spiral'"),
-    (dict(dropout_p=0.1), TypeError, "'dropout_p': attention dropout is not supported"),
-    (dict(attn_mask=GOOD), TypeError, "'attn_mask': masks are not arguments"),
-    (dict(causal=True, is_causal=False), ValueError, "causal=True and is_causal=False disagree"),
-    (dict(is_causal=1), TypeError, "is_causal must be True or False"),
-    (dict(window=None), TypeError, "'window': unknown argument"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        (
+            dict(q=GOOD[..., 0]),
+            ValueError,
+            r"q must be \(batch, .*, got shape \(1, 16, 4\)",
+        ),
+        (
+            dict.fromkeys("kv", GOOD[:, :15]),
+            ValueError,
+            "only Dense.. without causal takes k and v of another length",
+        ),
+        (
+            dict.fromkeys("kv", GOOD.expand(2, -1, -1, -1)),
+            ValueError,
+            "q and k must agree in batch and head_dim",
+        ),
+        (
+            dict.fromkeys("kv", GOOD[..., :6]),
+            ValueError,
+            "q and k must agree in batch and head_dim",
+        ),
+        (
+            dict(v=GOOD[:, :, :2]),
+            ValueError,
+            "k and v must agree in batch, seq and heads",
+        ),
+        (
+            dict.fromkeys("kv", GOOD[:, :, :3]),
+            ValueError,
+            "multiple of K/V heads: 4 and 3",
+        ),
+        (dict(q=GOOD.long()), ValueError, "q must be float64, .* got torch.int64"),
+        (dict(k=GOOD.double()), ValueError, "one dtype"),
+        (dict(v=GOOD.to("meta")), ValueError, "one device"),
+        (dict.fromkeys("qkv", GOOD[:, :0]), ValueError, "q is empty"),
+        (
+            dict(softmax_scale=0.5),
+            TypeError,
+            "cannot honour 'softmax_scale': it is called scale",
+        ),
+        (
+            dict(max_seqlen=16),
+            TypeError,
+            "'max_seqlen': cu_seqlens alone says how long documents are",
+        ),
+        (
+            dict(window_size=(4, 0)),
+            TypeError,
+            "'window_size': a window is a pattern: ringlab.blocks.sliding_window",
+        ),
+        (
+            dict(q=GOOD.to_sparse()),
+            ValueError,
+            "q must be a plain tensor, got a torch.sparse_coo one",
+        ),
+        (
+            dict.fromkeys("qkv", GOOD.to("meta")),
+            NotImplementedError,
+            "runs on cpu and cuda tensors, got meta",
+        ),
+        (
+            dict(pattern="dense"),
+            TypeError,
+            "pattern must be a ringlab pattern, got str",
+        ),
+        (dict(scale=1e300), ValueError, "scale must be finite"),
+        (dict(layout="zigzag"), ValueError, "a layout is for several ranks"),
+        (dict(scheme="rings"), ValueError, "unknown scheme 'rings'; known: auto, plan"),
+        (
+            dict(group=Simulated(2), scheme="rings"),
+            ValueError,
+            "unknown scheme 'rings'; known: auto, plan, ring",
+        ),
+        (
+            dict(group=Simulated(2), layout="spiral"),
+            ValueError,
+            "unknown layout 'spiral'",
+        ),
+        (
+            dict(dropout_p=0.1),
+            TypeError,
+            "'dropout_p': attention dropout is not supported",
+        ),
+        (dict(attn_mask=GOOD), TypeError, "'attn_mask': masks are not arguments"),
+        (
+            dict(causal=True, is_causal=False),
+            ValueError,
+            "causal=True and is_causal=False disagree",
+        ),
+        (dict(is_causal=1), TypeError, "is_causal must be True or False"),
+        (dict(window=None), TypeError, "'window': unknown argument"),
+    ],
+)
 def test_wrong_arguments_are_refused_in_one_line(given, error, message):
     with pytest.raises(error, match=message) as caught:
-        attention(**{"q": GOOD, "k": GOOD, "v": GOOD, "pattern": Dilated([8], [2])} | given)
+        attention(
+            **{"q": GOOD, "k": GOOD, "v": GOOD, "pattern": Dilated([8], [2])} | given
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -56,9 +137,23 @@ def test_cache_and_pool_never_change_a_bit():
         seen = []
         for cache in (False, True, True):
             for pool in (False, memory.MemoryPool(threshold_bytes=0)):
-                out = attention(q, k, v, LADDER, causal=True, execution=Execution(gather, cache, pool))
+                out = attention(
+                    q,
+                    k,
+                    v,
+                    LADDER,
+                    causal=True,
+                    execution=Execution(gather, cache, pool),
+                )
                 seen.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-                attention(torch.randn_like(q), k, v, LADDER, causal=True, execution=Execution(gather, cache, pool))
+                attention(
+                    torch.randn_like(q),
+                    k,
+                    v,
+                    LADDER,
+                    causal=True,
+                    execution=Execution(gather, cache, pool),
+                )
         for other in seen[1:]:
             assert all(torch.equal(a, b) for a, b in zip(seen[0], other))
 
@@ -66,17 +161,31 @@ def test_cache_and_pool_never_change_a_bit():
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_results_are_contiguous_and_inputs_stay_as_they_are(dtype):
     strided = torch.randn(2, 4, 256, 16, dtype=dtype).transpose(1, 2)
-    sparse = [blocks.local_global(1, 1, block_size=32), blocks.sliding_window(1, block_size=64)]
+    sparse = [
+        blocks.local_global(1, 1, block_size=32),
+        blocks.sliding_window(1, block_size=64),
+    ]
     for q in (strided, strided[..., ::2], strided[:1].expand(2, -1, -1, -1)):
         copy = q.clone()
-        for pattern in (*sparse, Dilated([64], [1]), Dilated([64, 128], [1, 2]), Dense()):
+        for pattern in (
+            *sparse,
+            Dilated([64], [1]),
+            Dilated([64, 128], [1, 2]),
+            Dense(),
+        ):
             for causal in (False, True):
                 out = attention(q, q, q, pattern, causal=causal)
-                assert out.is_contiguous() and out.untyped_storage().nbytes() == out.nbytes, (str(pattern), causal)
-                assert torch.equal(q, copy) and torch.equal(out, attention(copy, copy, copy, pattern, causal=causal))
+                assert (
+                    out.is_contiguous() and out.untyped_storage().nbytes() == out.nbytes
+                ), (str(pattern), causal)
+                assert torch.equal(q, copy) and torch.equal(
+                    out, attention(copy, copy, copy, pattern, causal=causal)
+                )
 
 
-@pytest.mark.parametrize("pattern", [LADDER, Dense(), blocks.local_global(1, 1, block_size=32)])
+@pytest.mark.parametrize(
+    "pattern", [LADDER, Dense(), blocks.local_global(1, 1, block_size=32)]
+)
 def test_results_have_the_memory_of_those_let_go(pattern):
     pool = memory.MemoryPool(threshold_bytes=0)
     torch.manual_seed(0)
@@ -87,25 +196,40 @@ def test_results_have_the_memory_of_those_let_go(pattern):
         return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
     fresh, held = call(Execution(results=False)), call(Execution(results=pool))
-    view = call(Execution(results=pool))[0].detach()[:, -1:]  # of what is let go, a view of the result is held
+    view = call(Execution(results=pool))[0].detach()[
+        :, -1:
+    ]  # of what is let go, a view of the result is held
     stats = pool.stats()
-    assert (stats.borrows, stats.allocations, stats.held_bytes) == (2, 2, 2 * 4 * q.numel())  # gradients are not lent
+    assert (stats.borrows, stats.allocations, stats.held_bytes) == (
+        2,
+        2,
+        2 * 4 * q.numel(),
+    )  # gradients are not lent
     held_at, view_at = held[0].data_ptr(), view.untyped_storage().data_ptr()
     third = call(Execution(results=pool))[0].data_ptr()
     again = call(Execution(results=pool))
     assert again[0].data_ptr() == third not in (held_at, view_at)
-    assert (pool.stats().allocations, pool.stats().reuses) == (3, 1) and torch.equal(view, fresh[0][:, -1:])
+    assert (pool.stats().allocations, pool.stats().reuses) == (3, 1) and torch.equal(
+        view, fresh[0][:, -1:]
+    )
     for a, b, c in zip(fresh, held, again):
         assert torch.equal(a, b) and torch.equal(a, c)
 
 
 def test_only_large_results_on_a_cpu_are_lent():
     lent, short = [], Dilated([256], [1])
-    for n, results_ in ((2**14, True), (2**13, True), (2**14, False), (2**14, memory.MemoryPool(max_bytes=1 << 20))):
+    for n, results_ in (
+        (2**14, True),
+        (2**13, True),
+        (2**14, False),
+        (2**14, memory.MemoryPool(max_bytes=1 << 20)),
+    ):
         q, before = torch.zeros(1, n, 4, 64), memory.RESULTS.stats().borrows
         attention(q, q, q, short, execution=Execution(results=results_))
         lent.append(memory.RESULTS.stats().borrows - before)
-        assert results_ in (True, False) or results_.stats().borrows == 0  # it would not be kept
+        assert (
+            results_ in (True, False) or results_.stats().borrows == 0
+        )  # it would not be kept
     assert lent == [1, 0, 0, 0]
     before = memory.RESULTS.stats().borrows
     with FakeTensorMode():
@@ -123,7 +247,13 @@ def test_no_gradient_is_computed_where_none_is_asked_for():
 
 def test_what_torchs_attention_takes_too_is_taken():
     q, k, v = torch.randn(1, 40, 4, 8), *(torch.randn(1, 40, 2, 8) for _ in range(2))
-    harmless = {"enable_gqa": True, "dropout_p": 0.0, "attn_mask": None, "group": None, "scheme": "ring"}
+    harmless = {
+        "enable_gqa": True,
+        "dropout_p": 0.0,
+        "attn_mask": None,
+        "group": None,
+        "scheme": "ring",
+    }
     found = attention(q, k, v, LADDER, is_causal=True, **harmless)
     assert torch.equal(found, attention(q, k, v, LADDER, causal=True))
 
@@ -131,34 +261,67 @@ def test_what_torchs_attention_takes_too_is_taken():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16])
 @pytest.mark.parametrize("n, keys", [(40, 90), (90, 40), (1, 33), (50, 1)])
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (3, 1)])
-def test_cross_attention_and_values_of_another_width_are_the_reference(n, keys, heads, kv_heads, dtype):
-    """Dense with keys of another length; v wider or narrower than q, also of patterns and over ranks."""
+def test_cross_attention_and_values_of_another_width_are_the_reference(
+    n, keys, heads, kv_heads, dtype
+):
+    """Dense with keys of another length; v wider or narrower than q, also of patterns
+    and over ranks.
+    """
     torch.manual_seed(0)
     for width, alike in ((16, False), (24, True), (8, False)):
         m = n if alike else keys
-        shapes = (n, heads, 16), (m, kv_heads, 16), (m, kv_heads, width), (n, heads, width)
+        shapes = (
+            (n, heads, 16),
+            (m, kv_heads, 16),
+            (m, kv_heads, width),
+            (n, heads, width),
+        )
         q, k, v, dout = (torch.randn(2, *shape, dtype=dtype) for shape in shapes)
-        patterns = [(LADDER, None), (LADDER, Simulated(2))] if alike and n % 2 == 0 else [(Dense(), None)]
+        patterns = (
+            [(LADDER, None), (LADDER, Simulated(2))]
+            if alike and n % 2 == 0
+            else [(Dense(), None)]
+        )
         for pattern, group in patterns:
-            leaves, exact = ([t.to(of, copy=True).requires_grad_() for t in (q, k, v)] for of in (dtype, torch.float64))
-            found = differentiated(*attention(*leaves, pattern, group=group, return_lse=True), leaves, dout, None)
-            want = differentiated(*reference.attention(*exact, pattern), exact, dout, None)
+            leaves, exact = (
+                [t.to(of, copy=True).requires_grad_() for t in (q, k, v)]
+                for of in (dtype, torch.float64)
+            )
+            found = differentiated(
+                *attention(*leaves, pattern, group=group, return_lse=True),
+                leaves,
+                dout,
+                None,
+            )
+            want = differentiated(
+                *reference.attention(*exact, pattern), exact, dout, None
+            )
             assert found["out"].shape == dout.shape and found["out"].is_contiguous()
             limit = {torch.float64: 1e-12, torch.float32: 5e-6}.get(dtype, 0.02)
-            assert max(errors(found, want, q, k, dout).values()) <= limit, (width, pattern, group)
+            assert max(errors(found, want, q, k, dout).values()) <= limit, (
+                width,
+                pattern,
+                group,
+            )
 
 
 def test_weights_are_the_probabilities():
     q, k, v = (torch.randn(2, 20, h, 8, dtype=torch.float64) for h in (4, 2, 2))
     prob = reference.weights(q, k, LADDER, causal=True)
-    assert prob.shape == (2, 4, 20, 20) and torch.allclose(prob.sum(-1), torch.ones(2, 4, 20).double())
+    assert prob.shape == (2, 4, 20, 20) and torch.allclose(
+        prob.sum(-1), torch.ones(2, 4, 20).double()
+    )
     out = torch.einsum("bhqk,bkhd->bqhd", prob, v.repeat_interleave(2, 2))
     assert torch.allclose(out, attention(q, k, v, LADDER, causal=True), atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [{}, *({"group": Simulated(2), "scheme": scheme} for scheme in SCHEMES)])
+@pytest.mark.parametrize(
+    "ranks", [{}, *({"group": Simulated(2), "scheme": scheme} for scheme in SCHEMES)]
+)
 def test_autocast_casts_as_torchs_attention_does(ranks):
-    """Also where dtypes differ, as after a rotary embedding in fp32; the backward does not follow autocast again."""
+    """Also where dtypes differ, as after a rotary embedding in fp32; the backward does
+    not follow autocast again.
+    """
     q, k, v = (torch.randn(1, 300, 2, 16, requires_grad=True) for _ in range(3))
     low = [t.detach().to(BF16).requires_grad_() for t in (q, k, v)]
     for backend in ("cpu_flash", "eager"):
@@ -166,28 +329,50 @@ def test_autocast_casts_as_torchs_attention_does(ranks):
         (wanted,) = torch.autograd.grad(want.sum(), low[0])
         with torch.autocast("cpu", BF16):
             out = attention(q, k, v.to(BF16), LADDER, backend=backend, **ranks)
-            assert out.dtype == torch.nn.functional.scaled_dot_product_attention(q, k, v.to(BF16)).dtype == BF16
+            assert (
+                out.dtype
+                == torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v.to(BF16)
+                ).dtype
+                == BF16
+            )
             (dq,) = torch.autograd.grad(out.sum(), q)
         assert torch.equal(out, want) and torch.equal(dq, wanted.float())
     with torch.autocast("cpu", BF16):
-        assert attention(*(t.detach().double() for t in (q, k, v)), LADDER, **ranks).dtype == torch.float64
+        assert (
+            attention(*(t.detach().double() for t in (q, k, v)), LADDER, **ranks).dtype
+            == torch.float64
+        )
 
 
 @pytest.mark.parametrize("group", [None, Simulated(2)])
 def test_torch_compile_takes_it_at_any_length(group):
-    """On one device as one operator, without a break; over simulated ranks, whose plans change with n, around it."""
+    """On one device as one operator, without a break; over simulated ranks, whose plans
+    change with n, around it.
+    """
     torch._dynamo.reset()
 
     def step(q, pattern):
         return attention(2 * q, q, q, pattern, group=group) + 1
 
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=group is None and IN_GRAPHS)
-    for pattern in (LADDER, Dilated([8], [1]), blocks.local_global(1, 1, block_size=8)):  # one code, three patterns
+    compiled = torch.compile(
+        step, backend="aot_eager", fullgraph=group is None and IN_GRAPHS
+    )
+    for pattern in (
+        LADDER,
+        Dilated([8], [1]),
+        blocks.local_global(1, 1, block_size=8),
+    ):  # one code, three patterns
         for n in (32, 48):
             q = torch.randn(1, n, 2, 8, requires_grad=True)
             out, want = compiled(q, pattern), step(q, pattern)
             assert torch.equal(out, want)
-            assert torch.equal(*(torch.autograd.grad(some.square().sum(), q)[0] for some in (out, want)))
+            assert torch.equal(
+                *(
+                    torch.autograd.grad(some.square().sum(), q)[0]
+                    for some in (out, want)
+                )
+            )
 
 
 def test_forward_mode_around_a_compiled_call_is_refused():
@@ -199,10 +384,13 @@ def test_forward_mode_around_a_compiled_call_is_refused():
 
 
 def test_an_exported_layer_equals_the_layer_at_any_length(tmp_path):
-    layer = nn.MultiheadAttention(16, 2, Dilated([8, 16], [1, 2]), causal=True, rotary_base=1e4)
+    layer = nn.MultiheadAttention(
+        16, 2, Dilated([8, 16], [1, 2]), causal=True, rotary_base=1e4
+    )
     shapes = ({1: torch.export.Dim("n", min=2, max=100)},)
     torch.export.save(
-        torch.export.export(layer, (torch.randn(2, 32, 16),), dynamic_shapes=shapes), tmp_path / "layer.pt2"
+        torch.export.export(layer, (torch.randn(2, 32, 16),), dynamic_shapes=shapes),
+        tmp_path / "layer.pt2",
     )
     x = torch.randn(2, 57, 16)
     assert torch.equal(torch.export.load(tmp_path / "layer.pt2").module()(x), layer(x))
@@ -210,28 +398,41 @@ def test_an_exported_layer_equals_the_layer_at_any_length(tmp_path):
 
 @pytest.mark.parametrize("power", [1, 2])
 def test_double_backward_raises(power):
-    """Also where the cotangent is a constant, so that only q, k and v lead to the second derivative."""
+    """Also where the cotangent is a constant, so that only q, k and v lead to the
+    second derivative.
+    """
     q, k, v = (torch.randn(1, 20, 2, 8, requires_grad=True) for _ in range(3))
     loss = attention(q, k, v, LADDER).pow(power).sum()
     (dq,) = torch.autograd.grad(loss, q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward is not supported") as caught:
+    with pytest.raises(
+        NotImplementedError, match="double backward is not supported"
+    ) as caught:
         (loss + dq.square().sum()).backward()
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp itself
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # by torch.func.jvp itself
 def test_torch_func_derives_once_and_refuses_the_rest_in_one_line():
     q, k, v = (torch.randn(1, 20, 2, 8, requires_grad=True) for _ in range(3))
 
     def loss(q):
-        return sum(x.square().sum() for x in attention(q, k.detach(), v.detach(), Dilated([8], [1]), return_lse=True))
+        return sum(
+            x.square().sum()
+            for x in attention(
+                q, k.detach(), v.detach(), Dilated([8], [1]), return_lse=True
+            )
+        )
 
     assert torch.equal(torch.func.grad(loss)(q), torch.autograd.grad(loss(q), q)[0])
     refused = {
         "vmap": lambda: torch.func.vmap(loss)(q.expand(2, *q.shape)),
         "vmap or batched": lambda: torch.func.jacrev(loss)(q),
         "jvp": lambda: torch.func.jvp(loss, (q,), (q,)),
-        "double backward": lambda: torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q),
+        "double backward": lambda: torch.func.grad(
+            lambda q: torch.func.grad(loss)(q).sum()
+        )(q),
     }
     for words, call in refused.items():
         with pytest.raises(NotImplementedError, match=words) as caught:
@@ -239,13 +440,18 @@ def test_torch_func_derives_once_and_refuses_the_rest_in_one_line():
         assert "\n" not in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # rounding and cotangents that an error of twice a dense call's would hide
 
 
-@pytest.mark.parametrize("pattern", [Dense(), Dilated([32, 128], [1, 2]), blocks.local_global(1, 1, block_size=32)])
+@pytest.mark.parametrize(
+    "pattern",
+    [Dense(), Dilated([32, 128], [1, 2]), blocks.local_global(1, 1, block_size=32)],
+)
 def test_gradients_of_shared_keys_are_summed_before_they_are_rounded(pattern):
-    """What two query heads send to one K/V head nearly cancels: rounded one by one, their rounding would be left."""
+    """What two query heads send to one K/V head nearly cancels: rounded one by one,
+    their rounding would be left.
+    """
     case = Case(pattern, 128, BF16, heads=16, kv_heads=1, lse_cotangent=False)
     (q, k, v), dout, dlse = drawn(case)
     q[:, :, 1::2] = q[:, :, ::2]
@@ -263,8 +469,14 @@ def test_gradients_of_shared_keys_are_summed_before_they_are_rounded(pattern):
 @pytest.mark.parametrize("layout", [None, contiguous(128, 2)])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_a_cotangent_of_lse_is_not_rounded(dtype, layout):
-    """Halfway between two numbers of the dtype, the same in every row: rounded, all gradients would be off by it."""
-    for pattern in (Dense(), Dilated([64, 128], [1, 2]), blocks.local_global(1, 1, block_size=32)):
+    """Halfway between two numbers of the dtype, the same in every row: rounded, all
+    gradients would be off by it.
+    """
+    for pattern in (
+        Dense(),
+        Dilated([64, 128], [1, 2]),
+        blocks.local_global(1, 1, block_size=32),
+    ):
         case = Case(pattern, 128, dtype, layout=layout, scheme="plan")
         (q, k, v), _, dlse = drawn(case)
         eps = torch.finfo(dtype).eps
@@ -273,11 +485,13 @@ def test_a_cotangent_of_lse_is_not_rounded(dtype, layout):
         want = differentiated(*reference.attention(*exact, pattern), exact, dout, dlse)
         found = case.run((q, k, v), dout, dlse)
         for name in ("dq", "dk"):
-            size = float((found[name].double() * want[name]).sum() / want[name].square().sum())
+            size = float(
+                (found[name].double() * want[name]).sum() / want[name].square().sum()
+            )
             assert abs(size - 1) < eps / 8, (str(pattern), name, size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # mistakes of public systems: what judges the engine must tell each from the right answer
 
 
@@ -285,7 +499,14 @@ def by_branch(join):
     """Attention by each branch of the ladder, joined: right if ``join`` is ``merge``."""
 
     def attend(q, k, v):
-        return join(*zip(*(attention(q, k, v, Dilated([w], [r]), return_lse=True) for w, r in ((150, 1), (300, 2)))))
+        return join(
+            *zip(
+                *(
+                    attention(q, k, v, Dilated([w], [r]), return_lse=True)
+                    for w, r in ((150, 1), (300, 2))
+                )
+            )
+        )
 
     return attend
 
@@ -293,19 +514,39 @@ def by_branch(join):
 WRONG = {
     "no scale": lambda q, k, v: attention(q, k, v, LADDER, scale=1.0),
     "averaged branches": by_branch(lambda outs, lses: sum(outs) / 2),
-    "constant weights of branches": by_branch(lambda outs, lses: merge(outs, [lse.detach() for lse in lses])[0]),
-    "lse rounded": by_branch(lambda outs, lses: merge(outs, [lse.bfloat16().float() for lse in lses])[0]),
-    "one stale key": lambda q, k, v: attention(q, torch.cat([k[:, :1], k[:, :1], k[:, 2:]], 1), v, LADDER),
+    "constant weights of branches": by_branch(
+        lambda outs, lses: merge(outs, [lse.detach() for lse in lses])[0]
+    ),
+    "lse rounded": by_branch(
+        lambda outs, lses: merge(outs, [lse.bfloat16().float() for lse in lses])[0]
+    ),
+    "one stale key": lambda q, k, v: attention(
+        q, torch.cat([k[:, :1], k[:, :1], k[:, 2:]], 1), v, LADDER
+    ),
     "gradient of the last shard dropped": lambda q, k, v: attention(
-        q, torch.cat([k[:, :200], k[:, 200:].detach()], 1), v, LADDER),
+        q, torch.cat([k[:, :200], k[:, 200:].detach()], 1), v, LADDER
+    ),
     "later shards seen": lambda q, k, v: torch.cat(
-        [attention(q, k, v, LADDER)[:, :150], attention(q, k, v, LADDER, causal=True)[:, 150:]], 1),
-}  # fmt: skip
+        [
+            attention(q, k, v, LADDER)[:, :150],
+            attention(q, k, v, LADDER, causal=True)[:, 150:],
+        ],
+        1,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ["right", *WRONG])
 def test_mistakes_are_seen(name):
-    case = Case(LADDER, 300, torch.float32, name == "later shards seen", heads=4, kv_heads=4, lse_cotangent=False)
+    case = Case(
+        LADDER,
+        300,
+        torch.float32,
+        name == "later shards seen",
+        heads=4,
+        kv_heads=4,
+        lse_cotangent=False,
+    )
     inputs, dout, _, want, _ = judged(case)
     q, k, v = (t.clone().requires_grad_() for t in inputs)
     out = WRONG.get(name, by_branch(lambda *parts: merge(*parts)[0]))(

@@ -1,4 +1,6 @@
-"""Block-sparse patterns besides their values: what is computed, which keys are read, densities, refusals."""
+"""Block-sparse patterns besides their values: what is computed, which keys are read,
+densities, refusals.
+"""
 
 import math
 from dataclasses import replace
@@ -7,11 +9,33 @@ from itertools import product
 import pytest
 import ringlab
 import torch
-from matrix import BF16, BLOCK, F16, F32, F64, STAINED, TILED_WAYS, WAYS, Case, all_wrong, drawn, judged
+from matrix import (
+    BF16,
+    BLOCK,
+    F16,
+    F32,
+    F64,
+    STAINED,
+    TILED_WAYS,
+    WAYS,
+    Case,
+    all_wrong,
+    drawn,
+    judged,
+)
 from matrix import BLOCK_SPARSE as PATTERNS
 from ring_cases import warnings_of_bsr
 from ringlab import Execution, attention, blocks, kernels, patterns, reference
-from ringlab.blocks import BlockSparse, Coarse, Given, Global, Random, Segment, Strided, Window
+from ringlab.blocks import (
+    BlockSparse,
+    Coarse,
+    Given,
+    Global,
+    Random,
+    Segment,
+    Strided,
+    Window,
+)
 from ringlab.cost import count_pairs
 from ringlab.engine.blocks import make_plan
 from ringlab.measure import Point, systems
@@ -22,15 +46,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 def tensors(pattern, n, dtype=F32, batch=1, heads=2, kv_heads=2):
     """q, k, v."""
-    return drawn(Case(pattern, n, dtype, batch=batch, heads=heads, kv_heads=kv_heads))[0]
+    return drawn(Case(pattern, n, dtype, batch=batch, heads=heads, kv_heads=kv_heads))[
+        0
+    ]
 
 
 class Products(TorchDispatchMode):
-    """Counts products of queries and keys, their scores, products with a BSR tensor; elements of dense results."""
+    """Counts products of queries and keys, their scores, products with a BSR tensor;
+    elements of dense results.
+    """
 
     def __init__(self, d: int = 0):
         super().__init__()
-        self.d, self.calls, self.scores, self.sparse, self.largest, self.total = d, 0, 0, 0, 0, 0
+        self.d, self.calls, self.scores, self.sparse, self.largest, self.total = (
+            d,
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
@@ -41,7 +76,9 @@ class Products(TorchDispatchMode):
         if func is aten.mm.default and args[0].layout == torch.sparse_bsr:
             self.sparse += 1
         if isinstance(found, torch.Tensor) and found.layout == torch.strided:
-            size = min(found.numel(), found.untyped_storage().nbytes() // found.itemsize)  # a view may repeat elements
+            size = min(
+                found.numel(), found.untyped_storage().nbytes() // found.itemsize
+            )  # a view may repeat elements
             self.largest = max(self.largest, size)
             self.total += size
         return found
@@ -50,9 +87,19 @@ class Products(TorchDispatchMode):
 def computed(pattern, n, way, causal=False, d=107):
     """What the eager kernel multiplies in a forward pass; no call has ``d`` keys."""
     q = torch.zeros(1, n, 1, d)
-    kernels.choose("cpu", F32, d, causal=causal, backend="eager")  # its probe is not of a call
+    kernels.choose(
+        "cpu", F32, d, causal=causal, backend="eager"
+    )  # its probe is not of a call
     with Products(d) as found:
-        attention(q, q, q, pattern, causal=causal, backend="eager", execution=Execution(blocks=way, cache=False))
+        attention(
+            q,
+            q,
+            q,
+            pattern,
+            causal=causal,
+            backend="eager",
+            execution=Execution(blocks=way, cache=False),
+        )
     return found
 
 
@@ -67,41 +114,70 @@ def test_each_pair_is_computed_once(pattern, way, causal):
 
 def test_a_window_is_few_calls_whatever_its_length():
     pattern = blocks.local_global(2, 4, block_size=BLOCK)
-    assert computed(pattern, 512, "views").calls <= 40 and computed(pattern, 2048, "views").calls <= 60
+    assert (
+        computed(pattern, 512, "views").calls <= 40
+        and computed(pattern, 2048, "views").calls <= 60
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_that_see_themselves_alone_send_nothing_to_scores(way):
-    """Their gradient of q and k is 0: what sums in another order would leave roundings of it."""
-    case = Case(blocks.sliding_window(0, block_size=1), 97, F32, batch=3, lse_cotangent=False)
+    """Their gradient of q and k is 0: what sums in another order would leave roundings
+    of it.
+    """
+    case = Case(
+        blocks.sliding_window(0, block_size=1), 97, F32, batch=3, lse_cotangent=False
+    )
     case = replace(case, execution=Execution(blocks=way))
     inputs, dout, dlse, *_ = judged(case)
     found = case.run(inputs, dout, dlse)
-    assert max(float(found[name].norm()) for name in ("dq", "dk")) <= 1e-6 * reference.gradient_floor(*inputs[:2], dout)
+    assert max(
+        float(found[name].norm()) for name in ("dq", "dk")
+    ) <= 1e-6 * reference.gradient_floor(*inputs[:2], dout)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(1, 2, 512), (2, 2, 512), (1, 4, 509)])
 def test_long_sequences_are_cut_into_nodes_and_strips(shape, causal):
-    """Lengths at which global rows are cut, blocks share queries or keys, and wide causal calls are cut in strips."""
+    """Lengths at which global rows are cut, blocks share queries or keys, and wide
+    causal calls are cut in strips.
+    """
     batch, heads, n = shape
     wide = blocks.local_global(1, 2, block_size=64)
     for pattern, dtype in product((wide, PATTERNS[-2]), (F32, F64)):
-        case = Case(pattern, n, dtype, causal, batch, heads, 2, execution=Execution(blocks="views", results=STAINED))
+        case = Case(
+            pattern,
+            n,
+            dtype,
+            causal,
+            batch,
+            heads,
+            2,
+            execution=Execution(blocks="views", results=STAINED),
+        )
         assert not all_wrong([case])
 
 
 @pytest.mark.parametrize("block, n", [(128, 300), (128, 330), (64, 2050), (96, 300)])
 def test_a_short_last_block_cuts_the_plan_of_whole_ones(block, n):
-    """A strip falls away or is cut, 1,024 keys at a time end inside the block, or do not divide by it."""
-    for pattern in (blocks.local_global(1, 1, block_size=block), blocks.bigbird(1, 1, 1, block_size=block)):
-        assert not all_wrong(Case(pattern, n, dtype, True, 1, 2, 1, d=8) for dtype in (F32, F64))
+    """A strip falls away or is cut, 1,024 keys at a time end inside the block, or do
+    not divide by it.
+    """
+    for pattern in (
+        blocks.local_global(1, 1, block_size=block),
+        blocks.bigbird(1, 1, 1, block_size=block),
+    ):
+        assert not all_wrong(
+            Case(pattern, n, dtype, True, 1, 2, 1, d=8) for dtype in (F32, F64)
+        )
 
 
 @pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_later_key_changes_no_earlier_row_whatever_it_is(value, dtype):
-    """Its scores overflow: an additive mask alone would make NaN of infinite ones that it hides."""
+    """Its scores overflow: an additive mask alone would make NaN of infinite ones that
+    it hides.
+    """
     window = blocks.sliding_window(1, block_size=64)
     q, k, v = (t.requires_grad_() for t in tensors(window, 256, dtype))
     dout = torch.ones(1, 160, 2, 16, dtype=dtype)
@@ -110,10 +186,14 @@ def test_a_later_key_changes_no_earlier_row_whatever_it_is(value, dtype):
     bound = reference.EXACT[F32] if dtype == F32 else 2**-8  # one rounding
     for way in TILED_WAYS:
         how = {"causal": True, "execution": Execution(blocks=way)}
-        clean, found = (attention(q, x, v, window, **how)[:, :160] for x in (k, spoiled))
+        clean, found = (
+            attention(q, x, v, window, **how)[:, :160] for x in (k, spoiled)
+        )
         assert reference.error(found, clean, 1.0) <= bound, way
         if value == 3e38:  # 0 times others is NaN in any product of keys and gradients
-            want, got = (torch.autograd.grad(out, q, dout)[0][:, :160] for out in (clean, found))
+            want, got = (
+                torch.autograd.grad(out, q, dout)[0][:, :160] for out in (clean, found)
+            )
             assert reference.error(got, want, 1.0) <= bound, way
 
 
@@ -123,17 +203,33 @@ def test_counts_are_brute_force(causal):
         x = torch.arange(101)
         shown = pattern.multiplicity(x, x, n=101, head=0, heads=1)
         pairs = int((shown.tril() if causal else shown).sum())
-        assert pattern.pairs(101, causal) == pairs and pattern.density(101, causal) == pairs / 101**2
+        assert (
+            pattern.pairs(101, causal) == pairs
+            and pattern.density(101, causal) == pairs / 101**2
+        )
         assert count_pairs(pattern, 101, 4, 2, causal) == (4 * pairs, 4 * pairs)
         for first, last in ((0, 0), (40, 55), (96, 100)):
             start, stop = pattern.reach(first, last, 101)
-            assert not shown[first : last + 1, :start].any() and not shown[first : last + 1, stop:].any()
-        assert patterns.from_dict(pattern.to_dict()) == pattern and "\n" not in str(pattern)
+            assert (
+                not shown[first : last + 1, :start].any()
+                and not shown[first : last + 1, stop:].any()
+            )
+        assert patterns.from_dict(pattern.to_dict()) == pattern and "\n" not in str(
+            pattern
+        )
 
 
 def by_flex(pattern, causal=False):
-    """One shape and dtype, so that one kernel is compiled. With AVX2, torch's is wrong for blocks of 8."""
-    return Case(replace(pattern, block_size=16), 205, F32, causal, execution=Execution(blocks="flex", results=STAINED))
+    """One shape and dtype, so that one kernel is compiled. With AVX2, torch's is wrong
+    for blocks of 8.
+    """
+    return Case(
+        replace(pattern, block_size=16),
+        205,
+        F32,
+        causal,
+        execution=Execution(blocks="flex", results=STAINED),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -152,45 +248,73 @@ def test_flex_is_the_reference(flex, causal):
 
 
 def test_flex_is_compiled_whoever_looks_on(flex, recwarn):
-    """Under a dispatch mode, or called out of a graph, torch would form all scores, and warn once at most."""
+    """Under a dispatch mode, or called out of a graph, torch would form all scores, and
+    warn once at most.
+    """
     case = by_flex(PATTERNS[0])
     q, k, v = drawn(case)[0]
-    case.call(q, k, v)  # compiled, if no test before did it: the compiler forms small products of its own
+    case.call(
+        q, k, v
+    )  # compiled, if no test before did it: the compiler forms small products of its own
     with Products() as mode:
         out = case.call(q, k, v)[0]
-    assert reference.error(out, judged(case)[3]["out"], 1.0) <= 5e-6 and mode.largest <= q.numel() < 4 * 205**2
+    assert (
+        reference.error(out, judged(case)[3]["out"], 1.0) <= 5e-6
+        and mode.largest <= q.numel() < 4 * 205**2
+    )
     outer = torch.compile(lambda x: case.call(x, k, v)[0], backend="eager")
     assert torch.equal(outer(q), out)
     assert not [w for w in recwarn if "flex_attention" in str(w.message)]
 
 
-@pytest.mark.parametrize("way, dtype, why", [
-    ("bsr", BF16, "blocks='bsr' takes float32, float64, not bfloat16$"),
-    ("bsr", F16, "blocks='bsr' takes float32, float64, not float16$"),
-    ("flex", F64, "blocks='flex' takes float32, float16, bfloat16, not float64$"),
-    ("flex", F32, "blocks='flex' needs a block size that is a multiple of 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "way, dtype, why",
+    [
+        ("bsr", BF16, "blocks='bsr' takes float32, float64, not bfloat16$"),
+        ("bsr", F16, "blocks='bsr' takes float32, float64, not float16$"),
+        ("flex", F64, "blocks='flex' takes float32, float16, bfloat16, not float64$"),
+        ("flex", F32, "blocks='flex' needs a block size that is a multiple of 16"),
+    ],
+)
 def test_ways_that_cannot_run_say_why(way, dtype, why):
     with pytest.raises(NotImplementedError, match=f"^{why}"):
-        attention(*tensors(PATTERNS[0], 64, dtype), PATTERNS[0], execution=Execution(blocks=way))
+        attention(
+            *tensors(PATTERNS[0], 64, dtype),
+            PATTERNS[0],
+            execution=Execution(blocks=way),
+        )
 
 
 def test_flex_without_a_compiler_says_so(monkeypatch):
     wide = replace(PATTERNS[0], block_size=16)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(NotImplementedError, match=r"^blocks='flex' needs a C\+\+ compiler on a CPU, g\+\+ is"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"^blocks='flex' needs a C\+\+ compiler on a CPU, g\+\+ is",
+    ):
         attention(*tensors(wide, 64), wide, execution=Execution(blocks="flex"))
-    with pytest.raises(NotImplementedError, match=r"^FlexAttention needs a C\+\+ compiler"):
+    with pytest.raises(
+        NotImplementedError, match=r"^FlexAttention needs a C\+\+ compiler"
+    ):
         systems.build(Point("flex", wide, seq_len=64), "cpu")
 
 
 def test_near_misses_nothing_and_neighbours_in_it_are_neighbours():
     far = BlockSparse([Window(20), Global(3), Coarse(16, 40), Strided(7, 2)], BLOCK)
-    for pattern in (*PATTERNS[:-1], far, BlockSparse([Global(2, columns=False), Window(2**40, 0)], BLOCK)):
+    for pattern in (
+        *PATTERNS[:-1],
+        far,
+        BlockSparse([Global(2, columns=False), Window(2**40, 0)], BLOCK),
+    ):
         n = 8 * 200 - 3
         whole = pattern.blocks(n)
-        for rows in ([0], [*range(5, 70)], [*range(150, 200)], [*range(20, 30), *range(170, 180)]):
+        for rows in (
+            [0],
+            [*range(5, 70)],
+            [*range(150, 200)],
+            [*range(20, 30), *range(170, 180)],
+        ):
             cols, seen = pattern.near(torch.tensor(rows), n), whole[rows].any(0)
             assert seen.sum() == seen[cols].sum()
             gaps = cols.diff() > 1
@@ -201,8 +325,16 @@ def test_near_misses_nothing_and_neighbours_in_it_are_neighbours():
 def test_a_plan_grows_with_what_is_visible_and_its_calls_do_not(causal):
     """Over four times the length a plan forms four times as many elements, not sixteen."""
     size = {"block_size": 64}
-    parts = blocks.sliding_window(2, **size), blocks.local_global(2, 4, **size), blocks.bigbird(1, 2, 3, **size)
-    for pattern in (*parts, BlockSparse([Random(3)], 64), blocks.hierarchical([(1, 1), (8, 64)], **size)):
+    parts = (
+        blocks.sliding_window(2, **size),
+        blocks.local_global(2, 4, **size),
+        blocks.bigbird(1, 2, 3, **size),
+    )
+    for pattern in (
+        *parts,
+        BlockSparse([Random(3)], 64),
+        blocks.hierarchical([(1, 1), (8, 64)], **size),
+    ):
         formed, calls = [], []
         for n in (2**16, 2**18):
             with Products() as found:
@@ -215,24 +347,32 @@ def test_a_plan_grows_with_what_is_visible_and_its_calls_do_not(causal):
 @pytest.mark.parametrize("number, count", [(2, 5), (3, 5), (1, 4), (4, 4), (9, 4)])
 def test_random_blocks_differ_and_every_set_of_them_is_as_likely(number, count):
     """5,000 draws or more; the bound is five standard deviations."""
-    seen = torch.cat([BlockSparse([Random(number, seed)], 1).blocks(count) for seed in range(1250)])
+    seen = torch.cat(
+        [BlockSparse([Random(number, seed)], 1).blocks(count) for seed in range(1250)]
+    )
     assert (seen.sum(1) == min(number, count)).all()
     codes = (seen * 2 ** torch.arange(count)).sum(1)
     sets = math.comb(count, min(number, count))
     found = codes.unique(return_counts=True)[1] / len(codes)
     assert len(found) == sets
-    assert (found - 1 / sets).abs().max() <= 5 * (1 / sets * (1 - 1 / sets) / len(codes)) ** 0.5
+    assert (found - 1 / sets).abs().max() <= 5 * (
+        1 / sets * (1 - 1 / sets) / len(codes)
+    ) ** 0.5
 
 
 def test_bsr_multiplies_by_torch_sparse_and_forms_seen_blocks_alone():
     pattern, b, h, n = PATTERNS[0], 2, 4, 1021
     q, k, v = (t.requires_grad_() for t in tensors(pattern, n, F32, b, h))
     with Products() as forward:
-        out = attention(q, k, v, pattern, execution=Execution(blocks="bsr", cache=False))
+        out = attention(
+            q, k, v, pattern, execution=Execution(blocks="bsr", cache=False)
+        )
     with Products() as backward:
         out.backward(torch.ones_like(out))
     assert (forward.sparse, backward.sparse) == (b * h, 3 * b * h)
-    formed = max(int(pattern.blocks(n).sum()) * BLOCK**2, q.numel())  # the scores of a head, or a result
+    formed = max(
+        int(pattern.blocks(n).sum()) * BLOCK**2, q.numel()
+    )  # the scores of a head, or a result
     assert max(forward.largest, backward.largest) <= formed < n**2 / 4
 
 
@@ -254,17 +394,25 @@ def test_density_is_solved_for():
     for window in (Window(3, 0), Window(0, 3)):  # one side stays one side
         one = BlockSparse([window], 16)
         assert one.with_density(one.density(640), 640) == one
-    assert BlockSparse([Window(2**40, 0), Strided(2**33, 2**33)], 16).blocks(64).equal(torch.ones(4, 4).bool().tril())
+    assert (
+        BlockSparse([Window(2**40, 0), Strided(2**33, 2**33)], 16)
+        .blocks(64)
+        .equal(torch.ones(4, 4).bool().tril())
+    )
 
 
 def parts(*given):
     """From parts that ``to_dict`` would not write."""
-    return lambda: patterns.from_dict({"kind": "block_sparse", "parts": list(given), "block_size": 8})
+    return lambda: patterns.from_dict(
+        {"kind": "block_sparse", "parts": list(given), "block_size": 8}
+    )
 
 
 WINDOW = {"part": "window", "before": 1}
 MASK = torch.ones(7, 7, dtype=torch.bool)
-EACH = torch.rand(4, 4, 4, generator=torch.Generator().manual_seed(3)) < 0.6  # (heads, blocks, blocks)
+EACH = (
+    torch.rand(4, 4, 4, generator=torch.Generator().manual_seed(3)) < 0.6
+)  # (heads, blocks, blocks)
 
 
 def block_mask(rule, heads=None, batch=None, n=64):
@@ -278,27 +426,45 @@ def test_each_head_has_its_own_mask(kv_heads, group):
     mask = EACH.clone()
     mask[3] = mask[0]
     pattern = blocks.from_mask(mask, block_size=16)
-    q, k, v = (torch.randn(2, 64, heads, 8, dtype=F64, requires_grad=True) for heads in (4, kv_heads, kv_heads))
-    whole = mask.repeat_interleave(16, 1).repeat_interleave(16, 2).tril()  # (heads, n, n)
+    q, k, v = (
+        torch.randn(2, 64, heads, 8, dtype=F64, requires_grad=True)
+        for heads in (4, kv_heads, kv_heads)
+    )
+    whole = (
+        mask.repeat_interleave(16, 1).repeat_interleave(16, 2).tril()
+    )  # (heads, n, n)
     out, lse = attention(q, k, v, pattern, causal=True, return_lse=True, group=group)
     bias = torch.zeros(whole.shape, dtype=F64).masked_fill_(~whole, -torch.inf)
     inputs = (t.transpose(1, 2) for t in (q, k, v))
-    want = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=True).transpose(1, 2)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *inputs, attn_mask=bias, enable_gqa=True
+    ).transpose(1, 2)
     want = torch.where(whole.any(-1).T[None, :, :, None], want, 0.0)
     assert reference.error(out, want, 1.0) <= 1e-12
     assert torch.equal(lse == -torch.inf, ~whole.any(-1).expand(2, 4, 64))
-    assert reference.error(reference.attention(q, k, v, pattern, causal=True)[0], want, 1.0) <= 1e-12
+    assert (
+        reference.error(
+            reference.attention(q, k, v, pattern, causal=True)[0], want, 1.0
+        )
+        <= 1e-12
+    )
     dout = torch.randn_like(out)
-    for dx, wanted in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, (q, k, v), dout)):
+    for dx, wanted in zip(
+        torch.autograd.grad(out, (q, k, v), dout),
+        torch.autograd.grad(want, (q, k, v), dout),
+    ):
         assert reference.error(dx, wanted.nan_to_num(), 1.0) <= 1e-12
 
 
-@pytest.mark.parametrize("rule, causal", [
-    (lambda b, h, q, k: k >= 0, False),
-    (lambda b, h, q, k: q >= k, True),
-    (lambda b, h, q, k: (q >= k) & ((q // 16 - k // 16 < 2) | (k < 16)), True),
-    (lambda b, h, q, k: (q // 32 == k // 32) & (h % 2 == 0) | (k < 16), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rule, causal",
+    [
+        (lambda b, h, q, k: k >= 0, False),
+        (lambda b, h, q, k: q >= k, True),
+        (lambda b, h, q, k: (q >= k) & ((q // 16 - k // 16 < 2) | (k < 16)), True),
+        (lambda b, h, q, k: (q // 32 == k // 32) & (h % 2 == 0) | (k < 16), False),
+    ],
+)
 @pytest.mark.parametrize("n", [64, 90])
 def test_a_block_mask_of_flex_attention_is_a_pattern(rule, causal, n):
     pattern = blocks.from_mask(block_mask(rule, 4, n=n), causal=causal)
@@ -309,40 +475,117 @@ def test_a_block_mask_of_flex_attention_is_a_pattern(rule, causal, n):
         assert torch.equal(seen.tril() if causal else seen, shown[head])
 
 
-@pytest.mark.parametrize("make, why", [
-    (lambda: BlockSparse([], 8), r"parts must be a list of parts, .*, got \[\]"),
-    (lambda: BlockSparse(Window(1), 8), r"parts must be a list of parts, as \[Window\(1\)\], got Window"),
-    (lambda: BlockSparse([type("Near", (Window,), {})(1)], 8), r"one of Window.*, no subclass, got Near\(before"),
-    (lambda: Global(1, False, False), "rows, columns or both must be True"),
-    (lambda: Given(("ff", "1")), "rows must be hexadecimal bit sets, one for each block"),
-    (lambda: blocks.hierarchical([(1,)]), r"levels must be a list of \(stride, reach\), .*, got \[\(1,\)\]"),
-    (lambda: blocks.from_mask(torch.ones(0, 0, dtype=torch.bool)), "of at least one block"),
-    (lambda: blocks.from_mask(MASK, block_size=8).blocks(64), "the mask given is of 7 blocks, n = 64 has 8"),
-    (lambda: blocks.from_mask(MASK[:, :6]), r"got Tensor of torch.bool, shape \(7, 6\), torch.strided on cpu"),
-    (lambda: blocks.from_mask(MASK.to_sparse()), r"got Tensor of .*, shape \(7, 7\), torch.sparse_coo on cpu"),
-    (lambda: blocks.from_mask(MASK.to("meta")), r"neither nested, sparse nor meta, got .*, torch.strided on meta"),
-    (lambda: blocks.from_mask(torch.nested.nested_tensor([MASK[0]], layout=torch.jagged)), "got NestedTensor$"),
-    (lambda: blocks.from_mask(MASK, causal=True), "is not causal itself"),
-    (lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q >= k)),
-     "head 0: block 0 .* not seen whole; is the mask c"),
-    (lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q - k < 9), causal=True),
-     "neither whole nor cut by causal"),
-    (lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q >= k, 1, 2)), "one batch entry, got .* 2 entries"),
-    (lambda: blocks.PerHead([]), r"PerHead takes a tuple of block-sparse patterns, got \[\]"),
-    (lambda: attention(*[torch.ones(1, 64, 3, 8)] * 3, blocks.from_mask(EACH)), "for 4 query heads, q has 3"),
-    (lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64), "one block size, got 128 and 64"),
-    (lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64), "must have one window, or none and one"),
-    (lambda: BlockSparse([Strided(2)], 8).with_density(0.5, 64), "must have one window, or none and one"),
-    (lambda: blocks.local_global(1, 1).with_density(1.5, 1024), r"density must be in \(0, 1\], got 1.5"),
-    (lambda: patterns.from_dict({"kind": "dense", 3: 4, "size": 5}), "'dense': keywords must be strings"),
-    (parts(7), "unknown part of a block-sparse pattern: 7; known: window, strided"),
-    (parts({"part": ["window"]}), r"unknown part of a block-sparse pattern: {'part': \['window'\]}"),
-    (parts({"part": "x" * 3000}), r"unknown part of a block-sparse pattern: {'part': 'x{87}\.\.\.; known: window"),
-    (parts({"part": "window"}), "no part of .*: {'part': 'window'}: .* missing 1 required positional .*: 'before'"),
-    (parts(WINDOW | {"size": 2}), "no part of .*: .* got an unexpected keyword argument 'size'"),
-    (parts(WINDOW | {5: 2}), "no part of .*: keywords must be strings"),
-    (parts({"part": "given", "rows": [[1]]}), "rows must be hexadecimal bit sets"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, why",
+    [
+        (lambda: BlockSparse([], 8), r"parts must be a list of parts, .*, got \[\]"),
+        (
+            lambda: BlockSparse(Window(1), 8),
+            r"parts must be a list of parts, as \[Window\(1\)\], got Window",
+        ),
+        (
+            lambda: BlockSparse([type("Near", (Window,), {})(1)], 8),
+            r"one of Window.*, no subclass, got Near\(before",
+        ),
+        (lambda: Global(1, False, False), "rows, columns or both must be True"),
+        (
+            lambda: Given(("ff", "1")),
+            "rows must be hexadecimal bit sets, one for each block",
+        ),
+        (
+            lambda: blocks.hierarchical([(1,)]),
+            r"levels must be a list of \(stride, reach\), .*, got \[\(1,\)\]",
+        ),
+        (
+            lambda: blocks.from_mask(torch.ones(0, 0, dtype=torch.bool)),
+            "of at least one block",
+        ),
+        (
+            lambda: blocks.from_mask(MASK, block_size=8).blocks(64),
+            "the mask given is of 7 blocks, n = 64 has 8",
+        ),
+        (
+            lambda: blocks.from_mask(MASK[:, :6]),
+            r"got Tensor of torch.bool, shape \(7, 6\), torch.strided on cpu",
+        ),
+        (
+            lambda: blocks.from_mask(MASK.to_sparse()),
+            r"got Tensor of .*, shape \(7, 7\), torch.sparse_coo on cpu",
+        ),
+        (
+            lambda: blocks.from_mask(MASK.to("meta")),
+            r"neither nested, sparse nor meta, got .*, torch.strided on meta",
+        ),
+        (
+            lambda: blocks.from_mask(
+                torch.nested.nested_tensor([MASK[0]], layout=torch.jagged)
+            ),
+            "got NestedTensor$",
+        ),
+        (lambda: blocks.from_mask(MASK, causal=True), "is not causal itself"),
+        (
+            lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q >= k)),
+            "head 0: block 0 .* not seen whole; is the mask c",
+        ),
+        (
+            lambda: blocks.from_mask(
+                block_mask(lambda b, h, q, k: q - k < 9), causal=True
+            ),
+            "neither whole nor cut by causal",
+        ),
+        (
+            lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q >= k, 1, 2)),
+            "one batch entry, got .* 2 entries",
+        ),
+        (
+            lambda: blocks.PerHead([]),
+            r"PerHead takes a tuple of block-sparse patterns, got \[\]",
+        ),
+        (
+            lambda: attention(*[torch.ones(1, 64, 3, 8)] * 3, blocks.from_mask(EACH)),
+            "for 4 query heads, q has 3",
+        ),
+        (
+            lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64),
+            "one block size, got 128 and 64",
+        ),
+        (
+            lambda: BlockSparse([Window(1), Window(3)], 8).with_density(0.5, 64),
+            "must have one window, or none and one",
+        ),
+        (
+            lambda: BlockSparse([Strided(2)], 8).with_density(0.5, 64),
+            "must have one window, or none and one",
+        ),
+        (
+            lambda: blocks.local_global(1, 1).with_density(1.5, 1024),
+            r"density must be in \(0, 1\], got 1.5",
+        ),
+        (
+            lambda: patterns.from_dict({"kind": "dense", 3: 4, "size": 5}),
+            "'dense': keywords must be strings",
+        ),
+        (parts(7), "unknown part of a block-sparse pattern: 7; known: window, strided"),
+        (
+            parts({"part": ["window"]}),
+            r"unknown part of a block-sparse pattern: {'part': \['window'\]}",
+        ),
+        (
+            parts({"part": "x" * 3000}),
+            r"unknown part of a block-sparse pattern: {'part': 'x{87}\.\.\.; known: window",
+        ),
+        (
+            parts({"part": "window"}),
+            "no part of .*: {'part': 'window'}: .* missing 1 required positional .*: 'before'",
+        ),
+        (
+            parts(WINDOW | {"size": 2}),
+            "no part of .*: .* got an unexpected keyword argument 'size'",
+        ),
+        (parts(WINDOW | {5: 2}), "no part of .*: keywords must be strings"),
+        (parts({"part": "given", "rows": [[1]]}), "rows must be hexadecimal bit sets"),
+    ],
+)
 def test_wrong_values_are_one_line(make, why):
     with pytest.raises(ValueError, match=why) as failure:
         make()
@@ -350,30 +593,56 @@ def test_wrong_values_are_one_line(make, why):
 
 
 @pytest.mark.parametrize(
-    "system", [ringlab.BlockSparseRingDilatedAttention, ringlab.BlockSparseOptimized, ringlab.BlockSparseTorchSparse]
+    "system",
+    [
+        ringlab.BlockSparseRingDilatedAttention,
+        ringlab.BlockSparseOptimized,
+        ringlab.BlockSparseTorchSparse,
+    ],
 )
 def test_published_systems_compute_one_function(system):
     q, k, v = tensors(PATTERNS[0], 101, F64)
     dilated = BlockSparse([Segment(4), Segment(8, 2)], BLOCK)
     for causal in (False, True):
-        by_lengths = system([32, 64], [1, 2], block_size=BLOCK)(q, k, v, is_causal=causal)
-        given = system(pattern=dilated, use_gradient_checkpointing=True)(q, k, v, is_causal=causal)
+        by_lengths = system([32, 64], [1, 2], block_size=BLOCK)(
+            q, k, v, is_causal=causal
+        )
+        given = system(pattern=dilated, use_gradient_checkpointing=True)(
+            q, k, v, is_causal=causal
+        )
         want, _ = reference.attention(q, k, v, dilated, causal=causal)
-        assert reference.error(by_lengths, want, 1.0) <= 1e-12 and reference.error(given, want, 1.0) <= 1e-12
+        assert (
+            reference.error(by_lengths, want, 1.0) <= 1e-12
+            and reference.error(given, want, 1.0) <= 1e-12
+        )
         asked = system(density=0.3, block_size=BLOCK)
         solved = asked.pattern_for(101, causal)
-        assert abs(solved.density(101, causal) - 0.3) < 0.08 and isinstance(solved.parts[0], Window)
+        assert abs(solved.density(101, causal) - 0.3) < 0.08 and isinstance(
+            solved.parts[0], Window
+        )
         want, _ = reference.attention(q, k, v, solved, causal=causal)
         assert reference.error(asked(q, k, v, is_causal=causal), want, 1.0) <= 1e-12
 
 
-@pytest.mark.parametrize("arguments, why", [
-    ({}, "takes segment_lengths and dilation_rates, or density, or pattern: one of them"),
-    ({"density": 0.1, "pattern": PATTERNS[0]}, "one of them"),
-    ({"segment_lengths": [32], "dilation_rates": [1, 2]}, "differ in length: 1 and 2"),
-    ({"segment_lengths": [100], "dilation_rates": [1], "block_size": 64}, "100 is no multiple of the block size"),
-    ({"pattern": patterns.Dense()}, "pattern must be a BlockSparse"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (
+            {},
+            "takes segment_lengths and dilation_rates, or density, or pattern: one of them",
+        ),
+        ({"density": 0.1, "pattern": PATTERNS[0]}, "one of them"),
+        (
+            {"segment_lengths": [32], "dilation_rates": [1, 2]},
+            "differ in length: 1 and 2",
+        ),
+        (
+            {"segment_lengths": [100], "dilation_rates": [1], "block_size": 64},
+            "100 is no multiple of the block size",
+        ),
+        ({"pattern": patterns.Dense()}, "pattern must be a BlockSparse"),
+    ],
+)
 def test_published_systems_refuse_in_one_line(arguments, why):
     with pytest.raises(ValueError, match=why) as failure:
         ringlab.BlockSparseOptimized(**arguments)
@@ -381,10 +650,16 @@ def test_published_systems_refuse_in_one_line(arguments, why):
 
 
 def test_patterns_are_drawn():
-    assert patterns.show(patterns.Dilated([2, 4], [1, 2]), 4) == "███ \n██  \n█ ██\n  ██"
+    assert (
+        patterns.show(patterns.Dilated([2, 4], [1, 2]), 4) == "███ \n██  \n█ ██\n  ██"
+    )
     assert patterns.show(patterns.Dense(), 3, causal=True) == "█  \n██ \n███"
     lines = patterns.show(blocks.local_global(1, 1), 1 << 14, width=32).split("\n")
-    assert [len(line) for line in lines] == [32] * 32 and lines[20][20] in "▒▓█" and lines[20][5] == " "
+    assert (
+        [len(line) for line in lines] == [32] * 32
+        and lines[20][20] in "▒▓█"
+        and lines[20][5] == " "
+    )
 
 
 def test_a_sequence_may_be_shorter_than_a_block_and_have_fewer_blocks_than_a_part_asks_for():
@@ -393,4 +668,11 @@ def test_a_sequence_may_be_shorter_than_a_block_and_have_fewer_blocks_than_a_par
         assert short.blocks(n).all() and short.pairs(n) == n * n
     q, k, v = (torch.randn(1, 100, 2, 8, dtype=torch.float64) for _ in range(3))
     want, _ = reference.attention(q, k, v, ringlab.Dense(), causal=True)
-    assert reference.error(attention(q, k, v, blocks.bigbird(1, 1, 2, block_size=128), causal=True), want, 1.0) < 1e-12
+    assert (
+        reference.error(
+            attention(q, k, v, blocks.bigbird(1, 1, 2, block_size=128), causal=True),
+            want,
+            1.0,
+        )
+        < 1e-12
+    )

@@ -11,11 +11,15 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def check(kernel, dtype, m, more, causal):
-    """The last m queries of attention by all m + more keys are the oracle's, on strided (b, m, h, d)."""
+    """The last m queries of attention by all m + more keys are the oracle's, on strided
+    (b, m, h, d).
+    """
     if why := kernel.refuses(CPU, dtype, 16):
         pytest.skip(why)
     torch.manual_seed(m)
-    q, k, v, dout = (torch.randn(3, 2 * (m + more), 5, 16).to(dtype)[:, ::2, 1:4] for _ in range(4))
+    q, k, v, dout = (
+        torch.randn(3, 2 * (m + more), 5, 16).to(dtype)[:, ::2, 1:4] for _ in range(4)
+    )
     dout[:, :more] = 0
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     ref, ref_lse = reference.attention(*exact, Dense(), causal=causal, scale=0.3)
@@ -23,17 +27,25 @@ def check(kernel, dtype, m, more, causal):
     bound = reference.tolerance(q, k, v, dout, causal=causal, scale=0.3)
     last = q[:, more:]
     out, lse = kernel.forward(last, k, v, causal, 0.3)
-    assert out.shape == last.shape and out.dtype.itemsize >= dtype.itemsize and lse.shape == (3, 3, m)
+    assert (
+        out.shape == last.shape
+        and out.dtype.itemsize >= dtype.itemsize
+        and lse.shape == (3, 3, m)
+    )
     assert reference.error(out, ref[:, more:], 1.0) <= bound["out"]
     assert reference.error(lse, ref_lse[..., more:], 1.0) <= bound["lse"]
     grads = kernel.backward(dout[:, more:], last, k, v, out, lse, causal, 0.3)
     floor = reference.gradient_floor(q, k, dout, 0.3)
-    for name, got, exact_grad in zip(("dq", "dk", "dv"), grads, (want[0][:, more:], *want[1:])):
+    for name, got, exact_grad in zip(
+        ("dq", "dk", "dv"), grads, (want[0][:, more:], *want[1:])
+    ):
         assert reference.error(got, exact_grad, floor) <= bound[name], (name, causal)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", [Compiled(), CpuFlash(), Eager(), Eager(tile_bytes=1 << 14)])
+@pytest.mark.parametrize(
+    "kernel", [Compiled(), CpuFlash(), Eager(), Eager(tile_bytes=1 << 14)]
+)
 @pytest.mark.parametrize("m", [1, 2, 64, 127, 129, 200])
 def test_kernel_equals_the_oracle(kernel, dtype, m):
     for causal in (False, True):
@@ -41,7 +53,10 @@ def test_kernel_equals_the_oracle(kernel, dtype, m):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", [Eager(tile_bytes=1 << 14), *filter(supports_lower_right_causal, KERNELS.values())])
+@pytest.mark.parametrize(
+    "kernel",
+    [Eager(tile_bytes=1 << 14), *filter(supports_lower_right_causal, KERNELS.values())],
+)
 @pytest.mark.parametrize("m, more", [(1, 1), (1, 40), (30, 1), (64, 130), (129, 70)])
 def test_the_last_queries_of_causal_attention_by_all_keys(kernel, dtype, m, more):
     check(kernel, dtype, m, more, True)
@@ -49,8 +64,14 @@ def test_the_last_queries_of_causal_attention_by_all_keys(kernel, dtype, m, more
 
 def test_every_refusal_has_a_reason():
     rows = kernels.table("cpu", torch.float32, 64)
-    assert {name for name, *_ in rows} == set(KERNELS) and rows[-1][0] == "triton", "never timed, so it is tried last"
-    here = {"cpu_flash", "eager"} if native.library()[1] else {"compiled", "cpu_flash", "eager"}  # no compiler
+    assert {name for name, *_ in rows} == set(KERNELS) and rows[-1][0] == "triton", (
+        "never timed, so it is tried last"
+    )
+    here = (
+        {"cpu_flash", "eager"}
+        if native.library()[1]
+        else {"compiled", "cpu_flash", "eager"}
+    )  # no compiler
     assert [name for name, *_, chosen in rows if chosen] == [min(here - {"eager"})]
     reasons = {name: why for name, runs, why, _ in rows if not runs}
     assert reasons.keys() == KERNELS.keys() - here
@@ -59,7 +80,9 @@ def test_every_refusal_has_a_reason():
 
 
 def test_chain_reports_what_it_passed_over():
-    choice = kernels.choose("cpu", torch.float32, 64, backend=("xformers", "efficient", "eager"))
+    choice = kernels.choose(
+        "cpu", torch.float32, 64, backend=("xformers", "efficient", "eager")
+    )
     assert choice.name == "eager" and list(choice.refusals) == ["xformers", "efficient"]
     assert kernels.choose("cpu", torch.bfloat16, 64, backend="sdpa").name == "cpu_flash"
 
@@ -78,7 +101,9 @@ def test_what_cannot_run_raises_with_the_reason():
     q = torch.randn(1, 8, 2, 8)
     with pytest.raises(ValueError, match="unknown backend 'fast'; known: auto, sdpa"):
         attention(q, q, q, Dense(), backend="fast")
-    with pytest.raises(NotImplementedError, match="'cudnn' cannot run on cpu.*needs a CUDA device") as caught:
+    with pytest.raises(
+        NotImplementedError, match="'cudnn' cannot run on cpu.*needs a CUDA device"
+    ) as caught:
         attention(q, q, q, Dense(), backend="cudnn")
     assert "\n" not in str(caught.value)
 
@@ -103,19 +128,34 @@ def test_probe_finds_wrong_and_failing_kernels(monkeypatch):
         monkeypatch.setitem(KERNELS, kernel.name, kernel)
     forget_probes()
     try:
-        assert probe("broken", CPU, torch.float32, 16, False, False).startswith("wrong result: lse is off by 4")
-        assert probe("crashing", CPU, torch.float32, 16, False, False) is None  # its forward is right
+        assert probe("broken", CPU, torch.float32, 16, False, False).startswith(
+            "wrong result: lse is off by 4"
+        )
+        assert (
+            probe("crashing", CPU, torch.float32, 16, False, False) is None
+        )  # its forward is right
         why = probe("crashing", CPU, torch.float32, 16, False, True)
-        assert why == "RuntimeError: no kernel image is available for execution on the device"
+        assert (
+            why
+            == "RuntimeError: no kernel image is available for execution on the device"
+        )
     finally:
         forget_probes()
 
 
 def test_order_and_refusals_follow_the_hardware():
-    for have, first in (((6, 1), "flash_attn_2"), ((8, 0), "flash_attn_2"), ((9, 0), "flash_attn_3")):
+    for have, first in (
+        ((6, 1), "flash_attn_2"),
+        ((8, 0), "flash_attn_2"),
+        ((9, 0), "flash_attn_3"),
+    ):
         assert kernels.order(DeviceSpec("cuda", have))[0] == first
     pascal = DeviceSpec("cuda", (6, 1))
     for name in ("flash", "cudnn"):
-        assert "8.0 or newer, this is 6.1" in KERNELS[name].refuses(pascal, torch.float16, 64)
+        assert "8.0 or newer, this is 6.1" in KERNELS[name].refuses(
+            pascal, torch.float16, 64
+        )
     assert KERNELS["efficient"].refuses(pascal, torch.float32, 64) is None
-    assert "bfloat16 from compute capability 8.0" in KERNELS["efficient"].refuses(pascal, torch.bfloat16, 64)
+    assert "bfloat16 from compute capability 8.0" in KERNELS["efficient"].refuses(
+        pascal, torch.bfloat16, 64
+    )

@@ -1,4 +1,6 @@
-"""Generation with a cache: each position is that row of full attention, and no row is kept that nothing sees."""
+"""Generation with a cache: each position is that row of full attention, and no row is
+kept that nothing sees.
+"""
 
 import copy
 import io
@@ -8,7 +10,17 @@ import pytest
 import torch
 from document_cases import EXACT, PATTERNS
 from matrix import BLOCK_SPARSE, DILATED, F32, F64
-from ringlab import Dense, Dilated, KVCache, Simulated, attention, blocks, cache_bytes, reference, tracking
+from ringlab import (
+    Dense,
+    Dilated,
+    KVCache,
+    Simulated,
+    attention,
+    blocks,
+    cache_bytes,
+    reference,
+    tracking,
+)
 from ringlab.engine import live_rows
 
 LADDER = Dilated([2048 << i for i in range(10)], [1 << i for i in range(10)])
@@ -22,78 +34,141 @@ def pieces(rng: random.Random, n: int) -> list[int]:
     """Sizes of chunks that add up to n: single positions, short and long ones."""
     sizes = []
     while (left := n - sum(sizes)) > 0:
-        sizes.append(min(left, rng.choice([1, 1, 3, rng.randint(1, n), rng.randint(1, n)])))
+        sizes.append(
+            min(left, rng.choice([1, 1, 3, rng.randint(1, n), rng.randint(1, n)]))
+        )
     return sizes
 
 
 def shown(pattern, n: int, heads: int, kv_heads: int) -> torch.Tensor:
-    """Which key some query of a K/V head sees, by the pattern's own definition: (kv_heads, n, n)."""
+    """Which key some query of a K/V head sees, by the pattern's own definition:
+    (kv_heads, n, n).
+    """
     at, how = torch.arange(n), {"n": n, "heads": heads, "kv_heads": kv_heads}
-    seen = torch.stack([pattern.multiplicity(at, at, head=head, **how) > 0 for head in range(heads)])
+    seen = torch.stack(
+        [pattern.multiplicity(at, at, head=head, **how) > 0 for head in range(heads)]
+    )
     return seen.unflatten(0, (kv_heads, -1)).any(1)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_pieces_give_the_rows_of_full_attention(seed, monkeypatch):
-    """Fifty random cases of patterns, heads, dtypes, lengths and pieces; live rows by brute force at every stop."""
+    """Fifty random cases of patterns, heads, dtypes, lengths and pieces; live rows by
+    brute force at every stop.
+    """
     rng = random.Random(seed)
     if seed % 2:
-        monkeypatch.setattr(live_rows, "ONE_READ", 0)  # what sees alike is read apart, as it is from a long cache
+        monkeypatch.setattr(
+            live_rows, "ONE_READ", 0
+        )  # what sees alike is read apart, as it is from a long cache
     for _ in range(50):
-        pattern, n = rng.choice([*PATTERNS, BLOCK_SPARSE[0]]), rng.randint(1, rng.choice([30, 80]))
-        (heads, kv_heads), b = rng.choice([(1, 1), (4, 2), (6, 1), (4, 4), (8, 8)]), rng.randint(1, 3)
-        dtype, d, max_crop = rng.choice([F64, F32]), rng.choice([8, 16]), rng.choice([0, 0, 3])
-        given = {"heads": heads, "kv_heads": kv_heads, "max_seq_len": n, "max_crop": max_crop}
+        pattern, n = (
+            rng.choice([*PATTERNS, BLOCK_SPARSE[0]]),
+            rng.randint(1, rng.choice([30, 80])),
+        )
+        (heads, kv_heads), b = (
+            rng.choice([(1, 1), (4, 2), (6, 1), (4, 4), (8, 8)]),
+            rng.randint(1, 3),
+        )
+        dtype, d, max_crop = (
+            rng.choice([F64, F32]),
+            rng.choice([8, 16]),
+            rng.choice([0, 0, 3]),
+        )
+        given = {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "max_seq_len": n,
+            "max_crop": max_crop,
+        }
         q, k, v = tensors(b, n, heads, kv_heads, d, dtype)
         ranks = rng.choice([1, 1, 2, 3])  # each of which keeps a part of the rows
-        cache = KVCache(pattern, batch=b, head_dim=d, dtype=dtype, group=Simulated(ranks), **given)
+        cache = KVCache(
+            pattern, batch=b, head_dim=d, dtype=dtype, group=Simulated(ranks), **given
+        )
         want, want_lse = reference.attention(q, k, v, pattern, causal=True)
         outs, lses, t, seen = [], [], 0, shown(pattern, n, heads, kv_heads)
         for size in pieces(rng, n):
             some = (x[:, t : t + size] for x in (q, k, v))
-            out, lse = attention(*some, pattern, causal=True, cache=cache, return_lse=True)
+            out, lse = attention(
+                *some, pattern, causal=True, cache=cache, return_lse=True
+            )
             outs, lses, t = [*outs, out], [*lses, lse], t + size
             live = [rows.tolist() for rows in cache.live_rows(b - 1)]
             later = [rows[t:, :t].any(0).nonzero().flatten().tolist() for rows in seen]
             assert live == later if max_crop == 0 else max(map(len, live)) <= t
         case = pattern, n, heads, kv_heads, dtype, max_crop, ranks
-        assert cache.nbytes <= ranks * cache_bytes(pattern, batch=b, head_dim=d, dtype=dtype, ranks=ranks, **given)
+        assert cache.nbytes <= ranks * cache_bytes(
+            pattern, batch=b, head_dim=d, dtype=dtype, ranks=ranks, **given
+        )
         assert reference.error(torch.cat(outs, 1), want, 1.0) <= EXACT[dtype], case
         dead = want_lse == -torch.inf
         assert torch.equal(torch.cat(lses, 2) == -torch.inf, dead), case
         got_lse = torch.cat(lses, 2).masked_fill(dead, 0)
-        assert reference.error(got_lse, want_lse.masked_fill(dead, 0), 1.0) <= EXACT[dtype], case
+        assert (
+            reference.error(got_lse, want_lse.masked_fill(dead, 0), 1.0) <= EXACT[dtype]
+        ), case
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pattern", [Dense(), DILATED[0], blocks.local_global(2, 1, block_size=16)], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [Dense(), DILATED[0], blocks.local_global(2, 1, block_size=16)], ids=str
+)
 def test_half_precision_is_as_right_as_one_dense_call(pattern, dtype):
     q, k, v = tensors(2, 100, 4, 2, 16, dtype)
-    cache = KVCache(pattern, batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=100, dtype=dtype)
+    cache = KVCache(
+        pattern, batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=100, dtype=dtype
+    )
     want = reference.attention(q, k, v, pattern, causal=True)[0]
     some = [x.split([40, 1, 30, *[1] * 29], 1) for x in (q, k, v)]
-    got = torch.cat([attention(*part, pattern, causal=True, cache=cache) for part in zip(*some)], 1)
+    got = torch.cat(
+        [attention(*part, pattern, causal=True, cache=cache) for part in zip(*some)], 1
+    )
     assert got.dtype == dtype
-    assert reference.error(got, want, 1.0) <= reference.tolerance(q, k, v, pattern=pattern, causal=True)["out"]
+    assert (
+        reference.error(got, want, 1.0)
+        <= reference.tolerance(q, k, v, pattern=pattern, causal=True)["out"]
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_sequences_of_a_batch_are_each_what_they_are_alone(seed, monkeypatch):
-    """Random chunks of other lengths, reordered, cropped to other lengths, saved and copied; padding is NaN."""
+    """Random chunks of other lengths, reordered, cropped to other lengths, saved and
+    copied; padding is NaN.
+    """
     rng = random.Random(seed)
     if seed % 2:
         monkeypatch.setattr(live_rows, "ONE_READ", 0)
     for _ in range(12):
-        pattern, n = rng.choice([*PATTERNS, BLOCK_SPARSE[0]]), rng.randint(1, rng.choice([30, 80]))
-        (heads, kv_heads), b = rng.choice([(1, 1), (4, 2), (6, 1), (8, 8)]), rng.randint(2, 4)
-        made = {"batch": b, "heads": heads, "kv_heads": kv_heads, "head_dim": 8, "max_seq_len": n, "dtype": F64,
-                "max_crop": rng.choice([0, 6]), "group": rng.choice([None, Simulated(2)])}  # fmt: skip
+        pattern, n = (
+            rng.choice([*PATTERNS, BLOCK_SPARSE[0]]),
+            rng.randint(1, rng.choice([30, 80])),
+        )
+        (heads, kv_heads), b = (
+            rng.choice([(1, 1), (4, 2), (6, 1), (8, 8)]),
+            rng.randint(2, 4),
+        )
+        made = {
+            "batch": b,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_dim": 8,
+            "max_seq_len": n,
+            "dtype": F64,
+            "max_crop": rng.choice([0, 6]),
+            "group": rng.choice([None, Simulated(2)]),
+        }
         cache, at, peak = KVCache(pattern, **made), [0] * b, [0] * b
-        history = [torch.zeros(b, n, h, 8, dtype=F64) for h in (heads, kv_heads, kv_heads)]
+        history = [
+            torch.zeros(b, n, h, 8, dtype=F64) for h in (heads, kv_heads, kv_heads)
+        ]
         for _ in range(8):
             most = rng.choice([1, 1, 2, rng.randint(1, n)])
             lengths = [min(n - start, rng.choice([0, 1, most])) for start in at]
-            chunk = [torch.full((b, most, *x.shape[2:]), torch.nan, dtype=F64) for x in history]
+            chunk = [
+                torch.full((b, most, *x.shape[2:]), torch.nan, dtype=F64)
+                for x in history
+            ]
             for piece, whole in zip(chunk, history):
                 for i, length in enumerate(lengths):
                     piece[i, :length] = torch.randn(length, *whole.shape[2:], dtype=F64)
@@ -102,16 +177,28 @@ def test_sequences_of_a_batch_are_each_what_they_are_alone(seed, monkeypatch):
             want = reference.attention(*history, pattern, causal=True)[0]
             for i, length in enumerate(lengths):
                 if length:
-                    assert reference.error(out[i, :length], want[i, at[i] : at[i] + length], 1.0) <= 1e-12, (made, at)
+                    assert (
+                        reference.error(
+                            out[i, :length], want[i, at[i] : at[i] + length], 1.0
+                        )
+                        <= 1e-12
+                    ), (made, at)
                 assert not out[i, length:].any()
             at = [start + length for start, length in zip(at, lengths)]
             peak = list(map(max, at, peak))
             if rng.random() < 0.3:
                 order = [rng.randrange(b) for _ in range(b)]
                 cache.reorder(torch.tensor(order))
-                history, at, peak = [x[order] for x in history], [at[i] for i in order], [peak[i] for i in order]
+                history, at, peak = (
+                    [x[order] for x in history],
+                    [at[i] for i in order],
+                    [peak[i] for i in order],
+                )
             if made["max_crop"] and rng.random() < 0.3:
-                at = [min(start, max(0, most - rng.randint(0, 6))) for start, most in zip(at, peak)]
+                at = [
+                    min(start, max(0, most - rng.randint(0, 6)))
+                    for start, most in zip(at, peak)
+                ]
                 cache.crop(at)
             if rng.random() < 0.2:
                 file = io.BytesIO()
@@ -127,46 +214,89 @@ def test_sequences_of_a_batch_are_each_what_they_are_alone(seed, monkeypatch):
 def test_sequences_of_one_length_may_keep_other_rows_after_a_crop():
     q, k, v = tensors(2, 40, 2, 2, 8)
     pattern = Dilated([4, 16], [1, 2])
-    made = {"batch": 2, "heads": 2, "head_dim": 8, "max_seq_len": 40, "dtype": F64, "max_crop": 3}
+    made = {
+        "batch": 2,
+        "heads": 2,
+        "head_dim": 8,
+        "max_seq_len": 40,
+        "dtype": F64,
+        "max_crop": 3,
+    }
     cache, restored = KVCache(pattern, **made), KVCache(pattern, **made)
     for new, lengths in ((slice(0, 17), [17, 17]), (slice(17, 20), [3, 0])):
-        attention(*(x[:, new] for x in (q, k, v)), pattern, causal=True, cache=cache, lengths=lengths)
+        attention(
+            *(x[:, new] for x in (q, k, v)),
+            pattern,
+            causal=True,
+            cache=cache,
+            lengths=lengths,
+        )
     cache.crop(17)
     assert len(cache.live_rows(0)[0]) < len(cache.live_rows(1)[0])
-    out = attention(*(x[:, 17:19] for x in (q, k, v)), pattern, causal=True, cache=cache)
-    assert reference.error(out, reference.attention(q, k, v, pattern, causal=True)[0][:, 17:19], 1.0) <= 1e-12
+    out = attention(
+        *(x[:, 17:19] for x in (q, k, v)), pattern, causal=True, cache=cache
+    )
+    assert (
+        reference.error(
+            out, reference.attention(q, k, v, pattern, causal=True)[0][:, 17:19], 1.0
+        )
+        <= 1e-12
+    )
     cache.crop([17, 17])
     restored.load_state_dict(cache.state_dict())
     for one in (cache, restored):
-        with pytest.raises(ValueError, match="sequence 0 cannot be cropped to 15: .*max_crop"):  # it had 20 positions
+        with pytest.raises(
+            ValueError, match="sequence 0 cannot be cropped to 15: .*max_crop"
+        ):  # it had 20 positions
             one.crop(15)
 
 
 def test_a_million_positions_keep_few_rows():
-    """[2048 * 2^i] / [2^i], i = 0..9: at most 11,263 rows a head; the bytes that were said are the bytes."""
+    """[2048 * 2^i] / [2^i], i = 0..9: at most 11,263 rows a head; the bytes that were
+    said are the bytes.
+    """
     n, row = 1 << 20, 2 * 64 * 4
     cache = KVCache(LADDER, batch=1, heads=8, head_dim=64, max_seq_len=n)
-    assert cache.nbytes == cache_bytes(LADDER, heads=8, max_seq_len=n) <= 1.05 * 8 * 11_263 * row
+    assert (
+        cache.nbytes
+        == cache_bytes(LADDER, heads=8, max_seq_len=n)
+        <= 1.05 * 8 * 11_263 * row
+    )
     q, k, v = tensors(1, 17_000, 8, 8, 64, F32)
     attention(q, k, v, LADDER, causal=True, cache=cache)
     for head, rows in enumerate(cache.live_rows()):
         branches = zip(LADDER.segment_lengths, LADDER.dilation_rates)
-        wanted = {x for w, r in branches for x in range(17_000 // w * w + head % r, 17_000, r)}
+        wanted = {
+            x for w, r in branches for x in range(17_000 // w * w + head % r, 17_000, r)
+        }
         assert rows.tolist() == sorted(wanted)
 
 
 def test_a_key_that_is_hidden_changes_nothing_whatever_it_holds():
     q, k, v = tensors(1, 40, 2, 2, 8)
     pattern = Dilated([4, 16], [1, 2])
-    clean, stained = (KVCache(pattern, batch=1, heads=2, head_dim=8, max_seq_len=40, dtype=F64) for _ in range(2))
+    clean, stained = (
+        KVCache(pattern, batch=1, heads=2, head_dim=8, max_seq_len=40, dtype=F64)
+        for _ in range(2)
+    )
     spoiled = k.clone()
     spoiled[:, 8] = torch.nan  # seen by head 0 from 9 to 15 at even positions
     for t in range(40):
         now = slice(t, t + 1)
-        a = attention(q[:, now], k[:, now], v[:, now], pattern, causal=True, cache=clean)
-        b = attention(q[:, now], spoiled[:, now], v[:, now], pattern, causal=True, cache=stained)
+        a = attention(
+            q[:, now], k[:, now], v[:, now], pattern, causal=True, cache=clean
+        )
+        b = attention(
+            q[:, now], spoiled[:, now], v[:, now], pattern, causal=True, cache=stained
+        )
         sees = [
-            t == 8 or bool(pattern.multiplicity(torch.tensor([t]), torch.tensor([8]), head=h, heads=2)) for h in (0, 1)
+            t == 8
+            or bool(
+                pattern.multiplicity(
+                    torch.tensor([t]), torch.tensor([8]), head=h, heads=2
+                )
+            )
+            for h in (0, 1)
         ]
         for head, stained_here in enumerate(sees):
             if not (stained_here and t >= 8):
@@ -178,44 +308,65 @@ CACHE = {"batch": 1, "heads": 2, "head_dim": 8, "max_seq_len": 16}
 
 def call(cache_options=None, pattern=DILATED[0], n=4, b=1, heads=2, dtype=F32, **how):
     cache = KVCache(DILATED[0], **CACHE | (cache_options or {}))
-    q = torch.zeros(b, n, heads, 8, dtype=dtype, requires_grad=how.pop("requires_grad", False))
+    q = torch.zeros(
+        b, n, heads, 8, dtype=dtype, requires_grad=how.pop("requires_grad", False)
+    )
     try:
         attention(q, q, q, pattern, **{"causal": True, "cache": cache} | how)
     finally:
         assert cache.lengths == [0]
 
 
-@pytest.mark.parametrize(("change", "error", "words"), [
-    ({"pattern": Dense()}, ValueError, "the cache is of another pattern"),
-    ({"causal": False}, ValueError, "a cache needs causal=True"),
-    ({"n": 17}, ValueError, "the cache is full: 0 of 16 positions are taken in sequence 0, and 17 are new"),
-    ({"b": 2}, ValueError, "the cache is for a batch of 1"),
-    ({"heads": 4}, ValueError, "2 heads, 2 K/V heads, head_dim 8, got"),
-    ({"dtype": F64}, ValueError, "the cache is torch.float32"),
-    ({"requires_grad": True}, ValueError, "torch.no_grad"),
-    ({"lengths": [5]}, ValueError, "lengths must be 1 numbers of 0 to 4"),
-    ({"cu_seqlens": [0, 4]}, ValueError, "lengths instead of cu_seqlens"),
-    ({"group": Simulated(2)}, ValueError, "give no group"),
-    ({"cache": 3}, TypeError, "must be a ringlab.KVCache"),
-    ({"cache_options": {"max_seq_len": 0}}, ValueError, "max_seq_len must be a positive integer"),
-    ({"cache_options": {"kv_heads": 3}}, ValueError, "multiple of K/V heads"),
-    ({"cache_options": {"device": "cuda:x"}}, ValueError, "device"),
-    ({"cache_options": {"device": "meta"}}, ValueError, "a cache holds values"),
-])  # fmt: skip
-def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(change, error, words):
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"pattern": Dense()}, ValueError, "the cache is of another pattern"),
+        ({"causal": False}, ValueError, "a cache needs causal=True"),
+        (
+            {"n": 17},
+            ValueError,
+            "the cache is full: 0 of 16 positions are taken in sequence 0, and 17 are new",
+        ),
+        ({"b": 2}, ValueError, "the cache is for a batch of 1"),
+        ({"heads": 4}, ValueError, "2 heads, 2 K/V heads, head_dim 8, got"),
+        ({"dtype": F64}, ValueError, "the cache is torch.float32"),
+        ({"requires_grad": True}, ValueError, "torch.no_grad"),
+        ({"lengths": [5]}, ValueError, "lengths must be 1 numbers of 0 to 4"),
+        ({"cu_seqlens": [0, 4]}, ValueError, "lengths instead of cu_seqlens"),
+        ({"group": Simulated(2)}, ValueError, "give no group"),
+        ({"cache": 3}, TypeError, "must be a ringlab.KVCache"),
+        (
+            {"cache_options": {"max_seq_len": 0}},
+            ValueError,
+            "max_seq_len must be a positive integer",
+        ),
+        ({"cache_options": {"kv_heads": 3}}, ValueError, "multiple of K/V heads"),
+        ({"cache_options": {"device": "cuda:x"}}, ValueError, "device"),
+        ({"cache_options": {"device": "meta"}}, ValueError, "a cache holds values"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(
+    change, error, words
+):
     with pytest.raises(error, match=words) as caught:
         call(**change)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("do", "words"), [
-    (lambda c: c.crop(5), "has 4 positions and cannot be cropped to 5"),
-    (lambda c: c.crop([1, 2]), "crop takes one length, or 1"),
-    (lambda c: c.reorder([1]), "reorder takes the numbers of 1 sequences"),
-    (lambda c: c.live_rows(1), "there is no sequence 1 among 1"),
-    (lambda c: c.live_rows(1.5), "there is no sequence 1.5 among 1"),
-    (lambda c: KVCache(Dense(), **CACHE).load_state_dict(c.state_dict()), "the state is of another cache"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("do", "words"),
+    [
+        (lambda c: c.crop(5), "has 4 positions and cannot be cropped to 5"),
+        (lambda c: c.crop([1, 2]), "crop takes one length, or 1"),
+        (lambda c: c.reorder([1]), "reorder takes the numbers of 1 sequences"),
+        (lambda c: c.live_rows(1), "there is no sequence 1 among 1"),
+        (lambda c: c.live_rows(1.5), "there is no sequence 1.5 among 1"),
+        (
+            lambda c: KVCache(Dense(), **CACHE).load_state_dict(c.state_dict()),
+            "the state is of another cache",
+        ),
+    ],
+)
 def test_what_cannot_be_done_to_a_cache_is_refused(do, words):
     cache = KVCache(DILATED[0], **CACHE)
     attention(*[torch.zeros(1, 4, 2, 8)] * 3, DILATED[0], causal=True, cache=cache)
@@ -224,11 +375,19 @@ def test_what_cannot_be_done_to_a_cache_is_refused(do, words):
     assert cache.lengths == [4]
 
 
-@pytest.mark.parametrize("damage", [
-    lambda part: {}, lambda part: None, lambda part: part | {"more": part["k"]}, lambda part: part | {"v": 5},
-    lambda part: part | {"k": part["k"][:, :, :2]}, lambda part: part | {"v": part["v"].double()},
-    lambda part: part | {"counts": part["counts"] + 9}, lambda part: part | {"positions": part["k"]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda part: {},
+        lambda part: None,
+        lambda part: part | {"more": part["k"]},
+        lambda part: part | {"v": 5},
+        lambda part: part | {"k": part["k"][:, :, :2]},
+        lambda part: part | {"v": part["v"].double()},
+        lambda part: part | {"counts": part["counts"] + 9},
+        lambda part: part | {"positions": part["k"]},
+    ],
+)
 def test_a_damaged_state_is_refused_and_changes_nothing(damage):
     cache, other = (KVCache(DILATED[0], **CACHE) for _ in range(2))
     for one, n in ((cache, 4), (other, 7)):
@@ -237,15 +396,26 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage):
     for parts in ([damage(state["parts"][0])], [], {}, state["parts"] * 2):
         with pytest.raises(ValueError, match="the state is damaged"):
             cache.load_state_dict(state | {"parts": parts})
-    assert all(torch.equal(kept[name], t) for name, t in cache.state_dict()["parts"][0].items())
+    assert all(
+        torch.equal(kept[name], t) for name, t in cache.state_dict()["parts"][0].items()
+    )
     cache.load_state_dict(state)
     assert cache.lengths == [7]
 
 
-@pytest.mark.parametrize("wrong", [
-    lambda k: (k, k[:1]), lambda k: (k, k[:, :, :1]), lambda k: (k, k[:, :3]), lambda k: (k, k[..., :4]),
-    lambda k: (k, k.double()), lambda k: (None, None), lambda k: (k[0], k[0]), lambda k: (k[:, :0], k[:, :0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda k: (k, k[:1]),
+        lambda k: (k, k[:, :, :1]),
+        lambda k: (k, k[:, :3]),
+        lambda k: (k, k[..., :4]),
+        lambda k: (k, k.double()),
+        lambda k: (None, None),
+        lambda k: (k[0], k[0]),
+        lambda k: (k[:, :0], k[:, :0]),
+    ],
+)
 def test_append_takes_rows_as_attention_does_and_refuses_others_unchanged(wrong):
     pattern = DILATED[0]
     q, k, v = tensors(2, 30, 4, 2, 8, F32)
@@ -255,7 +425,10 @@ def test_append_takes_rows_as_attention_does_and_refuses_others_unchanged(wrong)
         cache.append(*wrong(k))
     cache.append(k[:, :20], v[:, :20])
     attention(q[:, :20], k[:, :20], v[:, :20], pattern, causal=True, cache=other)
-    a, b = (attention(q[:, 20:], k[:, 20:], v[:, 20:], pattern, causal=True, cache=c) for c in (cache, other))
+    a, b = (
+        attention(q[:, 20:], k[:, 20:], v[:, 20:], pattern, causal=True, cache=c)
+        for c in (cache, other)
+    )
     assert torch.equal(a, b)
 
 
@@ -264,26 +437,50 @@ def test_a_cache_made_in_inference_mode_serves_outside_and_narrow_values_come_ba
     q, k, v = tensors(1, 12, 2, 2, 8)
     want = reference.attention(q, k, v[..., :4], pattern, causal=True)[0]
     with torch.inference_mode():
-        cache = KVCache(pattern, batch=1, heads=2, head_dim=8, max_seq_len=40, dtype=F64)
-        first = attention(q[:, :5], k[:, :5], v[:, :5, :, :4], pattern, causal=True, cache=cache)
+        cache = KVCache(
+            pattern, batch=1, heads=2, head_dim=8, max_seq_len=40, dtype=F64
+        )
+        first = attention(
+            q[:, :5], k[:, :5], v[:, :5, :, :4], pattern, causal=True, cache=cache
+        )
     with torch.no_grad():
-        rest = [attention(q[:, i:j], k[:, i:j], v[:, i:j, :, :4], pattern, causal=True, cache=cache)
-                for i, j in ((5, 6), (6, 12))]  # fmt: skip
+        rest = [
+            attention(
+                q[:, i:j],
+                k[:, i:j],
+                v[:, i:j, :, :4],
+                pattern,
+                causal=True,
+                cache=cache,
+            )
+            for i, j in ((5, 6), (6, 12))
+        ]
     assert reference.error(torch.cat([first, *rest], 1), want, 1.0) <= 1e-12
 
 
-@pytest.mark.parametrize("pattern", [blocks.sliding_window(1, block_size=16), DILATED[0]], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [blocks.sliding_window(1, block_size=16), DILATED[0]], ids=str
+)
 def test_sequences_may_take_steps_in_any_order(pattern):
-    """Some alone, some together, and as copies of each other, over more positions than are prepared together."""
+    """Some alone, some together, and as copies of each other, over more positions than
+    are prepared together.
+    """
     rng, n = random.Random(1), 150
     q, k, v = (x.expand(2, -1, -1, -1) for x in tensors(1, n, 4, 2, 16, F64))
-    cache = KVCache(pattern, batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=n, dtype=F64)
+    cache = KVCache(
+        pattern, batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=n, dtype=F64
+    )
     want, errors = reference.attention(q[:1], k[:1], v[:1], pattern, causal=True)[0], []
     while min(at := cache.lengths) < n:
         steps = [int(t < n and (t == min(at) or rng.random() < 0.8)) for t in at]
-        some = [torch.stack([x[i, min(t, n - 1) :][:1] for i, t in enumerate(at)]) for x in (q, k, v)]
+        some = [
+            torch.stack([x[i, min(t, n - 1) :][:1] for i, t in enumerate(at)])
+            for x in (q, k, v)
+        ]
         out = attention(*some, pattern, causal=True, cache=cache, lengths=steps)
-        errors += [float((out[i, 0] - want[0, t]).norm()) for i, t in enumerate(at) if steps[i]]
+        errors += [
+            float((out[i, 0] - want[0, t]).norm()) for i, t in enumerate(at) if steps[i]
+        ]
         if rng.random() < 0.05:
             cache.reorder([1, 0])
     assert max(errors) <= 1e-12
@@ -297,35 +494,65 @@ def test_a_step_of_a_large_batch_takes_little_memory():
     cache.append(rows, rows)
     for _ in range(20):
         with tracking.LiveStorageTracker() as live:
-            attention(rows[:, :1], rows[:, :1], rows[:, :1], pattern, causal=True, cache=cache)
+            attention(
+                rows[:, :1], rows[:, :1], rows[:, :1], pattern, causal=True, cache=cache
+            )
         assert live.peak_bytes < 4 << 20
 
 
-@pytest.mark.parametrize("pattern", [blocks.sliding_window(1, block_size=16), DILATED[0]], ids=str)
+@pytest.mark.parametrize(
+    "pattern", [blocks.sliding_window(1, block_size=16), DILATED[0]], ids=str
+)
 def test_a_step_that_fails_can_be_done_again(pattern, monkeypatch):
     """In any of the steps that are prepared together."""
     q, k, v = tensors(2, 60, 4, 2, 16, F64)
-    cache = KVCache(pattern, batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=60, dtype=F64)
+    cache = KVCache(
+        pattern, batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=60, dtype=F64
+    )
     outs = []
     for t in range(60):
         some = [x[:, t : t + 1] for x in (q, k, v)]
-        with monkeypatch.context() as patch, pytest.raises(MemoryError), torch.inference_mode():
-            patch.setattr(live_rows, "one_query", lambda *args: (_ for _ in ()).throw(MemoryError()))
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(MemoryError),
+            torch.inference_mode(),
+        ):
+            patch.setattr(
+                live_rows,
+                "one_query",
+                lambda *args: (_ for _ in ()).throw(MemoryError()),
+            )
             attention(*some, pattern, causal=True, cache=cache)
         outs.append(attention(*some, pattern, causal=True, cache=cache))
-    assert reference.error(torch.cat(outs, 1), reference.attention(q, k, v, pattern, causal=True)[0], 1.0) <= EXACT[F64]
+    assert (
+        reference.error(
+            torch.cat(outs, 1),
+            reference.attention(q, k, v, pattern, causal=True)[0],
+            1.0,
+        )
+        <= EXACT[F64]
+    )
 
 
-@pytest.mark.parametrize(("lengths", "rates", "at"), [([4, 16], [1, 1], 2), ([4, 16], [1, 1], 3), ([8, 64], [1, 2], 7)])
+@pytest.mark.parametrize(
+    ("lengths", "rates", "at"),
+    [([4, 16], [1, 1], 2), ([4, 16], [1, 1], 3), ([8, 64], [1, 2], 7)],
+)
 def test_a_value_that_was_dropped_leaves_nothing_behind(lengths, rates, at):
-    """Heads with fewer rows are read beyond them, with those that have more: what lay there has weight 0, NaN too."""
+    """Heads with fewer rows are read beyond them, with those that have more: what lay
+    there has weight 0, NaN too.
+    """
     pattern, end = Dilated(lengths, rates, mixing="head_groups"), lengths[0]
     q, k, v = tensors(1, 32, 2, 2, 8)
     want = reference.attention(q, k, v, pattern, causal=True)[0]
     v[:, at, 0] = torch.nan  # the first head sees it to the end of its segment
     cache = KVCache(pattern, batch=1, heads=2, head_dim=8, max_seq_len=32, dtype=F64)
     out = torch.cat(
-        [attention(*some, pattern, causal=True, cache=cache) for some in zip(*(t.split(1, 1) for t in (q, k, v)))], 1
+        [
+            attention(*some, pattern, causal=True, cache=cache)
+            for some in zip(*(t.split(1, 1) for t in (q, k, v)))
+        ],
+        1,
     )
     assert out[:, at:end, 0].isnan().all()
     out[:, at:end, 0] = want[:, at:end, 0]
@@ -335,10 +562,25 @@ def test_a_value_that_was_dropped_leaves_nothing_behind(lengths, rates, at):
 def test_a_value_that_was_cropped_leaves_nothing_behind():
     pattern = Dilated([4, 16], [1, 2], mixing="head_groups")
     q, k, v = tensors(1, 32, 2, 2, 8)
-    cache = KVCache(pattern, batch=1, heads=2, head_dim=8, max_seq_len=32, dtype=F64, max_crop=3)
+    cache = KVCache(
+        pattern, batch=1, heads=2, head_dim=8, max_seq_len=32, dtype=F64, max_crop=3
+    )
     draft, out = torch.full_like(v, torch.nan), []
     for t in range(32):
-        attention(*(x[:, t : t + 3] for x in (q, k, draft)), pattern, causal=True, cache=cache)
+        attention(
+            *(x[:, t : t + 3] for x in (q, k, draft)), pattern, causal=True, cache=cache
+        )
         cache.crop(t)
-        out.append(attention(*(x[:, t : t + 1] for x in (q, k, v)), pattern, causal=True, cache=cache))
-    assert reference.error(torch.cat(out, 1), reference.attention(q, k, v, pattern, causal=True)[0], 1.0) <= 1e-12
+        out.append(
+            attention(
+                *(x[:, t : t + 1] for x in (q, k, v)), pattern, causal=True, cache=cache
+            )
+        )
+    assert (
+        reference.error(
+            torch.cat(out, 1),
+            reference.attention(q, k, v, pattern, causal=True)[0],
+            1.0,
+        )
+        <= 1e-12
+    )

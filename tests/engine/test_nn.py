@@ -1,4 +1,6 @@
-"""The attention layer is the oracle between torch's own projections, on one device, over ranks and in training."""
+"""The attention layer is the oracle between torch's own projections, on one device,
+over ranks and in training.
+"""
 
 import pytest
 import torch
@@ -22,86 +24,164 @@ def gradients(layer, x, dout):
 
 def by_torch(layer, x):
     w = dict(layer.named_parameters())
-    q, k, v = (F.linear(x, w[f"{n}_proj.weight"], w[f"{n}_proj.bias"]).unflatten(-1, (-1, 4)) for n in "qkv")
+    q, k, v = (
+        F.linear(x, w[f"{n}_proj.weight"], w[f"{n}_proj.bias"]).unflatten(-1, (-1, 4))
+        for n in "qkv"
+    )
     out, _ = reference.attention(q, k, v, layer.pattern, causal=layer.options["causal"])
     return F.linear(out.flatten(2), w["out_proj.weight"], w["out_proj.bias"])
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kv_heads, more", [
-    (4, {}), (2, {}), (1, {"group": Simulated(3)}),
-    *((4, {"group": Simulated(2), "scheme": scheme}) for scheme in SCHEMES),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kv_heads, more",
+    [
+        (4, {}),
+        (2, {}),
+        (1, {"group": Simulated(3)}),
+        *((4, {"group": Simulated(2), "scheme": scheme}) for scheme in SCHEMES),
+    ],
+)
 def test_the_layer_is_the_oracle_between_projections(causal, kv_heads, more):
     torch.manual_seed(0)
     for pattern in (PATTERN, Dense()):
-        layer = MultiheadAttention(16, 4, pattern, num_kv_heads=kv_heads, causal=causal, dtype=torch.float64, **more)
-        x, dout = torch.randn(2, 48, 16, dtype=torch.float64, requires_grad=True), torch.randn(2, 48, 16).double()
+        layer = MultiheadAttention(
+            16,
+            4,
+            pattern,
+            num_kv_heads=kv_heads,
+            causal=causal,
+            dtype=torch.float64,
+            **more,
+        )
+        x, dout = (
+            torch.randn(2, 48, 16, dtype=torch.float64, requires_grad=True),
+            torch.randn(2, 48, 16).double(),
+        )
         want = by_torch(layer, x)
-        want = [want.detach(), *torch.autograd.grad(want, [x, *layer.parameters()], dout)]
+        want = [
+            want.detach(),
+            *torch.autograd.grad(want, [x, *layer.parameters()], dout),
+        ]
         assert apart(gradients(layer, x, dout), want) <= 1e-12
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_it_takes_the_place_of_torchs_layer(causal):
-    """With its weights, as it is called, with padding, and inside its encoder layer, in training and evaluation."""
+    """With its weights, as it is called, with padding, and inside its encoder layer, in
+    training and evaluation.
+    """
     torch.manual_seed(0)
     theirs = torch.nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64)
     ours = MultiheadAttention.from_torch(theirs, Dense())
     x, (b, n) = torch.randn(3, 20, 32, dtype=torch.float64), (3, 20)
-    mask = torch.nn.Transformer.generate_square_subsequent_mask(n).double() if causal else None
+    mask = (
+        torch.nn.Transformer.generate_square_subsequent_mask(n).double()
+        if causal
+        else None
+    )
     padding = torch.arange(n) >= torch.tensor([20, 7, 13])[:, None]
     want, _ = theirs(x, x, x, attn_mask=mask, is_causal=causal, need_weights=False)
-    for how in ({"is_causal": causal}, {"attn_mask": mask}, {"attn_mask": mask, "is_causal": causal}):
+    for how in (
+        {"is_causal": causal},
+        {"attn_mask": mask},
+        {"attn_mask": mask, "is_causal": causal},
+    ):
         out, weights = ours(x, x, x, need_weights=False, **how)
         assert weights is None and apart([out], [want]) <= 1e-12
     hidden = torch.zeros(b, n, dtype=torch.float64).masked_fill(padding, -torch.inf)
-    want, _ = theirs(x, x, x, attn_mask=mask, key_padding_mask=hidden, need_weights=False)
+    want, _ = theirs(
+        x, x, x, attn_mask=mask, key_padding_mask=hidden, need_weights=False
+    )
     for given in (padding, hidden):
         out, _ = ours(x, x, x, is_causal=causal, key_padding_mask=given)
         assert apart([out[~padding]], [want[~padding]]) <= 1e-12
-    encoder = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, dtype=torch.float64)
+    encoder = torch.nn.TransformerEncoderLayer(
+        32, 4, 64, dropout=0.0, batch_first=True, dtype=torch.float64
+    )
     how = {"src_mask": mask, "is_causal": causal, "src_key_padding_mask": hidden}
     want = encoder(x, **how)
     encoder.self_attn = MultiheadAttention.from_torch(encoder.self_attn, Dense())
     for mode in (True, False):
         with torch.set_grad_enabled(mode):
-            assert apart([encoder.train(mode)(x, **how)[~padding]], [want[~padding]]) <= 1e-12
-    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, dtype=torch.float64)
-    stack = torch.nn.TransformerEncoder(layer, 2)  # which would run its own kernel on nested tensors in evaluation
+            assert (
+                apart([encoder.train(mode)(x, **how)[~padding]], [want[~padding]])
+                <= 1e-12
+            )
+    layer = torch.nn.TransformerEncoderLayer(
+        32, 4, 64, dropout=0.0, batch_first=True, dtype=torch.float64
+    )
+    stack = torch.nn.TransformerEncoder(
+        layer, 2
+    )  # which would run its own kernel on nested tensors in evaluation
     want = stack(x, src_key_padding_mask=padding)
     for layer in stack.layers:
         layer.self_attn = MultiheadAttention.from_torch(layer.self_attn, Dense())
     with torch.no_grad():
-        assert apart([stack.eval()(x, src_key_padding_mask=padding)[~padding]], [want[~padding]]) <= 1e-12
+        assert (
+            apart(
+                [stack.eval()(x, src_key_padding_mask=padding)[~padding]],
+                [want[~padding]],
+            )
+            <= 1e-12
+        )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_packed_and_padded_documents_are_those_alone(checkpointing):
-    layer = MultiheadAttention(16, 4, PATTERN, causal=True, use_gradient_checkpointing=checkpointing).double()
+    layer = MultiheadAttention(
+        16, 4, PATTERN, causal=True, use_gradient_checkpointing=checkpointing
+    ).double()
     some = [torch.randn(1, n, 16, dtype=torch.float64) for n in (5, 40, 40, 23)]
     dout = [torch.randn_like(x) for x in some]
-    want = [torch.autograd.grad(layer(x), layer.parameters(), g) for x, g in zip(some, dout)]
+    want = [
+        torch.autograd.grad(layer(x), layer.parameters(), g) for x, g in zip(some, dout)
+    ]
     want = [torch.cat([layer(x) for x in some], 1).detach(), *map(sum, zip(*want))]
     out = layer(torch.cat(some, 1), cu_seqlens=torch.tensor([0, 5, 45, 85, 108]))
-    assert apart([out.detach(), *torch.autograd.grad(out, layer.parameters(), torch.cat(dout, 1))], want) <= 1e-12
+    assert (
+        apart(
+            [
+                out.detach(),
+                *torch.autograd.grad(out, layer.parameters(), torch.cat(dout, 1)),
+            ],
+            want,
+        )
+        <= 1e-12
+    )
     padded = torch.nn.utils.rnn.pad_sequence([x[0] for x in some], batch_first=True)
     out = layer(padded, lengths=[5, 40, 40, 23])
-    assert apart([torch.cat([t[None, :n] for t, n in zip(out, (5, 40, 40, 23))], 1).detach()], want[:1]) <= 1e-12
+    assert (
+        apart(
+            [
+                torch.cat(
+                    [t[None, :n] for t, n in zip(out, (5, 40, 40, 23))], 1
+                ).detach()
+            ],
+            want[:1],
+        )
+        <= 1e-12
+    )
 
 
 def test_the_state_dict_is_the_standard_one():
     layer = MultiheadAttention(16, 4, Dense(), num_kv_heads=2, bias=False)
     shapes = {name: tuple(t.shape) for name, t in layer.state_dict().items()}
-    assert shapes == {"q_proj.weight": (16, 16), "k_proj.weight": (8, 16), "v_proj.weight": (8, 16),
-                      "out_proj.weight": (16, 16)}  # fmt: skip
+    assert shapes == {
+        "q_proj.weight": (16, 16),
+        "k_proj.weight": (8, 16),
+        "v_proj.weight": (8, 16),
+        "out_proj.weight": (16, 16),
+    }
     other = MultiheadAttention(16, 4, PATTERN, num_kv_heads=2, bias=False)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other.q_proj.weight, layer.q_proj.weight)
 
 
 @pytest.mark.parametrize("scheme", ["plan", "ring"])
-def test_over_ranks_gradients_sum_to_those_of_one_device_and_micro_batches_to_those_of_one(scheme):
+def test_over_ranks_gradients_sum_to_those_of_one_device_and_micro_batches_to_those_of_one(
+    scheme,
+):
     whole, _ = layer_gradients(scheme, group=None)
     everyone = launch(layer_gradients, 2, scheme)
     for once, accumulated in everyone:
@@ -111,7 +191,9 @@ def test_over_ranks_gradients_sum_to_those_of_one_device_and_micro_batches_to_th
 
 
 def train(steps: int, tracker=None, **options):
-    """Losses of ``steps`` steps of a layer, and the live bytes after each where a tracker counts them."""
+    """Losses of ``steps`` steps of a layer, and the live bytes after each where a
+    tracker counts them.
+    """
     torch.manual_seed(0)
     layer = MultiheadAttention(16, 4, num_kv_heads=2, causal=True, **options)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
@@ -129,56 +211,93 @@ def train(steps: int, tracker=None, **options):
 
 
 @pytest.mark.parametrize(
-    "group, pattern, dtype", [(None, PATTERN, torch.float64), (Simulated(2), Dense(), torch.bfloat16)]
+    "group, pattern, dtype",
+    [(None, PATTERN, torch.float64), (Simulated(2), Dense(), torch.bfloat16)],
 )
 def test_steps_with_checkpointing_and_pool_are_those_without(group, pattern, dtype):
-    """Bit for bit, and with tiles to rounding; what is alive after a step does not grow."""
-    pool, gather = MemoryPool(threshold_bytes=0), group is None  # that path and half precision borrow
+    """Bit for bit, and with tiles to rounding; what is alive after a step does not
+    grow.
+    """
+    pool, gather = (
+        MemoryPool(threshold_bytes=0),
+        group is None,
+    )  # that path and half precision borrow
     made = {"group": group, "pattern": pattern, "dtype": dtype}
     losses, _ = train(25, **made, execution=Execution(gather=gather))
     with LiveStorageTracker() as tracker:
-        checkpointed = {"execution": Execution(gather=gather, pool=pool), "use_gradient_checkpointing": True}
+        checkpointed = {
+            "execution": Execution(gather=gather, pool=pool),
+            "use_gradient_checkpointing": True,
+        }
         same, live = train(25, tracker, **made, **checkpointed)
     assert same == losses and sum(losses[-10:]) < sum(losses[:10])
     assert len(set(live[2:])) == 1, "live memory after a step"
     assert pool.stats().reuses > 25
     if dtype == torch.float64:
-        tiled, _ = train(25, **made, execution=Execution(tile=20), use_gradient_checkpointing=True)
+        tiled, _ = train(
+            25, **made, execution=Execution(tile=20), use_gradient_checkpointing=True
+        )
         assert max(abs(a - b) / b for a, b in zip(tiled, losses)) <= 1e-12
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # the language model
 
 
 def small(seed: int = 0, **options) -> LanguageModel:
     torch.manual_seed(seed)
-    return LanguageModel(50, 32, 4, [PATTERN, Dense()], num_layers=2, num_kv_heads=2, dtype=torch.float64, **options)
+    return LanguageModel(
+        50,
+        32,
+        4,
+        [PATTERN, Dense()],
+        num_layers=2,
+        num_kv_heads=2,
+        dtype=torch.float64,
+        **options,
+    )
 
 
 def test_rotary_turns_pairs_and_scores_depend_on_distance_alone():
     t = torch.randn(1, 7, 2, 8, dtype=torch.float64)
     pairs = torch.complex(*t.chunk(2, -1))  # (1, 7, 2, 4)
-    angles = torch.arange(7)[:, None] * 100.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
-    want = pairs * torch.polar(torch.ones((), dtype=torch.float64), angles)[None, :, None]
-    torch.testing.assert_close(
-        rotary(t, torch.arange(7), 100.0), torch.cat([want.real, want.imag], -1), rtol=1e-12, atol=1e-12
+    angles = torch.arange(7)[:, None] * 100.0 ** (
+        -torch.arange(4, dtype=torch.float64) / 4
     )
-    scores = [rotary(t, at + torch.arange(7)) @ rotary(t, at + torch.arange(7)).mT for at in (0, 1000)]
+    want = (
+        pairs * torch.polar(torch.ones((), dtype=torch.float64), angles)[None, :, None]
+    )
+    torch.testing.assert_close(
+        rotary(t, torch.arange(7), 100.0),
+        torch.cat([want.real, want.imag], -1),
+        rtol=1e-12,
+        atol=1e-12,
+    )
+    scores = [
+        rotary(t, at + torch.arange(7)) @ rotary(t, at + torch.arange(7)).mT
+        for at in (0, 1000)
+    ]
     torch.testing.assert_close(*scores)
 
 
-@pytest.mark.parametrize("more", [{}, {"group": Simulated(2)}, {"use_gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"group": Simulated(2)}, {"use_gradient_checkpointing": True}], ids=str
+)
 def test_packed_documents_are_learned_as_one_by_one(more):
     """Logits, loss and gradients; padded too."""
     model, alone = small(**more), small()
     some = [torch.randint(50, (1, n)) for n in (9, 30, 30, 1, 44)]
     losses = [(alone.loss(x), x.shape[1] - 1) for x in some if x.shape[1] > 1]
-    want = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+    want = sum(loss * count for loss, count in losses) / sum(
+        count for _, count in losses
+    )
     want.backward()
     borders = torch.tensor([0, *(x.shape[1] for x in some)]).cumsum(0)
     padded = torch.nn.utils.rnn.pad_sequence([x[0] for x in some], batch_first=True)
-    for tokens, how in ((torch.cat(some, 1), {"cu_seqlens": borders}), (padded, {"lengths": borders.diff()})):
+    for tokens, how in (
+        (torch.cat(some, 1), {"cu_seqlens": borders}),
+        (padded, {"lengths": borders.diff()}),
+    ):
         model.zero_grad()
         loss = model.loss(tokens, **how)
         loss.backward()
@@ -199,7 +318,10 @@ def test_far_positions_are_exact_and_a_batch_without_targets_has_loss_0():
 
 
 def test_a_buffer_that_is_reused_does_not_change_a_checkpointed_backward():
-    layer, borders = MultiheadAttention(16, 4, Dense(), use_gradient_checkpointing=True), torch.tensor([0, 5, 12])
+    layer, borders = (
+        MultiheadAttention(16, 4, Dense(), use_gradient_checkpointing=True),
+        torch.tensor([0, 5, 12]),
+    )
     x = torch.randn(1, 12, 16, requires_grad=True)
     (want,) = torch.autograd.grad(layer(x, cu_seqlens=[0, 5, 12]).square().sum(), x)
     out = layer(x, cu_seqlens=borders)
@@ -213,7 +335,9 @@ def test_ranks_turn_their_rows_by_global_positions():
 
 
 def by_hand(model, tokens, lengths, count):
-    """The most likely tokens, each by a whole forward over all before it, one prompt at a time."""
+    """The most likely tokens, each by a whole forward over all before it, one prompt at
+    a time.
+    """
     found = []
     for row, length in zip(tokens, lengths):
         row = row[None, :length]
@@ -225,10 +349,19 @@ def by_hand(model, tokens, lengths, count):
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_generation_takes_the_tokens_of_whole_forwards(kv_heads, monkeypatch):
-    """Dense and dilated layers with rotary positions, prompts of different length, cut into pieces or not."""
+    """Dense and dilated layers with rotary positions, prompts of different length, cut
+    into pieces or not.
+    """
     torch.manual_seed(0)
-    patterns = [Dense(), PATTERN, Dilated([8, 32], [1, 4]), blocks.sliding_window(1, block_size=16)]
-    model = LanguageModel(50, 32, 4, patterns, num_layers=4, num_kv_heads=kv_heads, dtype=torch.float64)
+    patterns = [
+        Dense(),
+        PATTERN,
+        Dilated([8, 32], [1, 4]),
+        blocks.sliding_window(1, block_size=16),
+    ]
+    model = LanguageModel(
+        50, 32, 4, patterns, num_layers=4, num_kv_heads=kv_heads, dtype=torch.float64
+    )
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     tokens, lengths = torch.randint(50, (3, 60)), [60, 1, 33]
@@ -237,7 +370,9 @@ def test_generation_takes_the_tokens_of_whole_forwards(kv_heads, monkeypatch):
         monkeypatch.setattr(nn, "PREFILL", piece)
         got = model.generate(tokens, 14, temperature=0, lengths=lengths)
         assert got.shape == (3, 74) and not got[1, 15:].any()
-        assert all(torch.equal(row[: len(whole)], whole) for row, whole in zip(got, want))
+        assert all(
+            torch.equal(row[: len(whole)], whole) for row, whole in zip(got, want)
+        )
     assert len({tuple(row[-14:].tolist()) for row in want}) == 3
 
 
@@ -248,23 +383,39 @@ def test_drawn_tokens_follow_temperature_and_top_k():
     prompt = torch.tensor([[1, 2, 3]])
     logits = model(prompt)[0, -1]
     for temperature, top_k in ((1.0, None), (0.5, 3)):
-        kept = logits if top_k is None else logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+        kept = (
+            logits
+            if top_k is None
+            else logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+        )
         want = (kept / temperature).softmax(-1)
-        drawn = model.generate(prompt.expand(8000, 3), 1, temperature=temperature, top_k=top_k)[:, -1]
+        drawn = model.generate(
+            prompt.expand(8000, 3), 1, temperature=temperature, top_k=top_k
+        )[:, -1]
         share = drawn.bincount(minlength=8) / 8000
         assert (share - want).abs().max() < 0.02 and not share[want == 0].any()
-    one, other = (model.generate(prompt, 20, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    one, other = (
+        model.generate(prompt, 20, generator=torch.Generator().manual_seed(3))
+        for _ in range(2)
+    )
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"temperature": -1}, "temperature must be a number of at least 0"), ({"top_k": 0}, "top_k must be a positive"),
-    ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer"), ({"lengths": [0]}, "numbers of 1 to 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"temperature": -1}, "temperature must be a number of at least 0"),
+        ({"top_k": 0}, "top_k must be a positive"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer"),
+        ({"lengths": [0]}, "numbers of 1 to 3"),
+    ],
+)
 def test_generate_refuses_in_one_line(change, words):
     model = LanguageModel(8, 16, 2, PATTERN, num_layers=1)
     with pytest.raises(ValueError, match=words):
-        model.generate(**{"tokens": torch.tensor([[1, 2, 3]]), "max_new_tokens": 1} | change)
+        model.generate(
+            **{"tokens": torch.tensor([[1, 2, 3]]), "max_new_tokens": 1} | change
+        )
 
 
 def test_generation_under_autocast_and_from_other_integers():

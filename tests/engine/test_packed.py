@@ -16,27 +16,54 @@ from ringlab.ring import contiguous
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_document_is_attended_as_if_it_stood_alone(seed, monkeypatch):
-    """Fifty random cases of patterns, borders, heads, dtypes and ways to run; short documents copied or not."""
+    """Fifty random cases of patterns, borders, heads, dtypes and ways to run; short
+    documents copied or not.
+    """
     rng = random.Random(seed)
     monkeypatch.setattr(documents, "COPIED", 1024 if seed % 2 else 0)
     documents._documents.cache_clear()
     for _ in range(50):
         case = drawn_case(rng)
         inputs, dout, dlse = drawn(case)
-        apart = errors(case.run(inputs, dout, dlse), wanted(case, inputs, dout, dlse), *inputs[:2], dout)
+        apart = errors(
+            case.run(inputs, dout, dlse),
+            wanted(case, inputs, dout, dlse),
+            *inputs[:2],
+            dout,
+        )
         assert max(apart.values()) <= EXACT[case.dtype], (case, apart)
     documents._documents.cache_clear()
 
 
 @pytest.mark.parametrize("pattern", [Dense(), DILATED[0], BLOCK_SPARSE[0]], ids=str)
-@pytest.mark.parametrize("documents, layout", [
-    ({"cu_seqlens": [0, 30, 60, 71, 101, 120]}, None), ({"lengths": [120, 50, 0, 50]}, None),
-    ({"cu_seqlens": [0, 30, 60, 71, 101, 120]}, contiguous(120, 3)),  # whose borders cut two documents
-], ids=str)  # fmt: skip
-def test_nothing_leaks_between_documents_or_out_of_the_padding(pattern, documents, layout):
-    """NaN in two documents, or in the padding, leaves every other row bitwise the same, gradients too."""
+@pytest.mark.parametrize(
+    "documents, layout",
+    [
+        ({"cu_seqlens": [0, 30, 60, 71, 101, 120]}, None),
+        ({"lengths": [120, 50, 0, 50]}, None),
+        (
+            {"cu_seqlens": [0, 30, 60, 71, 101, 120]},
+            contiguous(120, 3),
+        ),  # whose borders cut two documents
+    ],
+    ids=str,
+)
+def test_nothing_leaks_between_documents_or_out_of_the_padding(
+    pattern, documents, layout
+):
+    """NaN in two documents, or in the padding, leaves every other row bitwise the same,
+    gradients too.
+    """
     packed = "cu_seqlens" in documents
-    case = Case(pattern, 120, F32, batch=1 if packed else 4, layout=layout, scheme="plan", documents=documents)
+    case = Case(
+        pattern,
+        120,
+        F32,
+        batch=1 if packed else 4,
+        layout=layout,
+        scheme="plan",
+        documents=documents,
+    )
     inputs, dout, dlse = drawn(case)
     clean = case.run(inputs, dout, dlse)
     dead = torch.ones(inputs[0].shape[:2], dtype=torch.bool)  # rows that hold NaN
@@ -44,43 +71,83 @@ def test_nothing_leaks_between_documents_or_out_of_the_padding(pattern, document
         dead[i, a:b] = False
     if packed:
         dead[0, 30:71] = True
-    stained = [t.masked_fill(dead[:, :, None, None], torch.nan) for t in (*inputs, dout)]
+    stained = [
+        t.masked_fill(dead[:, :, None, None], torch.nan) for t in (*inputs, dout)
+    ]
     found = case.run(stained[:3], stained[3], dlse)
     for name, t in clean.items():
         mask = dead[:, None, :] if name == "lse" else dead[:, :, None, None]
-        assert torch.equal(found[name].masked_fill(mask, 0), t.masked_fill(mask, 0)), name
+        assert torch.equal(found[name].masked_fill(mask, 0), t.masked_fill(mask, 0)), (
+            name
+        )
     if not packed:
-        assert not found["out"][2].any() and (found["lse"][2] == -torch.inf).all() and not found["dk"][2].any()
+        assert (
+            not found["out"][2].any()
+            and (found["lse"][2] == -torch.inf).all()
+            and not found["dk"][2].any()
+        )
 
 
 def test_equal_documents_are_the_batch_bit_for_bit():
     q, k, v = (torch.randn(4, 32, 2, 16) for _ in range(3))
     want = attention(q, k, v, DILATED[0])
     flat = (t.flatten(0, 1)[None] for t in (q, k, v))
-    assert torch.equal(attention(*flat, DILATED[0], cu_seqlens=range(0, 129, 32))[0].unflatten(0, (4, 32)), want)
+    assert torch.equal(
+        attention(*flat, DILATED[0], cu_seqlens=range(0, 129, 32))[0].unflatten(
+            0, (4, 32)
+        ),
+        want,
+    )
     assert torch.equal(attention(q, k, v, DILATED[0], lengths=[32] * 4), want)
 
 
 Q = torch.zeros(1, 16, 2, 8)
 
 
-@pytest.mark.parametrize("how, error, message", [
-    ({"cu_seqlens": [0, 9, 5, 16]}, ValueError, "must ascend from 0 to the sequence length 16, got .0, 9, 5, 16."),
-    ({"cu_seqlens": [1, 16]}, ValueError, "must ascend from 0"),
-    ({"cu_seqlens": [0, 15]}, ValueError, "must ascend from 0 to the sequence length 16"),
-    ({"cu_seqlens": [0]}, ValueError, "must ascend from 0"),
-    ({"cu_seqlens": [0, 4.5, 16]}, TypeError, "1-D tensor or a list of integers"),
-    ({"cu_seqlens": 16}, TypeError, "1-D tensor or a list of integers"),
-    ({"cu_seqlens": torch.tensor([0.0, 16.0])}, ValueError, "1-D tensor of int32 or int64, got torch.float32"),
-    ({"cu_seqlens": torch.tensor([[0, 16]])}, ValueError, "of shape .1, 2."),
-    ({"cu_seqlens": torch.tensor([0, 16], device="meta")}, ValueError, "on the CPU or on cpu, got meta"),
-    ({"lengths": [17]}, ValueError, "1 numbers of 0 to 16 rows"),
-    ({"lengths": [3, 4]}, ValueError, "1 numbers of 0 to 16 rows"),
-    ({"lengths": [-1]}, ValueError, "0 to 16 rows"),
-    ({"lengths": [3], "cu_seqlens": [0, 16]}, ValueError, "not both"),
-    ({"q": Q.expand(2, -1, -1, -1), "cu_seqlens": [0, 16]}, ValueError, "needs a batch of 1, got 2"),
-    ({"cu_seqlens": [0, 16], "group": Simulated(2), "layout": "striped"}, ValueError, "not a striped one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how, error, message",
+    [
+        (
+            {"cu_seqlens": [0, 9, 5, 16]},
+            ValueError,
+            "must ascend from 0 to the sequence length 16, got .0, 9, 5, 16.",
+        ),
+        ({"cu_seqlens": [1, 16]}, ValueError, "must ascend from 0"),
+        (
+            {"cu_seqlens": [0, 15]},
+            ValueError,
+            "must ascend from 0 to the sequence length 16",
+        ),
+        ({"cu_seqlens": [0]}, ValueError, "must ascend from 0"),
+        ({"cu_seqlens": [0, 4.5, 16]}, TypeError, "1-D tensor or a list of integers"),
+        ({"cu_seqlens": 16}, TypeError, "1-D tensor or a list of integers"),
+        (
+            {"cu_seqlens": torch.tensor([0.0, 16.0])},
+            ValueError,
+            "1-D tensor of int32 or int64, got torch.float32",
+        ),
+        ({"cu_seqlens": torch.tensor([[0, 16]])}, ValueError, "of shape .1, 2."),
+        (
+            {"cu_seqlens": torch.tensor([0, 16], device="meta")},
+            ValueError,
+            "on the CPU or on cpu, got meta",
+        ),
+        ({"lengths": [17]}, ValueError, "1 numbers of 0 to 16 rows"),
+        ({"lengths": [3, 4]}, ValueError, "1 numbers of 0 to 16 rows"),
+        ({"lengths": [-1]}, ValueError, "0 to 16 rows"),
+        ({"lengths": [3], "cu_seqlens": [0, 16]}, ValueError, "not both"),
+        (
+            {"q": Q.expand(2, -1, -1, -1), "cu_seqlens": [0, 16]},
+            ValueError,
+            "needs a batch of 1, got 2",
+        ),
+        (
+            {"cu_seqlens": [0, 16], "group": Simulated(2), "layout": "striped"},
+            ValueError,
+            "not a striped one",
+        ),
+    ],
+)
 def test_wrong_borders_and_lengths_are_refused_in_one_line(how, error, message):
     q = how.pop("q", Q)
     with pytest.raises(error, match=message) as caught:
@@ -89,15 +156,31 @@ def test_wrong_borders_and_lengths_are_refused_in_one_line(how, error, message):
 
 
 def test_documents_of_as_many_blocks_are_planned_once(monkeypatch):
-    """Sixteen lengths of two blocks, two of three: the plan of whole blocks, cut to each length."""
+    """Sixteen lengths of two blocks, two of three: the plan of whole blocks, cut to
+    each length.
+    """
     pattern, lengths = bigbird(1, 1, 1, block_size=16), [*range(17, 33), 40, 47]
     planned, make = [], blocks.make_plan
-    monkeypatch.setattr(blocks, "make_plan", lambda pattern, n, *rest: planned.append(n) or make(pattern, n, *rest))
+    monkeypatch.setattr(
+        blocks,
+        "make_plan",
+        lambda pattern, n, *rest: planned.append(n) or make(pattern, n, *rest),
+    )
     q, k, v = torch.randn(3, 1, sum(lengths), 2, 8)
     execution = Execution(cache=PatternCache())
-    out = attention(q, k, v, pattern, causal=True, cu_seqlens=[0, *accumulate(lengths)], execution=execution)
+    out = attention(
+        q,
+        k,
+        v,
+        pattern,
+        causal=True,
+        cu_seqlens=[0, *accumulate(lengths)],
+        execution=execution,
+    )
     assert planned == [32, 48]
     for start, n in zip(accumulate([0, *lengths]), lengths):
         alone = [t[:, start : start + n] for t in (q, k, v)]
-        want, _ = reference.attention(*(t.double() for t in alone), pattern, causal=True)
+        want, _ = reference.attention(
+            *(t.double() for t in alone), pattern, causal=True
+        )
         assert reference.error(out[:, start : start + n], want, 1.0) <= EXACT[F32]

@@ -1,4 +1,6 @@
-"""The published systems by their published names: one function, executed in different ways."""
+"""The published systems by their published names: one function, executed in different
+ways.
+"""
 
 import copy
 import pickle
@@ -16,17 +18,39 @@ from ringlab import (
     reference,
 )
 
-RINGS = ["V2", "V2Collective", "V2Robust", "V2Flash", "Production", "Hybrid", "SDPA", "Correct"]
+RINGS = [
+    "V2",
+    "V2Collective",
+    "V2Robust",
+    "V2Flash",
+    "Production",
+    "Hybrid",
+    "SDPA",
+    "Correct",
+]
 
 
 def worst_error(module, n, pattern, causal=False, layout=None) -> float:
     """Of out and the gradients."""
-    case = Case(pattern, n, torch.float32, causal, 2, heads=7, kv_heads=7, d=8, lse_cotangent=False, layout=layout)
+    case = Case(
+        pattern,
+        n,
+        torch.float32,
+        causal,
+        2,
+        heads=7,
+        kv_heads=7,
+        d=8,
+        lse_cotangent=False,
+        layout=layout,
+    )
     inputs, dout, _, want, _ = judged(case)
     q, k, v = (t.detach().requires_grad_() for t in inputs)
     found = []
     for _ in range(3):  # later steps reuse cached patterns and pooled buffers
-        got = differentiated(module(q, k, v, is_causal=causal), want["lse"], (q, k, v), dout, None)
+        got = differentiated(
+            module(q, k, v, is_causal=causal), want["lse"], (q, k, v), dout, None
+        )
         found += errors(got, want, q, k, dout).values()
     return max(found)
 
@@ -51,27 +75,56 @@ def test_published_snippets_run_as_written():
     )
     q, k, v = (torch.randn(1, 4096, 2, 8) for _ in range(3))
     out = pascal(q, k, v)
-    assert reference.sampled_errors(q, k, v, pascal.pattern, out=out, lse=None)["out"] <= 5e-6
+    assert (
+        reference.sampled_errors(q, k, v, pascal.pattern, out=out, lse=None)["out"]
+        <= 5e-6
+    )
     assert torch.equal(out, modern(q, k, v))
 
 
-@pytest.mark.parametrize("name, ring_size", [
-    ("DilatedAttention", 1), ("ImprovedDilatedAttention", 1),
-    *((f"RingDilatedAttention{name}", ring_size) for name in RINGS for ring_size in (1, 3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, ring_size",
+    [
+        ("DilatedAttention", 1),
+        ("ImprovedDilatedAttention", 1),
+        *(
+            (f"RingDilatedAttention{name}", ring_size)
+            for name in RINGS
+            for ring_size in (1, 3)
+        ),
+    ],
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_system_is_one_function(name, ring_size, causal):
-    made = {"ring_size": ring_size, "enable_memory_pool": True, "memory_pool_threshold_mb": 0, "dropout": 0.0}
+    made = {
+        "ring_size": ring_size,
+        "enable_memory_pool": True,
+        "memory_pool_threshold_mb": 0,
+        "dropout": 0.0,
+    }
     module = getattr(ringlab, name)([32, 64, 128], [1, 2, 4], **made)
-    assert worst_error(module, 150, Dilated([32, 64, 128], [1, 2, 4], "head_groups", "branch"), causal) <= 5e-6
+    assert (
+        worst_error(
+            module,
+            150,
+            Dilated([32, 64, 128], [1, 2, 4], "head_groups", "branch"),
+            causal,
+        )
+        <= 5e-6
+    )
 
 
 def test_dtype_policy_and_callers_dtype():
     flash = RingDilatedAttentionV2Flash([16], [2], device="cpu")
     assert flash.dtype == torch.float32  # the hardware's policy reaches the subclass
-    assert RingDilatedAttentionV2Flash([16], [2], dtype=torch.bfloat16).dtype == torch.bfloat16  # explicit wins
+    assert (
+        RingDilatedAttentionV2Flash([16], [2], dtype=torch.bfloat16).dtype
+        == torch.bfloat16
+    )  # explicit wins
     q = torch.randn(1, 32, 2, 8)
-    assert flash(*[q.half()] * 3).dtype == torch.float16  # caller's dtype in, caller's dtype out
+    assert (
+        flash(*[q.half()] * 3).dtype == torch.float16
+    )  # caller's dtype in, caller's dtype out
     assert RingDilatedAttentionV2Collective([16], [2]).dtype is None
 
 
@@ -79,19 +132,33 @@ def test_modules_follow_half_and_to_as_those_with_weights_do():
     module = DilatedAttention([16], [2], device="cpu")
     q = torch.randn(1, 32, 2, 8)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), module)
-    for convert, dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16), ("double", torch.float64)):
+    for convert, dtype in (
+        ("half", torch.float16),
+        ("bfloat16", torch.bfloat16),
+        ("double", torch.float64),
+    ):
         getattr(model, convert)()
         assert module.dtype == dtype and module.device == torch.device("cpu")
         assert module(*[q.to(dtype)] * 3).dtype == dtype
     before = module.dtype
-    assert model.to("meta") is model and module.dtype == before and module.device == torch.device("meta")
-    assert DilatedAttention([16], [2], dtype=torch.float16).cpu().device is None  # nothing to move
+    assert (
+        model.to("meta") is model
+        and module.dtype == before
+        and module.device == torch.device("meta")
+    )
+    assert (
+        DilatedAttention([16], [2], dtype=torch.float16).cpu().device is None
+    )  # nothing to move
     low = module.to_empty(device="cpu").to(torch.bfloat16)(*[q] * 3)
-    assert low.dtype == torch.float32 and torch.equal(low, low.bfloat16().float())  # computed in bf16
+    assert low.dtype == torch.float32 and torch.equal(
+        low, low.bfloat16().float()
+    )  # computed in bf16
 
 
 def test_modules_are_copied_and_pickled_with_a_pool_of_their_own():
-    module = DilatedAttention([16], [2], enable_memory_pool=True, memory_pool_threshold_mb=1)
+    module = DilatedAttention(
+        [16], [2], enable_memory_pool=True, memory_pool_threshold_mb=1
+    )
     q = torch.randn(1, 32, 2, 8)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert other.execution.pool is not module.execution.pool
@@ -101,13 +168,22 @@ def test_modules_are_copied_and_pickled_with_a_pool_of_their_own():
 
 def test_policy_on_a_faked_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, dtype in (((6, 1), torch.float32), ((7, 0), torch.float16), ((9, 0), torch.bfloat16)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, c=capability: c)
+    for capability, dtype in (
+        ((6, 1), torch.float32),
+        ((7, 0), torch.float16),
+        ((9, 0), torch.bfloat16),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device=None, c=capability: c
+        )
         assert RingDilatedAttentionV2Flash([16], [2]).dtype == dtype
 
 
 def test_flash_switch_and_refusals_are_visible():
-    on, off = (RingDilatedAttentionV2Flash([16], [2], use_flash_attention=x) for x in (True, False))
+    on, off = (
+        RingDilatedAttentionV2Flash([16], [2], use_flash_attention=x)
+        for x in (True, False)
+    )
     best = "cpu_flash" if native.library()[1] else "compiled"
     assert {name for name, *_, chosen in on.backends() if chosen} == {best}
     assert {name for name, *_, chosen in off.backends() if chosen} == {"eager"}
@@ -116,8 +192,13 @@ def test_flash_switch_and_refusals_are_visible():
 
 @pytest.mark.parametrize("ring_size", [1, 4])
 def test_the_hilbert_system_runs_the_pattern_along_the_curve(ring_size):
-    module = ringlab.RingDilatedAttentionHilbertGPUOptimized([8, 24], [1, 2], ring_size=ring_size)
-    assert worst_error(module, 48, module.pattern, layout=ringlab.ring.hilbert(6, 8, 1)) <= 5e-6
+    module = ringlab.RingDilatedAttentionHilbertGPUOptimized(
+        [8, 24], [1, 2], ring_size=ring_size
+    )
+    assert (
+        worst_error(module, 48, module.pattern, layout=ringlab.ring.hilbert(6, 8, 1))
+        <= 5e-6
+    )
     q = torch.zeros(1, 48, 4, 8)
     with pytest.raises(ValueError, match="not in time order"):
         module(q, q, q, is_causal=True)

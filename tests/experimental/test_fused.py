@@ -1,4 +1,6 @@
-"""The fused merge: its values by Triton's interpreter, the bytes it moves and holds, refusals, its device code."""
+"""The fused merge: its values by Triton's interpreter, the bytes it moves and holds,
+refusals, its device code.
+"""
 
 import re
 import sys
@@ -19,33 +21,71 @@ FUSED = Execution(merge="fused")
 
 
 def test_bytes_of_the_target_are_those_that_were_planned():
-    """bf16, 65,536 rows of 16 heads of 128: 1.25 and 0.5 times as many rows are read and written as out has."""
-    read, written = join_bytes(make_plan(TARGET, 65536, 16, 16), 1, 65536, 16, 128, torch.bfloat16)
+    """bf16, 65,536 rows of 16 heads of 128: 1.25 and 0.5 times as many rows are read
+    and written as out has.
+    """
+    read, written = join_bytes(
+        make_plan(TARGET, 65536, 16, 16), 1, 65536, 16, 128, torch.bfloat16
+    )
     rows = 65536 * 16
     assert (read, written) == (rows * 5 // 4 * 260, rows // 2 * 260)
-    assert (round(read / 260 * 256 / 1e6), round(written / 260 * 256 / 1e6)) == (336, 134)
+    assert (round(read / 260 * 256 / 1e6), round(written / 260 * 256 / 1e6)) == (
+        336,
+        134,
+    )
 
 
 def test_what_is_held_until_the_join_is_estimated():
-    """H100, bf16: out and lse of the branches after the first; in the backward their dq, dk and dv."""
-    shape = {"seq_len": 16384, "heads": 16, "head_dim": 128, "dtype": torch.bfloat16, "profile": "h100"}
+    """H100, bf16: out and lse of the branches after the first; in the backward their
+    dq, dk and dv.
+    """
+    shape = {
+        "seq_len": 16384,
+        "heads": 16,
+        "head_dim": 128,
+        "dtype": torch.bfloat16,
+        "profile": "h100",
+    }
     out, lse = 16384 * 16 * 128 * 2, 16384 * 16 * 4
     e = estimate(TARGET, execution=FUSED, **shape)
-    assert e.parts["workspace"] - (out + lse) * 3 // 4 in range(1 << 16)  # and the rows' table
+    assert e.parts["workspace"] - (out + lse) * 3 // 4 in range(
+        1 << 16
+    )  # and the rows' table
     assert e.peak_bytes == 4 * out + lse + e.parts["workspace"]
     both = estimate(TARGET, execution=FUSED, passes="fwd+bwd", **shape)
-    assert both.parts["workspace"] >= 3 * out * 3 // 4 and both.parts["gradients"] == 4 * out
+    assert (
+        both.parts["workspace"] >= 3 * out * 3 // 4
+        and both.parts["gradients"] == 4 * out
+    )
     eager = estimate(TARGET, execution=Execution(merge="eager"), **shape)
-    assert eager.parts == estimate(TARGET, **shape).parts and eager.parts["workspace"] < e.parts["workspace"]
+    assert (
+        eager.parts == estimate(TARGET, **shape).parts
+        and eager.parts["workspace"] < e.parts["workspace"]
+    )
 
 
-@pytest.mark.parametrize("call, said", [
-    ({"pattern": TARGET, "profile": "gtx1080"}, "needs compute capability 8.0 or newer, this is 6.1"),
-    ({"pattern": TARGET}, "needs a CUDA device, this is cpu"),
-    ({"pattern": TARGET, "profile": "h100", "dtype": torch.float64}, "bfloat16, not float64"),
-    ({"pattern": block_patterns.sliding_window(1), "profile": "h100"}, "not block-sparse ones"),
-    ({"pattern": TARGET, "profile": "h100", "ranks": 2}, "joins the results of one device, not what 2 ranks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, said",
+    [
+        (
+            {"pattern": TARGET, "profile": "gtx1080"},
+            "needs compute capability 8.0 or newer, this is 6.1",
+        ),
+        ({"pattern": TARGET}, "needs a CUDA device, this is cpu"),
+        (
+            {"pattern": TARGET, "profile": "h100", "dtype": torch.float64},
+            "bfloat16, not float64",
+        ),
+        (
+            {"pattern": block_patterns.sliding_window(1), "profile": "h100"},
+            "not block-sparse ones",
+        ),
+        (
+            {"pattern": TARGET, "profile": "h100", "ranks": 2},
+            "joins the results of one device, not what 2 ranks",
+        ),
+    ],
+)
 def test_an_estimate_refuses_what_a_call_would(call, said):
     with pytest.raises(NotImplementedError, match=re.escape(said)):
         estimate(seq_len=8192, execution=FUSED, **call)
@@ -53,10 +93,18 @@ def test_an_estimate_refuses_what_a_call_would(call, said):
 
 def test_across_ranks_and_for_block_sparse_patterns_it_is_refused():
     q = torch.randn(1, 8, 2, 16)
-    with pytest.raises(NotImplementedError, match="joins the results of one device, not what 2 ranks exchange"):
+    with pytest.raises(
+        NotImplementedError,
+        match="joins the results of one device, not what 2 ranks exchange",
+    ):
         attention(q, q, q, Dilated([4, 8], [1, 2]), execution=FUSED, group=Simulated(2))
-    with pytest.raises(NotImplementedError, match="joins the branches of dilated patterns, not block-sparse ones"):
-        attention(q, q, q, block_patterns.sliding_window(1, block_size=4), execution=FUSED)
+    with pytest.raises(
+        NotImplementedError,
+        match="joins the branches of dilated patterns, not block-sparse ones",
+    ):
+        attention(
+            q, q, q, block_patterns.sliding_window(1, block_size=4), execution=FUSED
+        )
 
 
 def test_what_a_gpu_needs_for_it_is_said(monkeypatch):
@@ -70,18 +118,23 @@ def test_what_a_gpu_needs_for_it_is_said(monkeypatch):
 
 
 def test_copies_are_not_merged():
-    with pytest.raises(ValueError, match="merge='fused' joins strided views, and gather=True makes copies"):
+    with pytest.raises(
+        ValueError,
+        match="merge='fused' joins strided views, and gather=True makes copies",
+    ):
         Execution(merge="fused", gather=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # what it computes
 
 
 def test_values_equal_the_oracle_and_wrong_joins_are_found():
     found = printed("variants")
     half = [name for name in JOINED if "bfloat16" in name]
-    within_bounds({name: found[f"joined, {name}"] for name in JOINED if name not in half})
+    within_bounds(
+        {name: found[f"joined, {name}"] for name in JOINED if name not in half}
+    )
     within_bounds({name: found[f"joined, {name}"] for name in half}, 2e-2)
     for wrong in ("joined, all parts weigh alike", "joined, a head forgotten"):
         assert min(found[wrong]["error"].values()) > 0.01
@@ -95,22 +148,46 @@ def test_it_moves_and_holds_the_bytes_that_are_computed():
     assert found["peak"] == found["told"] and found["grads"] == 3
 
 
-@pytest.mark.parametrize("case", [
-    (80, 64, 3, True, True, 1, "bf16"), (86, 128, 3, True, False, 1, "bf16"), (89, 64, 2, False, True, 1, "fp32"),
-    (90, 128, 3, True, True, 1, "bf16"), (100, 64, 2, False, False, 4, "bf16"),
-    (120, 136, 2, False, False, 1, "bf16"),
-], ids=lambda case: f"{case[0]}-{case[1]}")  # fmt: skip
-def test_joins_fit_every_architecture_and_read_16_bytes_at_a_time(case, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "case",
+    [
+        (80, 64, 3, True, True, 1, "bf16"),
+        (86, 128, 3, True, False, 1, "bf16"),
+        (89, 64, 2, False, True, 1, "fp32"),
+        (90, 128, 3, True, True, 1, "bf16"),
+        (100, 64, 2, False, False, 4, "bf16"),
+        (120, 136, 2, False, False, 1, "bf16"),
+    ],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
+def test_joins_fit_every_architecture_and_read_16_bytes_at_a_time(
+    case, tmp_path, monkeypatch
+):
     """(compute capability, head_dim, calls, WEIGH, OVER, heads that are summed, dtype)."""
     capability, head_dim, parts, weigh, over, group, dtype = case
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     pad, lse = triton_config.padded(head_dim), "*fp32" if weigh else f"*{dtype}"
-    fixed = {"WEIGH": weigh, "OVER": over, "GROUP": group, "ROWS": fused_merge.ELEMENTS // pad, "DIM": head_dim,
-             "PAD": pad, "ALIGNED": 8 if head_dim % 16 else 16}  # fmt: skip
-    kinds = {"parts": (f"*{dtype}",) * parts, "lses": (lse,) * parts, "out": f"*{dtype}", "lse": lse, "table": "*i64",
-             "firsts": "*i64"}  # fmt: skip
+    fixed = {
+        "WEIGH": weigh,
+        "OVER": over,
+        "GROUP": group,
+        "ROWS": fused_merge.ELEMENTS // pad,
+        "DIM": head_dim,
+        "PAD": pad,
+        "ALIGNED": 8 if head_dim % 16 else 16,
+    }
+    kinds = {
+        "parts": (f"*{dtype}",) * parts,
+        "lses": (lse,) * parts,
+        "out": f"*{dtype}",
+        "lse": lse,
+        "table": "*i64",
+        "firsts": "*i64",
+    }
     found, ptx = used(fused_merge.join, kinds, fixed, capability, num_warps=4)
     assert (found["stack"], found["local"]) == (0, 0) and 0 < found["registers"] <= 255
-    assert re.search(r"ld\.global\S*v4\.b32", ptx) and not re.search(r"ld\.global\S*b16", ptx)
+    assert re.search(r"ld\.global\S*v4\.b32", ptx) and not re.search(
+        r"ld\.global\S*b16", ptx
+    )
     if over:  # in place: what stands there is read by all before one writes
         assert ptx.rindex("ld.global") < ptx.rindex("bar.sync") < ptx.index("st.global")

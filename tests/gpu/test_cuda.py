@@ -1,4 +1,5 @@
-"""What only a GPU can show: every kernel that runs there against the oracle, graphs, memory that runs out, ranks.
+"""What only a GPU can show: every kernel that runs there against the oracle, graphs,
+memory that runs out, ranks.
 
 `RINGLAB_TEST_DEVICE=cpu` runs what a CPU can of it.
 """
@@ -9,7 +10,16 @@ import pytest
 import torch
 from matrix import Case, errors, judged
 from ring_cases import parity
-from ringlab import Dense, Dilated, Execution, Ladder, attention, block_patterns, kernels, reference
+from ringlab import (
+    Dense,
+    Dilated,
+    Execution,
+    Ladder,
+    attention,
+    block_patterns,
+    kernels,
+    reference,
+)
 from ringlab.kernels import experimental, triton, triton_config, triton_tune
 from ringlab.kernels.experimental import fused_merge
 from ringlab.memory import MemoryPool
@@ -22,12 +32,15 @@ if GPU and not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 gpu_only = pytest.mark.skipif(not GPU, reason="needs a GPU")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# Segments that keep 128 rows or more of a class, so that the kernels take the tiles that long sequences take.
+# Segments that keep 128 rows or more of a class, so that the kernels take the tiles
+# that long sequences take.
 FOLDED = Dilated([256, 512, 1024], [1, 2, 4])
 
 
 def kernel_for(name: str, dtype, head_dim: int) -> kernels.Kernel:
-    """The kernel of this name, or a skipped test that says why it does not serve these here."""
+    """The kernel of this name, or a skipped test that says why it does not serve these
+    here.
+    """
     why = kernels.KERNELS[name].refuses(DEVICE, dtype, head_dim)
     if why is not None:
         pytest.skip(f"{name}: {why}")
@@ -36,17 +49,25 @@ def kernel_for(name: str, dtype, head_dim: int) -> kernels.Kernel:
 
 def draw(*shape, dtype, seed: int) -> torch.Tensor:
     """Random (b, n, h, d), the same for each seed."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(
+        DEVICE, dtype
+    )
 
 
 def part(t: torch.Tensor) -> torch.Tensor:
-    """The same as a part of wider rows, as q is of a product that makes q, k and v. A read past a row gives NaN."""
+    """The same as a part of wider rows, as q is of a product that makes q, k and v. A
+    read past a row gives NaN.
+    """
     b, n, h, d = t.shape
-    return torch.full((b, n, 3, h, d), torch.nan, device=t.device, dtype=t.dtype)[:, :, 1].copy_(t)
+    return torch.full((b, n, 3, h, d), torch.nan, device=t.device, dtype=t.dtype)[
+        :, :, 1
+    ].copy_(t)
 
 
 def fused_here(dtype) -> Execution:
-    """One join of a kernel's results, or a skipped test that says why there is none here."""
+    """One join of a kernel's results, or a skipped test that says why there is none
+    here.
+    """
     try:
         fused_merge.check(DEVICE, dtype, FOLDED)
     except NotImplementedError as why:
@@ -55,16 +76,28 @@ def fused_here(dtype) -> Execution:
 
 
 def missed(lay=lambda t: t, **changes) -> dict:
-    """The error and the bound of each result of a call on ``DEVICE`` that misses it; ``lay`` lays tensors out."""
-    case = Case(**{"pattern": FOLDED, "n": 1031, "dtype": BF16, "d": 64, "lse_cotangent": False} | changes)
+    """The error and the bound of each result of a call on ``DEVICE`` that misses it;
+    ``lay`` lays tensors out.
+    """
+    case = Case(
+        **{"pattern": FOLDED, "n": 1031, "dtype": BF16, "d": 64, "lse_cotangent": False}
+        | changes
+    )
     (q, k, v), dout, dlse, want, bounds = judged(case)
-    found = case.run([lay(t.to(DEVICE)) for t in (q, k, v)], lay(dout.to(DEVICE)), dlse.to(DEVICE))
-    assert found["out"].dtype == found["dk"].dtype == case.dtype and found["dk"].shape == k.shape
+    found = case.run(
+        [lay(t.to(DEVICE)) for t in (q, k, v)], lay(dout.to(DEVICE)), dlse.to(DEVICE)
+    )
+    assert (
+        found["out"].dtype == found["dk"].dtype == case.dtype
+        and found["dk"].shape == k.shape
+    )
     apart = errors({name: t.cpu() for name, t in found.items()}, want, q, k, dout)
-    return {name: (e, bounds[name]) for name, e in apart.items() if not e <= bounds[name]}
+    return {
+        name: (e, bounds[name]) for name, e in apart.items() if not e <= bounds[name]
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # kernels
 
 
@@ -74,15 +107,28 @@ def test_every_kernel_that_is_not_refused_passes_its_probe(dtype, causal):
     wrong = {}
     for head_dim in (32, 64, 128, 256):
         for name, runs, why, _ in kernels.table(DEVICE, dtype, head_dim, causal=causal):
-            if not runs and kernels.KERNELS[name].refuses(DEVICE, dtype, head_dim) is None:
+            if (
+                not runs
+                and kernels.KERNELS[name].refuses(DEVICE, dtype, head_dim) is None
+            ):
                 wrong[name, head_dim] = why
     assert wrong == {}
 
 
-@pytest.mark.parametrize("dtype, d, causal", [
-    (BF16, 32, True), (BF16, 64, False), (BF16, 80, True), (BF16, 128, True), (BF16, 256, False), (F16, 64, True),
-    (F16, 128, False), (F32, 64, False), (F32, 128, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, d, causal",
+    [
+        (BF16, 32, True),
+        (BF16, 64, False),
+        (BF16, 80, True),
+        (BF16, 128, True),
+        (BF16, 256, False),
+        (F16, 64, True),
+        (F16, 128, False),
+        (F32, 64, False),
+        (F32, 128, True),
+    ],
+)
 @pytest.mark.parametrize("name", kernels.KERNELS)
 def test_a_kernel_runs_a_pattern_as_the_oracle_does(name, dtype, d, causal):
     """Branches that fold, of an odd length, with K/V heads that serve two heads each."""
@@ -93,50 +139,93 @@ def test_a_kernel_runs_a_pattern_as_the_oracle_does(name, dtype, d, causal):
 @pytest.mark.parametrize("lay", [torch.clone, part])
 @pytest.mark.parametrize(
     "name, dtype, d, causal",
-    [("cudnn", BF16, 128, True), ("cudnn", F16, 64, False), ("flash", BF16, 256, True), ("efficient", F32, 64, False)],
+    [
+        ("cudnn", BF16, 128, True),
+        ("cudnn", F16, 64, False),
+        ("flash", BF16, 256, True),
+        ("efficient", F32, 64, False),
+    ],
 )
 def test_one_join_of_a_kernels_results_is_the_oracles(name, dtype, d, causal, lay):
     kernel_for(name, dtype, d)
-    how = {"dtype": dtype, "d": d, "causal": causal, "backend": name, "execution": fused_here(dtype)}
+    how = {
+        "dtype": dtype,
+        "d": d,
+        "causal": causal,
+        "backend": name,
+        "execution": fused_here(dtype),
+    }
     assert not missed(lay, batch=2, **how)
-    assert not missed(lay, pattern=Dilated([384, 768], [3, 2], offsets="branch"), n=1024, kv_heads=4, **how)
+    assert not missed(
+        lay,
+        pattern=Dilated([384, 768], [3, 2], offsets="branch"),
+        n=1024,
+        kv_heads=4,
+        **how,
+    )
 
 
 @pytest.mark.parametrize("name", kernels.KERNELS)
 def test_a_kernels_log_sum_exp_and_its_backward_with_the_final_one(name):
-    """Keys in two unequal parts, read by stride: gradients by the merged (out, lse) are those of the whole."""
+    """Keys in two unequal parts, read by stride: gradients by the merged (out, lse) are
+    those of the whole.
+    """
     kernel, (m, h, d) = kernel_for(name, BF16, 64), (320, 3, 64)
     q, k, v, dout = (draw(2, 2 * m, h, d, dtype=BF16, seed=i)[:, ::2] for i in range(4))
     exact = [t.double().requires_grad_() for t in (q, k, v)]
     want_out, want_lse = reference.attention(*exact, Dense())
     want = torch.autograd.grad(want_out, exact, dout.double())
-    bound, floor = reference.tolerance(q, k, v, dout), reference.gradient_floor(q, k, dout)
+    bound, floor = (
+        reference.tolerance(q, k, v, dout),
+        reference.gradient_floor(q, k, dout),
+    )
     parts = [(k[:, some], v[:, some]) for some in (slice(0, 128), slice(128, m))]
     lses = [kernel.forward(q, *part, False, d**-0.5)[1] for part in parts]
     assert all((tuple(lse.shape), lse.dtype) == ((2, h, m), F32) for lse in lses)
     assert reference.error(torch.logaddexp(*lses), want_lse, 1.0) <= bound["lse"]
     final = want_out.detach().to(BF16), want_lse.detach().float()
-    dqs, dks, dvs = zip(*(kernel.backward(dout, q, *part, *final, False, d**-0.5) for part in parts))
-    found = {"dq": dqs[0].float() + dqs[1], "dk": torch.cat(dks, 1), "dv": torch.cat(dvs, 1)}
+    dqs, dks, dvs = zip(
+        *(kernel.backward(dout, q, *part, *final, False, d**-0.5) for part in parts)
+    )
+    found = {
+        "dq": dqs[0].float() + dqs[1],
+        "dk": torch.cat(dks, 1),
+        "dv": torch.cat(dvs, 1),
+    }
     for (what, mine), ref in zip(found.items(), want):
         assert reference.error(mine, ref, floor) <= bound[what], what
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("pattern", [
-    Dilated([256, 512], [1, 2], offsets="kv_head"), Dilated([256, 512], [1, 2], "head_groups", "branch"),
-    Dilated([200, 700], [3, 5]), block_patterns.local_global(1, 1, block_size=128),
-    block_patterns.bigbird(1, 1, 1, block_size=64),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Dilated([256, 512], [1, 2], offsets="kv_head"),
+        Dilated([256, 512], [1, 2], "head_groups", "branch"),
+        Dilated([200, 700], [3, 5]),
+        block_patterns.local_global(1, 1, block_size=128),
+        block_patterns.bigbird(1, 1, 1, block_size=64),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_patterns_whose_tiles_are_full_are_the_oracles(backend, pattern, causal):
     """Small ones are in the matrix."""
     if backend == "triton":
         kernel_for("triton", BF16, 64)
-    assert not missed(pattern=pattern, n=1157, causal=causal, backend=backend, lse_cotangent=True, batch=2)
+    assert not missed(
+        pattern=pattern,
+        n=1157,
+        causal=causal,
+        backend=backend,
+        lse_cotangent=True,
+        batch=2,
+    )
 
 
-@pytest.mark.parametrize("lay", [lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), part])
+@pytest.mark.parametrize(
+    "lay", [lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), part]
+)
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient", "triton"])
 def test_rows_are_read_where_they_lie(backend, lay):
     kernel_for(backend, BF16, 128)
@@ -145,24 +234,41 @@ def test_rows_are_read_where_they_lie(backend, lay):
 
 def test_flex_attention_runs_a_block_sparse_pattern():
     pattern = block_patterns.local_global(1, 1, block_size=128)
-    assert not missed(pattern=pattern, n=1024, causal=True, execution=Execution(blocks="flex"))
+    assert not missed(
+        pattern=pattern, n=1024, causal=True, execution=Execution(blocks="flex")
+    )
 
 
 @gpu_only
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_size_that_tuning_may_choose_is_right(monkeypatch, causal, head_dim):
-    kernel, pattern = kernel_for("triton", BF16, head_dim), Dilated([1024, 2048], [1, 2])
-    q, k, v = (draw(1, 2048, heads, head_dim, dtype=BF16, seed=0) for heads in (4, 2, 2))
+    kernel, pattern = (
+        kernel_for("triton", BF16, head_dim),
+        Dilated([1024, 2048], [1, 2]),
+    )
+    q, k, v = (
+        draw(1, 2048, heads, head_dim, dtype=BF16, seed=0) for heads in (4, 2, 2)
+    )
     for name in triton_config.TILE_PASSES:
-        for size in triton_config.candidates(name, head_dim, BF16, torch.cuda.get_device_capability(DEVICE))[1:]:
-            monkeypatch.setattr(triton_config, "chosen", lambda use, *_, of={name: size}: of.get(use.name))
+        for size in triton_config.candidates(
+            name, head_dim, BF16, torch.cuda.get_device_capability(DEVICE)
+        )[1:]:
+            monkeypatch.setattr(
+                triton_config,
+                "chosen",
+                lambda use, *_, of={name: size}: of.get(use.name),
+            )
             (one,) = kernel.launches(name, (q, k, v), pattern, causal)
             assert one.size == size
-            if size.reads in experimental.IN_GLUON:  # one that hangs must not hang what comes after
+            if (
+                size.reads in experimental.IN_GLUON
+            ):  # one that hangs must not hang what comes after
                 use = triton_config.Use.of(name, head_dim, BF16, causal, False, 2)
                 assert experimental.trial(use, size, DEVICE) is None
-            assert not missed(pattern=pattern, n=2048, d=head_dim, causal=causal, backend="triton")
+            assert not missed(
+                pattern=pattern, n=2048, d=head_dim, causal=causal, backend="triton"
+            )
 
 
 @gpu_only
@@ -175,7 +281,7 @@ def test_what_is_tuned_here_is_kept_and_taken(monkeypatch, tmp_path):
     assert triton.tuned("forward", q, k, False, False) == found.best
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # memory
 
 
@@ -187,18 +293,37 @@ def test_memory_that_runs_out_drives_the_ladder():
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     ladder, total = Ladder(), torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + (512 << 20)) / total)
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved(DEVICE) + (512 << 20)) / total
+    )
     try:
         with pytest.raises(torch.OutOfMemoryError):
             attention(q, k, v, Dense(), causal=True, backend="eager")
-        out, lse = attention(q, k, v, Dense(), causal=True, backend="eager", return_lse=True,
-                             execution=Execution(tile=ladder))  # fmt: skip
+        out, lse = attention(
+            q,
+            k,
+            v,
+            Dense(),
+            causal=True,
+            backend="eager",
+            return_lse=True,
+            execution=Execution(tile=ladder),
+        )
         grads = torch.autograd.grad(out, (q, k, v), dout)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert ladder.level >= 1
-    found = reference.sampled_errors(q.detach(), k.detach(), v.detach(), Dense(), out=out.detach(), lse=lse.detach(),
-                                     causal=True, dout=dout, grads=grads)  # fmt: skip
+    found = reference.sampled_errors(
+        q.detach(),
+        k.detach(),
+        v.detach(),
+        Dense(),
+        out=out.detach(),
+        lse=lse.detach(),
+        causal=True,
+        dout=dout,
+        grads=grads,
+    )
     assert max(found.values()) <= reference.EXACT[F32], found
 
 
@@ -215,12 +340,16 @@ def test_peak_memory_of_a_training_step(backend):
 
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(DEVICE)
-    q, k, v, dout = (torch.randn(1, n, 16, 128, dtype=BF16, device=DEVICE) for _ in range(4))
+    q, k, v, dout = (
+        torch.randn(1, n, 16, 128, dtype=BF16, device=DEVICE) for _ in range(4)
+    )
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     step()  # plans and lists stay
     torch.cuda.reset_peak_memory_stats(DEVICE)
     step()
-    held = (torch.cuda.max_memory_allocated(DEVICE) - before) / (8 * q.numel() * q.element_size())
+    held = (torch.cuda.max_memory_allocated(DEVICE) - before) / (
+        8 * q.numel() * q.element_size()
+    )
     assert held <= 1.2
 
 
@@ -243,7 +372,7 @@ def test_a_pool_lends_a_streams_memory_to_that_stream_alone():
     assert torch.equal(plain, pooled)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # graphs, and ranks
 
 
@@ -252,7 +381,9 @@ def recorded(step):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):  # kernels are chosen, compiled and loaded, and plans are made
+        for _ in range(
+            3
+        ):  # kernels are chosen, compiled and loaded, and plans are made
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -271,7 +402,9 @@ def test_a_training_step_is_captured_and_replayed_on_new_data(backend, causal):
     q, k, v = (t.requires_grad_() for t in (q, k, v))
 
     def step():
-        out = attention(q, k, v, FOLDED, causal=causal, backend=backend, execution=execution)
+        out = attention(
+            q, k, v, FOLDED, causal=causal, backend=backend, execution=execution
+        )
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
     run = recorded(step) if GPU else step
@@ -282,17 +415,41 @@ def test_a_training_step_is_captured_and_replayed_on_new_data(backend, causal):
     bound = reference.tolerance(q, k, v, dout, pattern=FOLDED, causal=causal)
     floors = (1.0, *[reference.gradient_floor(q, k, dout)] * 3)
     for name, mine, ref, floor in zip(("out", "dq", "dk", "dv"), found, step(), floors):
-        assert reference.error(mine, ref, floor) <= (0.0 if backend == "triton" else bound[name]), name
+        assert reference.error(mine, ref, floor) <= (
+            0.0 if backend == "triton" else bound[name]
+        ), name
 
 
 def test_two_ranks_on_one_device_are_one_device():
-    """By gloo, which carries them through the CPU: what is shown is that the results are right, no speed."""
+    """By gloo, which carries them through the CPU: what is shown is that the results
+    are right, no speed.
+    """
     ladder, of_two = Dilated([128, 512], [1, 4]), contiguous(512, 2)
-    ways = [("plan", of_two), ("ring", of_two), ("plan", zigzag(512, 2)), ("all_gather", of_two), ("ulysses", of_two)]
-    cases = [Case(ladder, 512, dtype, True, d=64, lse_cotangent=dtype == F32, layout=layout, scheme=scheme)
-             for scheme, layout in ways for dtype in (F32, BF16)]  # fmt: skip
+    ways = [
+        ("plan", of_two),
+        ("ring", of_two),
+        ("plan", zigzag(512, 2)),
+        ("all_gather", of_two),
+        ("ulysses", of_two),
+    ]
+    cases = [
+        Case(
+            ladder,
+            512,
+            dtype,
+            True,
+            d=64,
+            lse_cotangent=dtype == F32,
+            layout=layout,
+            scheme=scheme,
+        )
+        for scheme, layout in ways
+        for dtype in (F32, BF16)
+    ]
     everyone = launch(parity, 2, cases, str(DEVICE), timeout_s=120.0)
     for i, case in enumerate(cases):
         (q, k, _), dout, _, want, bound = judged(case)
         found = errors(case.joined([each[i][0] for each in everyone]), want, q, k, dout)
-        assert not {name: (e, bound[name]) for name, e in found.items() if not e <= bound[name]}, case
+        assert not {
+            name: (e, bound[name]) for name, e in found.items() if not e <= bound[name]
+        }, case

@@ -1,6 +1,8 @@
-"""The Triton kernels without a GPU: values by the interpreter, device code by the compiler, tuning and refusals.
+"""The Triton kernels without a GPU: values by the interpreter, device code by the
+compiler, tuning and refusals.
 
-No test here can say how fast they are. The other ways of reading are in tests/experimental.
+No test here can say how fast they are. The other ways of reading are in
+tests/experimental.
 """
 
 import os
@@ -17,14 +19,18 @@ from ringlab.kernels import experimental, triton, triton_config, triton_tune
 from ringlab.kernels.base import HALF, DeviceSpec
 from ringlab.kernels.triton_config import TILE_PASSES, Use
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 @needs_triton
 def test_values_equal_the_oracle_forward_and_backward():
     within_bounds({name: printed("plain")[name] for name in PLAIN})
     assert all(printed("plain")[name]["reads"] == ["pointers"] for name in PLAIN)
-    assert min(printed("plain")["each pair once"]["error"].values()) > 0.01  # a wrong answer is found
+    assert (
+        min(printed("plain")["each pair once"]["error"].values()) > 0.01
+    )  # a wrong answer is found
 
 
 @needs_triton
@@ -38,16 +44,25 @@ def test_what_the_interpreter_gets_wrong_is_refused():
     assert "bfloat16" in printed("plain")["bfloat16"]["refusal"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # the device code, compiled for GPUs that are not here
 
 
 @needs_triton
-@pytest.mark.parametrize("name, capability, head_dim", [
-    ("forward", 80, 128), ("backward_q", 86, 64), ("backward_kv", 89, 64), ("forward", 90, 128),
-    ("forward", 100, 64), ("backward_q", 120, 64),
-])  # fmt: skip
-def test_default_sizes_fit_every_architecture(name, capability, head_dim, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, capability, head_dim",
+    [
+        ("forward", 80, 128),
+        ("backward_q", 86, 64),
+        ("backward_kv", 89, 64),
+        ("forward", 90, 128),
+        ("forward", 100, 64),
+        ("backward_q", 120, 64),
+    ],
+)
+def test_default_sizes_fit_every_architecture(
+    name, capability, head_dim, tmp_path, monkeypatch
+):
     """A sample; RINGLAB_SWEEP=1 compiles every candidate."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     size = triton_config.sizes(name, head_dim, torch.bfloat16, divmod(capability, 10))
@@ -55,20 +70,31 @@ def test_default_sizes_fit_every_architecture(name, capability, head_dim, tmp_pa
 
 
 @needs_triton
-@pytest.mark.skipif(os.environ.get("RINGLAB_SWEEP") != "1", reason="minutes: RINGLAB_SWEEP=1 asks for it")
+@pytest.mark.skipif(
+    os.environ.get("RINGLAB_SWEEP") != "1",
+    reason="minutes: RINGLAB_SWEEP=1 asks for it",
+)
 @pytest.mark.parametrize("capability", SHARED)
 def test_every_candidate_fits_its_architecture(capability, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wrong = []
-    for name, head_dim, join, causal in product(TILE_PASSES, (64, 128, 256), (False, True), (True, False)):
-        for size in triton_config.candidates(name, head_dim, torch.bfloat16, divmod(capability, 10), join):
-            found = resources(name, capability, head_dim, size, causal=causal, join=join, mask=causal)
-            good = fits(found, capability) and (capability != 90 or fed(name, found, size))
+    for name, head_dim, join, causal in product(
+        TILE_PASSES, (64, 128, 256), (False, True), (True, False)
+    ):
+        for size in triton_config.candidates(
+            name, head_dim, torch.bfloat16, divmod(capability, 10), join
+        ):
+            found = resources(
+                name, capability, head_dim, size, causal=causal, join=join, mask=causal
+            )
+            good = fits(found, capability) and (
+                capability != 90 or fed(name, found, size)
+            )
             wrong += [] if good else [(name, head_dim, str(size), join, causal, found)]
     assert not wrong, "\n".join(map(str, wrong))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # tuning
 
 CPU = torch.device("cpu")
@@ -78,14 +104,21 @@ DEFAULT, OTHER = triton_config.candidates("forward", 64, torch.float16, (9, 0))[
 
 def test_candidates_are_few_and_start_with_the_default():
     shapes = (*zip((32, 64, 96, 256), HALF * 2), (128, torch.float32))
-    for name, capability, (head_dim, dtype), joins in product(TILE_PASSES, SHARED, shapes, (False, True)):
+    for name, capability, (head_dim, dtype), joins in product(
+        TILE_PASSES, SHARED, shapes, (False, True)
+    ):
         compute = divmod(capability, 10)
         found = triton_config.candidates(name, head_dim, dtype, compute, joins)
         assert found[0] == triton_config.sizes(name, head_dim, dtype, compute, joins)
         in_gluon = [x for x in found if x.reads in experimental.IN_GLUON]
         assert len(set(found)) == len(found) <= 6 + len(in_gluon) and len(in_gluon) <= 2
         ways = {x.reads for x in found}
-        assert ways == {"pointers"} or head_dim != 96 and not joins and compute[0] in (9, 10)
+        assert (
+            ways == {"pointers"}
+            or head_dim != 96
+            and not joins
+            and compute[0] in (9, 10)
+        )
         assert "specialized" not in ways or (name, compute) == ("forward", (9, 0))
         assert not in_gluon or compute == (9, 0) and head_dim >= 64
 
@@ -95,31 +128,59 @@ def test_choices_are_kept_and_found_again(tmp_path, monkeypatch):
     monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path / "new"))
     assert triton_config.chosen(USE, CPU, (9, 0)) is None
     file = triton_config.keep({USE: OTHER}, CPU)
-    triton_config.keep({Use.of("forward", 128, torch.float16, True, False, 1): DEFAULT}, CPU)
-    assert [file] == list((tmp_path / "new").iterdir()) and file == triton_config.path(CPU)
+    triton_config.keep(
+        {Use.of("forward", 128, torch.float16, True, False, 1): DEFAULT}, CPU
+    )
+    assert [file] == list((tmp_path / "new").iterdir()) and file == triton_config.path(
+        CPU
+    )
     assert triton_config.chosen(USE, CPU, (9, 0)) == OTHER
-    assert triton_config.chosen(Use.of("forward", 64, torch.float16, True, False, 2), CPU, (9, 0)) == OTHER
-    assert triton_config.chosen(Use.of("forward", 64, torch.float16, True, False, 1), CPU, (9, 0)) is None
+    assert (
+        triton_config.chosen(
+            Use.of("forward", 64, torch.float16, True, False, 2), CPU, (9, 0)
+        )
+        == OTHER
+    )
+    assert (
+        triton_config.chosen(
+            Use.of("forward", 64, torch.float16, True, False, 1), CPU, (9, 0)
+        )
+        is None
+    )
     monkeypatch.delenv("RINGLAB_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert triton_config.folder() == tmp_path / "ringlab" and triton_config.chosen(USE, CPU, (9, 0)) is None
+    assert (
+        triton_config.folder() == tmp_path / "ringlab"
+        and triton_config.chosen(USE, CPU, (9, 0)) is None
+    )
 
 
 @needs_triton
-@pytest.mark.parametrize("old, new, said", [
-    ("{", "", "JSONDecodeError"),
-    ('"interpreter"', '"another GPU"', "it is of .*another GPU"),
-    ('"choices"', '"chosen"', "KeyError"),
-    (f'"{OTHER}"', "3", "3 is no candidate for forward"),
-    (str(OTHER), "7 x 7", "7 x 7 is no candidate for forward, head_dim 64, float16, causal, groups of 2"),
-])  # fmt: skip
-def test_a_file_of_choices_that_is_none_is_told_of_and_ignored(tmp_path, monkeypatch, old, new, said):
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("{", "", "JSONDecodeError"),
+        ('"interpreter"', '"another GPU"', "it is of .*another GPU"),
+        ('"choices"', '"chosen"', "KeyError"),
+        (f'"{OTHER}"', "3", "3 is no candidate for forward"),
+        (
+            str(OTHER),
+            "7 x 7",
+            "7 x 7 is no candidate for forward, head_dim 64, float16, causal, groups of 2",
+        ),
+    ],
+)
+def test_a_file_of_choices_that_is_none_is_told_of_and_ignored(
+    tmp_path, monkeypatch, old, new, said
+):
     monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path))
     file = triton_config.keep({USE: OTHER}, CPU)
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new))
     triton_config._read.cache_clear()
-    with pytest.warns(RuntimeWarning, match=f"are ignored, {file.name}: .*{said}") as told:
+    with pytest.warns(
+        RuntimeWarning, match=f"are ignored, {file.name}: .*{said}"
+    ) as told:
         assert triton_config.chosen(USE, CPU, (9, 0)) is None
     assert len(told) == 1 and "\n" not in str(told[0].message)
 
@@ -140,17 +201,28 @@ def test_the_fastest_right_candidate_is_kept_and_attention_takes_it():
     found = printed("plain")["tuned"]
     default, quick = (f"16 x {cols}, 4 warps, 1 stages, pointers" for cols in (16, 32))
     assert (found["before"], found["after"]) == (default, quick)
-    assert sorted(found["seconds"].values()) == [2.0, 3.0, 4.0] and found["seconds"][quick] == 2.0
+    assert (
+        sorted(found["seconds"].values()) == [2.0, 3.0, 4.0]
+        and found["seconds"][quick] == 2.0
+    )
     wrong, short, odd, failing = found["refused"].values()
-    assert wrong.startswith("wrong result: off by ") and "shorter than tiles of 256 x 16" in short
+    assert (
+        wrong.startswith("wrong result: off by ")
+        and "shorter than tiles of 256 x 16" in short
+    )
     assert "are no block" in odd and failing.startswith("InterpreterError: ")
     assert list(printed("plain")["hanging"]["refused"].values()) == ["hangs"]
 
 
 def test_the_default_wins_where_nothing_is_faster():
-    assert triton_tune.Timed(USE, DEFAULT, {OTHER: 1.0, DEFAULT: 1.0}, {}).best == DEFAULT
+    assert (
+        triton_tune.Timed(USE, DEFAULT, {OTHER: 1.0, DEFAULT: 1.0}, {}).best == DEFAULT
+    )
     assert triton_tune.Timed(USE, DEFAULT, {}, {OTHER: "hangs"}).best == DEFAULT
-    right, nothing = torch.tensor([1.0, -torch.inf]), torch.tensor([torch.nan, -torch.inf])
+    right, nothing = (
+        torch.tensor([1.0, -torch.inf]),
+        torch.tensor([torch.nan, -torch.inf]),
+    )
     assert triton_tune.differs((right,), (right,), 0.1) is None
     assert triton_tune.differs((nothing,), (right,), 0.1) == "wrong result: off by nan"
 
@@ -161,11 +233,16 @@ def test_tuning_without_a_gpu_is_one_line(capsys):
         assert said in (line := capsys.readouterr().err) and line.count("\n") == 1
     with pytest.raises(NotImplementedError, match="needs a CUDA device"):
         triton_tune.tune(*[torch.randn(1, 8, 1, 16)] * 3, Dilated([8], [1]))
-    with pytest.raises(ValueError, match="unknown pass 'backward'; known: forward, backward_q, backward_kv"):
-        triton_tune.tune(*[torch.randn(1, 8, 1, 16)] * 3, Dilated([8], [1]), passes=("backward",))
+    with pytest.raises(
+        ValueError,
+        match="unknown pass 'backward'; known: forward, backward_q, backward_kv",
+    ):
+        triton_tune.tune(
+            *[torch.randn(1, 8, 1, 16)] * 3, Dilated([8], [1]), passes=("backward",)
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # where it does not run
 
 
@@ -174,8 +251,19 @@ def test_what_it_cannot_serve_on_a_gpu_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     assert refuses(gpu, torch.bfloat16, 64).startswith("triton is not installed (")
     monkeypatch.setitem(sys.modules, "triton", sys)
-    assert refuses(gpu, torch.bfloat16, 64) is None and refuses(gpu, torch.float32, 5) is None
-    assert refuses(gpu, torch.float64, 64) == "takes float32, float16, bfloat16, not float64"
-    assert refuses(gpu, torch.bfloat16, 264) == "needs a head_dim of at most 256, not 264"
+    assert (
+        refuses(gpu, torch.bfloat16, 64) is None
+        and refuses(gpu, torch.float32, 5) is None
+    )
+    assert (
+        refuses(gpu, torch.float64, 64)
+        == "takes float32, float16, bfloat16, not float64"
+    )
+    assert (
+        refuses(gpu, torch.bfloat16, 264) == "needs a head_dim of at most 256, not 264"
+    )
     turing = DeviceSpec("cuda", (7, 5))
-    assert refuses(turing, torch.float16, 64) == "needs compute capability 8.0 or newer, this is 7.5"
+    assert (
+        refuses(turing, torch.float16, 64)
+        == "needs compute capability 8.0 or newer, this is 7.5"
+    )

@@ -1,4 +1,6 @@
-"""JupyterLab and a headless Chromium for the tests: a server on a free port, and a page driven through DevTools."""
+"""JupyterLab and a headless Chromium for the tests: a server on a free port, and a page
+driven through DevTools.
+"""
 
 import contextlib
 import json
@@ -18,7 +20,9 @@ LIB = Path(__file__).resolve().parents[2] / "lib"
 
 
 def browser() -> list[str]:
-    """The command of a Chromium; the test is skipped where there is none, or nothing to drive it with."""
+    """The command of a Chromium; the test is skipped where there is none, or nothing to
+    drive it with.
+    """
     pytest.importorskip("websocket", reason="driving a browser needs websocket-client")
     try:
         return pdf.chromium()
@@ -48,25 +52,54 @@ def until(found, seconds: float, what: str):
 
 @contextlib.contextmanager
 def jupyterlab(folder: Path, notebook: Path, startup: str):
-    """JupyterLab over a copy of a notebook in ``folder``, its home; yields the notebook's address.
+    """JupyterLab over a copy of a notebook in ``folder``, its home; yields the
+    notebook's address.
 
     Its kernels run the Python text ``startup`` first.
     """
     shutil.copy(notebook, folder)
     first = folder / ".ipython" / "profile_default" / "startup" / "first.py"
-    settings = folder / ".jupyter" / "lab" / "user-settings" / "@jupyterlab" / "apputils-extension"
+    settings = (
+        folder
+        / ".jupyter"
+        / "lab"
+        / "user-settings"
+        / "@jupyterlab"
+        / "apputils-extension"
+    )
     settings /= "notification.jupyterlab-settings"
-    for path, text in ((first, startup), (settings, '{"fetchNews": "false"}')):  # or it asks, over what is shown
+    for path, text in (
+        (first, startup),
+        (settings, '{"fetchNews": "false"}'),
+    ):  # or it asks, over what is shown
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JUPYTER", "IPYTHON", "XDG_"))}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("JUPYTER", "IPYTHON", "XDG_"))
+    }
     (folder / "rfc3987_syntax.py").write_text("raise ImportError")  # as in conftest.py
-    env |= {"HOME": str(folder), "PYTHONPATH": f"{LIB}:{folder}", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    env |= {
+        "HOME": str(folder),
+        "PYTHONPATH": f"{LIB}:{folder}",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
     command = [
-        sys.executable, "-m", "jupyterlab", f"--notebook-dir={folder}", "--no-browser", "--allow-root",
-        "--expose-app-in-browser", "--port=0", "--ServerApp.ip=127.0.0.1",
-    ]  # fmt: skip
-    with (folder / "jupyter.log").open("w") as log, ended(command, stdout=log, stderr=subprocess.STDOUT, env=env):
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        f"--notebook-dir={folder}",
+        "--no-browser",
+        "--allow-root",
+        "--expose-app-in-browser",
+        "--port=0",
+        "--ServerApp.ip=127.0.0.1",
+    ]
+    with (
+        (folder / "jupyter.log").open("w") as log,
+        ended(command, stdout=log, stderr=subprocess.STDOUT, env=env),
+    ):
         said = until(lambda: [*folder.rglob("jpserver-*.json")], 60, "JupyterLab")
         server = json.loads(until(said[0].read_text, 10, "address"))
         yield f"{server['url']}lab/tree/{notebook.name}?token={server['token']}&reset"
@@ -80,15 +113,24 @@ class Page:
 
     def call(self, method: str, **parameters) -> dict:
         self.count += 1
-        self.socket.send(json.dumps({"id": self.count, "method": method, "params": parameters}))
+        self.socket.send(
+            json.dumps({"id": self.count, "method": method, "params": parameters})
+        )
         while (reply := json.loads(self.socket.recv())).get("id") != self.count:
             pass
         assert "error" not in reply, reply
         return reply["result"]
 
     def js(self, expression: str, wait: bool = True):
-        found = self.call("Runtime.evaluate", expression=expression, awaitPromise=wait, returnByValue=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]["exception"].get("description")
+        found = self.call(
+            "Runtime.evaluate",
+            expression=expression,
+            awaitPromise=wait,
+            returnByValue=True,
+        )
+        assert "exceptionDetails" not in found, found["exceptionDetails"][
+            "exception"
+        ].get("description")
         return found["result"].get("value")
 
     def until(self, expression: str, seconds: float = 60):
@@ -102,13 +144,24 @@ def chromium(browser: list[str], folder: Path, url: str):
 
     profile = folder / "chromium"
     command = [
-        *browser, "--headless=new", "--disable-gpu", "--remote-debugging-port=0", "--remote-allow-origins=*",
-        "--no-first-run", "--disable-background-networking", "--disable-extensions", f"--user-data-dir={profile}",
-        "--window-size=1280,2400", *(["--no-sandbox"] if os.geteuid() == 0 else []), url,
-    ]  # fmt: skip
+        *browser,
+        "--headless=new",
+        "--disable-gpu",
+        "--remote-debugging-port=0",
+        "--remote-allow-origins=*",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-extensions",
+        f"--user-data-dir={profile}",
+        "--window-size=1280,2400",
+        *(["--no-sandbox"] if os.geteuid() == 0 else []),
+        url,
+    ]
     with ended(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
         port = profile / "DevToolsActivePort"
-        until(lambda: port.is_file() and len(port.read_text().split()) > 1, 30, "Chromium")
+        until(
+            lambda: port.is_file() and len(port.read_text().split()) > 1, 30, "Chromium"
+        )
         listed = f"http://127.0.0.1:{port.read_text().split()[0]}/json"
 
         def page():
@@ -116,5 +169,7 @@ def chromium(browser: list[str], folder: Path, url: str):
                 pages = [p for p in json.load(answer) if p["type"] == "page"]
             return pages and pages[0]["webSocketDebuggerUrl"]
 
-        with contextlib.closing(websocket.create_connection(until(page, 30, "page"), timeout=60)) as socket:
+        with contextlib.closing(
+            websocket.create_connection(until(page, 30, "page"), timeout=60)
+        ) as socket:
             yield Page(socket)

@@ -1,4 +1,6 @@
-"""Device code compiled for GPUs that are not here: what it takes of them, and the order of its instructions."""
+"""Device code compiled for GPUs that are not here: what it takes of them, and the order
+of its instructions.
+"""
 
 import importlib
 import os
@@ -10,39 +12,86 @@ import torch
 from ringlab.kernels import experimental, triton_config
 from ringlab.kernels.triton_config import Sizes
 
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may take (CUDA programming guide)
+SHARED = {
+    80: 163,
+    86: 99,
+    89: 99,
+    90: 227,
+    100: 227,
+    120: 99,
+}  # KiB a program may take (CUDA programming guide)
 ELEMENTS = ("q", "k", "v", "dout")  # of the tensors' own dtype
 RESULTS = ("out", "dq", "dk", "dv")  # the same, or fp32 where several launches add up
 
 
-def resources(name: str, capability: int, head_dim: int, size: Sizes, dtype: str = "bf16", *, causal: bool = True,
-              join: bool = False, mask: bool = True) -> dict[str, int]:  # fmt: skip
-    """What a program takes: registers, stack, local and shared bytes, warps; and how often some instructions occur."""
+def resources(
+    name: str,
+    capability: int,
+    head_dim: int,
+    size: Sizes,
+    dtype: str = "bf16",
+    *,
+    causal: bool = True,
+    join: bool = False,
+    mask: bool = True,
+) -> dict[str, int]:
+    """What a program takes: registers, stack, local and shared bytes, warps; and how
+    often some instructions occur.
+    """
     in_gluon, layout = size.reads in experimental.IN_GLUON, ""
-    kinds = {"scale": "fp32", "lse": "*fp32", "less": "*fp32", "tiles": "*i32", "entries": "*i32"}
-    kinds |= dict.fromkeys(ELEMENTS, f"*{dtype}") | dict.fromkeys(RESULTS, "*fp32" if join else f"*{dtype}")
+    kinds = {
+        "scale": "fp32",
+        "lse": "*fp32",
+        "less": "*fp32",
+        "tiles": "*i32",
+        "entries": "*i32",
+    }
+    kinds |= dict.fromkeys(ELEMENTS, f"*{dtype}") | dict.fromkeys(
+        RESULTS, "*fp32" if join else f"*{dtype}"
+    )
     if in_gluon:
         code, layout = "experimental.gluon", f",{experimental.layout(head_dim, 16)!r}"
         fixed = {"STEP": 4, "CAUSAL": causal, "STAGES": size.stages}
         options = {"num_warps": size.warps, "maxnreg": experimental.REGISTERS}
     else:
-        code, kind = "triton_kernels", torch.float32 if dtype == "fp32" else torch.bfloat16
-        fixed = {"ROWS": size.rows, "COLS": size.cols, "DIM": head_dim, "PAD": triton_config.padded(head_dim),
-                 "CAUSAL": causal, "JOIN": join, "PRECISION": triton_config.precision(head_dim, kind),
-                 "EARLY": triton_config.early(divmod(capability, 10), size.reads), "READS": size.reads,
-                 "STEP": 0 if size.reads == "pointers" else 4}  # fmt: skip
+        code, kind = (
+            "triton_kernels",
+            torch.float32 if dtype == "fp32" else torch.bfloat16,
+        )
+        fixed = {
+            "ROWS": size.rows,
+            "COLS": size.cols,
+            "DIM": head_dim,
+            "PAD": triton_config.padded(head_dim),
+            "CAUSAL": causal,
+            "JOIN": join,
+            "PRECISION": triton_config.precision(head_dim, kind),
+            "EARLY": triton_config.early(divmod(capability, 10), size.reads),
+            "READS": size.reads,
+            "STEP": 0 if size.reads == "pointers" else 4,
+        }
         fixed |= {"MASK": mask} if name == "forward" else {}
         options = {"num_warps": size.warps, "num_stages": size.stages}
     owned = ("k", "v") if name == "backward_kv" else ("q", "dout")
     for x in {"pointers": (), "specialized": ("k", "v")}.get(size.reads, ELEMENTS):
-        rows = size.cols if x not in owned else experimental.GROUP_ROWS if in_gluon else size.rows
+        rows = (
+            size.cols
+            if x not in owned
+            else experimental.GROUP_ROWS
+            if in_gluon
+            else size.rows
+        )
         kinds[x] = f"tensordesc<{dtype}[1, 1, 1, {rows}, {head_dim}]{layout}>"
     kernel = getattr(importlib.import_module(f"ringlab.kernels.{code}"), name)
     return used(kernel, kinds, fixed, capability, **options)[0]
 
 
-def used(kernel, kinds: dict, fixed: dict, capability: int, **options) -> tuple[dict[str, int], str]:
-    """The same of any kernel, and its PTX; what is not in ``kinds`` is an int, strides and pointers are aligned."""
+def used(
+    kernel, kinds: dict, fixed: dict, capability: int, **options
+) -> tuple[dict[str, int], str]:
+    """The same of any kernel, and its PTX; what is not in ``kinds`` is an int, strides
+    and pointers are aligned.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -55,17 +104,35 @@ def used(kernel, kinds: dict, fixed: dict, capability: int, **options) -> tuple[
         elif kind[0] == "*" or argument.startswith("s_"):
             aligned[i,] = [["tt.divisibility", 16]]
     gluon = importlib.import_module("triton.experimental.gluon._runtime")
-    made = gluon.GluonASTSource if isinstance(kernel, gluon.GluonJITFunction) else triton.compiler.ASTSource
+    made = (
+        gluon.GluonASTSource
+        if isinstance(kernel, gluon.GluonJITFunction)
+        else triton.compiler.ASTSource
+    )
     source = made(kernel, signature, constexprs=fixed, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options=options
+    )
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     cubin = Path(os.environ["TRITON_CACHE_DIR"]) / f"{kernel.__name__}.cubin"
     cubin.write_bytes(made.asm["cubin"])
-    shown = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    registers, stack, _, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", shown).groups())
-    found = {"registers": registers, "stack": stack, "local": local, "shared": made.metadata.shared}
+    shown = subprocess.run(
+        [tool, "-res-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    registers, stack, _, local = map(
+        int,
+        re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", shown).groups(),
+    )
+    found = {
+        "registers": registers,
+        "stack": stack,
+        "local": local,
+        "shared": made.metadata.shared,
+    }
     if capability == 90:
-        lines = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        lines = subprocess.run(
+            [tool, "-sass", cubin], capture_output=True, text=True, check=True
+        ).stdout
         found |= {x: lines.count(x) for x in ("HGMMA", "WARPGROUP.DEPBAR", "UTMALDG")}
         found["beside"] = beside_products(lines)
     return found | {"warps": made.metadata.num_warps}, made.asm["ptx"]
@@ -74,11 +141,18 @@ def used(kernel, kinds: dict, fixed: dict, capability: int, **options) -> tuple[
 def fits(found: dict[str, int], capability: int) -> bool:
     """No spills to memory, and no more shared memory than there is."""
     shared = 0 < found["shared"] <= SHARED[capability] * 1024
-    return not found["stack"] and not found["local"] and 0 < found["registers"] <= 255 and shared
+    return (
+        not found["stack"]
+        and not found["local"]
+        and 0 < found["registers"] <= 255
+        and shared
+    )
 
 
 def beside_products(sass: str) -> float:
-    """The share of exponentials between the issue of a product and the next wait for one."""
+    """The share of exponentials between the issue of a product and the next wait for
+    one.
+    """
     issued, beside, every = False, 0, 0
     for x in re.findall(r"HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2", sass):
         every += x == "MUFU.EX2"
@@ -88,14 +162,25 @@ def beside_products(sass: str) -> float:
 
 
 def fed(name: str, found: dict[str, int], size: Sizes) -> bool:
-    """On 9.0: products of warp groups, not one after the other; reads by the copy engine, or by warps of its own.
+    """On 9.0: products of warp groups, not one after the other; reads by the copy
+    engine, or by warps of its own.
 
-    By hand, each of two groups waits as often as the source says, and computes while its products run.
+    By hand, each of two groups waits as often as the source says, and computes while
+    its products run.
     """
-    described, own = size.reads != "pointers", size.reads in ("specialized", *experimental.IN_GLUON)
+    described, own = (
+        size.reads != "pointers",
+        size.reads in ("specialized", *experimental.IN_GLUON),
+    )
     waits = 4 if name == "forward" else 8
     if size.reads in experimental.IN_GLUON:
         waits = 2 * {"forward": 4, "backward_q": 7, "backward_kv": 5}[name]
-    overlapped = (found["HGMMA"] > 0 or size.rows < 64) and found["WARPGROUP.DEPBAR"] <= waits
+    overlapped = (found["HGMMA"] > 0 or size.rows < 64) and found[
+        "WARPGROUP.DEPBAR"
+    ] <= waits
     overlapped &= size.reads not in experimental.IN_GLUON or found["beside"] > 0.4
-    return overlapped and (found["UTMALDG"] > 0) == described and found["warps"] == (12 if own else size.warps)
+    return (
+        overlapped
+        and (found["UTMALDG"] > 0) == described
+        and found["warps"] == (12 if own else size.warps)
+    )

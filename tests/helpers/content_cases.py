@@ -1,4 +1,6 @@
-"""Blocks chosen by content, on one rank or several: importable by name, so that other processes find it."""
+"""Blocks chosen by content, on one rank or several: importable by name, so that other
+processes find it.
+"""
 
 import torch
 import torch.distributed as dist
@@ -9,10 +11,14 @@ SIZE, TOP_K, D = 4, 3, 8
 
 
 def tensors(shape, kind, dtype=torch.float64):
-    """q, k, v, z or the scorer's weights, and cotangents of out and lse; shape: (b, h, h_kv, all blocks)."""
+    """q, k, v, z or the scorer's weights, and cotangents of out and lse; shape: (b, h,
+    h_kv, all blocks).
+    """
     (b, h, kv, blocks), generator = shape, torch.Generator().manual_seed(0)
     n = blocks * SIZE
-    more = {"means": [], "z": [(b, h, blocks, blocks)], "scorer": [(D, D), (D, D)]}[kind]
+    more = {"means": [], "z": [(b, h, blocks, blocks)], "scorer": [(D, D), (D, D)]}[
+        kind
+    ]
     sizes = [(b, n, h, D), (b, n, kv, D), (b, n, kv, D), *more, (b, n, h, D), (b, h, n)]
     made = [torch.randn(s, generator=generator, dtype=torch.float64) for s in sizes]
     if kind == "scorer":
@@ -23,23 +29,46 @@ def tensors(shape, kind, dtype=torch.float64):
 def shard_of(given, rank, ranks):
     """What one rank passes: rows of every tensor but the scorer's weights."""
     dims = [1, 1, 1, *({6: [2], 7: [None, None]}.get(len(given), [])), 1, 2]
-    return [t if dim is None else t.chunk(ranks, dim)[rank] for t, dim in zip(given, dims)]
+    return [
+        t if dim is None else t.chunk(ranks, dim)[rank] for t, dim in zip(given, dims)
+    ]
 
 
 def chosen(given, kind, causal):
     """S (b, h, blocks, top_k) for whole tensors."""
     q, k, _, *more = given[:-2]
-    z = more[0] if kind == "z" else adaptive.logits(q, k, Adaptive(SIZE, TOP_K), None, causal, None, more)
+    z = (
+        more[0]
+        if kind == "z"
+        else adaptive.logits(q, k, Adaptive(SIZE, TOP_K), None, causal, None, more)
+    )
     return adaptive.choose(z, TOP_K, causal, None)
 
 
 def forward(leaves, kind, causal, group):
-    """[out] of the module or [out, lse] of the function, for q, k, v and z or the scorer's weights."""
+    """[out] of the module or [out, lse] of the function, for q, k, v and z or the
+    scorer's weights.
+    """
     q, k, v, *more = leaves
     if kind == "scorer":
         layer = AdaptiveBlockSparse(D, SIZE, TOP_K, group=group, dtype=q.dtype)
-        return [torch.func.functional_call(layer, dict(zip(("q_score", "k_score"), more)), (q, k, v, causal))]
-    return list(adaptive_attention(q, k, v, Adaptive(SIZE, TOP_K), *more, causal=causal, group=group, return_lse=True))
+        return [
+            torch.func.functional_call(
+                layer, dict(zip(("q_score", "k_score"), more)), (q, k, v, causal)
+            )
+        ]
+    return list(
+        adaptive_attention(
+            q,
+            k,
+            v,
+            Adaptive(SIZE, TOP_K),
+            *more,
+            causal=causal,
+            group=group,
+            return_lse=True,
+        )
+    )
 
 
 def step(given, kind, causal, group):
@@ -47,12 +76,16 @@ def step(given, kind, causal, group):
     *leaves, dout, dlse = given
     leaves = [t.clone().requires_grad_() for t in leaves]
     found = forward(leaves, kind, causal, group)
-    grads = torch.autograd.grad(found, leaves, [g.to(t.dtype) for t, g in zip(found, (dout, dlse))])
+    grads = torch.autograd.grad(
+        found, leaves, [g.to(t.dtype) for t, g in zip(found, (dout, dlse))]
+    )
     return [t.detach() for t in (*found, *grads)]
 
 
 def content(cases):
-    """Blocks chosen by content: each case's results on this rank, and the bytes that it sent."""
+    """Blocks chosen by content: each case's results on this rank, and the bytes that it
+    sent.
+    """
     rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
     for shape, kind, causal, dtype in cases:
         shards = shard_of(tensors(shape, kind, dtype), rank, ranks)

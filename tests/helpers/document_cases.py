@@ -1,4 +1,6 @@
-"""Packed sequences and padded batches as cases: each document by the float64 reference, alone."""
+"""Packed sequences and padded batches as cases: each document by the float64 reference,
+alone.
+"""
 
 import random
 from dataclasses import replace
@@ -21,14 +23,18 @@ def spans_of(how: dict) -> list[tuple[int, int, int]]:
 
 
 def wanted(case: Case, inputs, dout, dlse) -> dict[str, torch.Tensor]:
-    """Each document by the float64 reference; out 0, lse -inf and no gradient elsewhere."""
+    """Each document by the float64 reference; out 0, lse -inf and no gradient
+    elsewhere.
+    """
     leaves = [t.double().requires_grad_() for t in inputs]
     out = torch.zeros_like(leaves[0])
     lse = torch.full(dlse.shape, -torch.inf, dtype=F64)
     for i, a, b in spans_of(case.documents):
         if a < b:
             some = (t[i : i + 1, a:b] for t in leaves)
-            out[i : i + 1, a:b], lse[i : i + 1, :, a:b] = reference.attention(*some, case.pattern, causal=case.causal)
+            out[i : i + 1, a:b], lse[i : i + 1, :, a:b] = reference.attention(
+                *some, case.pattern, causal=case.causal
+            )
     return differentiated(out, lse, leaves, dout, dlse if case.lse_cotangent else None)
 
 
@@ -42,12 +48,27 @@ def drawn_case(rng: random.Random) -> Case:
     elif rng.random() < 0.2:
         execution = Execution(gather=True)
     case = Case(
-        pattern, n, rng.choice([F64, F32]), rng.random() < 0.5, batch, *heads, rng.choice([8, 16]),
-        lse_cotangent=rng.random() < 0.5, memory=rng.choice(["contiguous", "heads first", "every other"]),
-        seed=rng.randrange(1 << 30), execution=execution,
-    )  # fmt: skip
+        pattern,
+        n,
+        rng.choice([F64, F32]),
+        rng.random() < 0.5,
+        batch,
+        *heads,
+        rng.choice([8, 16]),
+        lse_cotangent=rng.random() < 0.5,
+        memory=rng.choice(["contiguous", "heads first", "every other"]),
+        seed=rng.randrange(1 << 30),
+        execution=execution,
+    )
     if not packed:
-        return replace(case, documents={"lengths": torch.tensor([rng.randint(int(not i), n) for i in range(batch)])})
+        return replace(
+            case,
+            documents={
+                "lengths": torch.tensor(
+                    [rng.randint(int(not i), n) for i in range(batch)]
+                )
+            },
+        )
     if rng.random() < 0.3:  # documents of few lengths, as a trainer's
         size = rng.randint(1, n)
         borders = [*range(0, n, size), n]

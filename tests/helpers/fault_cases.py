@@ -1,6 +1,8 @@
-"""Faults of ranks: one rank misbehaves at an exchange, or makes another call than the others.
+"""Faults of ranks: one rank misbehaves at an exchange, or makes another call than the
+others.
 
-``inject`` runs on every rank, of ``launch`` or, with this file as a script, of torchrun.
+``inject`` runs on every rank, of ``launch`` or, with this file as a script, of
+torchrun.
 """
 
 import os
@@ -22,7 +24,13 @@ STEPS = 3  # forward and backward each
 
 
 def case_of(ranks: int, scheme: str) -> Case:
-    how = {"heads": 4, "kv_heads": 4, "d": 8, "layout": contiguous(48, ranks), "scheme": scheme}
+    how = {
+        "heads": 4,
+        "kv_heads": 4,
+        "d": 8,
+        "layout": contiguous(48, ranks),
+        "scheme": scheme,
+    }
     return Case(Dilated([8, 48], [1, 2]), 48, causal=True, dtype=torch.float32, **how)
 
 
@@ -50,16 +58,27 @@ def _last_words():
 
 
 AT_EXCHANGE = {
-    "kill": _last_words, "segv": _killed(signal.SIGSEGV), "term": _killed(signal.SIGTERM), "abort": os.abort,
-    "stop": _killed(signal.SIGSTOP), "hang": lambda: time.sleep(1000), "raise": _raises(ValueError("a bad day")),
-    "peer": _raises(RuntimeError("connection closed by peer: the nccl experiment timed out")),
-    "interrupt": _raises(KeyboardInterrupt()), "exit": lambda: sys.exit(7), "leave": lambda: os._exit(0),
-}  # fmt: skip
+    "kill": _last_words,
+    "segv": _killed(signal.SIGSEGV),
+    "term": _killed(signal.SIGTERM),
+    "abort": os.abort,
+    "stop": _killed(signal.SIGSTOP),
+    "hang": lambda: time.sleep(1000),
+    "raise": _raises(ValueError("a bad day")),
+    "peer": _raises(
+        RuntimeError("connection closed by peer: the nccl experiment timed out")
+    ),
+    "interrupt": _raises(KeyboardInterrupt()),
+    "exit": lambda: sys.exit(7),
+    "leave": lambda: os._exit(0),
+}
 OTHER_CALL = {
     "dtype": lambda case: replace(case, dtype=torch.float64),
     "scale": lambda case: replace(case, scale=0.5),
     "pattern": lambda case: replace(case, pattern=Dilated([8, 48], [1, 4])),
-    "scheme": lambda case: replace(case, scheme="ring" if case.scheme == "plan" else "plan"),
+    "scheme": lambda case: replace(
+        case, scheme="ring" if case.scheme == "plan" else "plan"
+    ),
     "layout": lambda case: replace(case, layout=zigzag(case.n, case.layout.ranks)),
     "heads": lambda case: replace(case, heads=8, kv_heads=8),
     "order": lambda case: replace(case, causal=False),
@@ -72,9 +91,17 @@ def happens() -> None:
     """Called on the culprit when the fault happens."""
 
 
-def inject(kind: str, case: Case, culprit: int = 1, at: int = 0, path: str = "", pause_s: float = 0.0):
-    """Three steps on this rank, a fault of ``kind`` on rank ``culprit``: at its exchange ``at``, or from the second
-    step on. Returns the last results."""
+def inject(
+    kind: str,
+    case: Case,
+    culprit: int = 1,
+    at: int = 0,
+    path: str = "",
+    pause_s: float = 0.0,
+):
+    """Three steps on this rank, a fault of ``kind`` on rank ``culprit``: at its
+    exchange ``at``, or from the second step on. Returns the last results.
+    """
     rank, ours = dist.get_rank(), dist.get_rank() == culprit
     if ours and path:
         Path(path).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
@@ -119,4 +146,7 @@ if __name__ == "__main__":
         case.run(*case.shards(rank), dist.group.WORLD)
         dist.barrier()
         (Path(folder) / f"ready-{rank}").write_text("")
-        torch.save(inject(kind, case, int(culprit), int(at), pause_s=float(pause_s)), Path(folder) / f"result-{rank}")
+        torch.save(
+            inject(kind, case, int(culprit), int(at), pause_s=float(pause_s)),
+            Path(folder) / f"result-{rank}",
+        )

@@ -1,10 +1,13 @@
-"""A small machine that runs the kernels in Gluon on CPU tensors: what Triton's interpreter cannot.
+"""A small machine that runs the kernels in Gluon on CPU tensors: what Triton's
+interpreter cannot.
 
-Gluon's operations are replaced by ones on torch tensors. The partitions of a program take turns, drawn at random, and
-what the hardware does meanwhile, copies and products that were issued, happens as late or as early as the draw has it:
-many draws try many orders of events. Found and raised as ``Hazard``: a deadlock, a copy into memory that a product may
-still read, a product of memory that no copy has filled, a use of a product that was not waited for, an address outside
-of a tensor, and a result that two programs write. Memory that a copy was issued into holds NaN until it lands.
+Gluon's operations are replaced by ones on torch tensors. The partitions of a program
+take turns, drawn at random, and what the hardware does meanwhile, copies and products
+that were issued, happens as late or as early as the draw has it: many draws try many
+orders of events. Found and raised as ``Hazard``: a deadlock, a copy into memory that a
+product may still read, a product of memory that no copy has filled, a use of a product
+that was not waited for, an address outside of a tensor, and a result that two programs
+write. Memory that a copy was issued into holds NaN until it lands.
 
 Not shown here: that the compiler and the GPU order memory as the operations promise.
 """
@@ -25,7 +28,9 @@ SOURCE = (Path(experimental.__file__).parent / "gluon.py").read_text(encoding="u
 
 
 def running(change=lambda source: source, seed: int = 0):
-    """Context manager: the kernels in Gluon run on a machine, with their source changed."""
+    """Context manager: the kernels in Gluon run on a machine, with their source
+    changed.
+    """
     return mock.patch.dict(sys.modules, {NAME: Machine(change(SOURCE), seed)})
 
 
@@ -38,15 +43,25 @@ class Pointer:
 
     def __init__(self, tensor, at=0):
         assert tensor.is_contiguous() and not tensor.storage_offset()
-        self.tensor, self.at, self.dtype = tensor, at, SimpleNamespace(element_ty=tensor.dtype)
+        self.tensor, self.at, self.dtype = (
+            tensor,
+            at,
+            SimpleNamespace(element_ty=tensor.dtype),
+        )
 
     def __add__(self, offset):
         return Pointer(self.tensor, self.at + offset)
 
     def places(self, mask):
-        at = torch.as_tensor(self.at)[mask] if mask is not None else torch.as_tensor(self.at)
+        at = (
+            torch.as_tensor(self.at)[mask]
+            if mask is not None
+            else torch.as_tensor(self.at)
+        )
         if at.numel() and not (0 <= at.min() and at.max() < self.tensor.numel()):
-            raise Hazard(f"an address outside of a tensor of {self.tensor.numel()} elements")
+            raise Hazard(
+                f"an address outside of a tensor of {self.tensor.numel()} elements"
+            )
         return at
 
 
@@ -54,7 +69,13 @@ class Shared:
     """Shared memory: a view of a buffer, and of the slot that it is a part of."""
 
     def __init__(self, data, slots, slot=None):
-        self.data, self.slots, self.slot, self.dtype, self.shape = data, slots, slot, data.dtype, data.shape
+        self.data, self.slots, self.slot, self.dtype, self.shape = (
+            data,
+            slots,
+            slot,
+            data.dtype,
+            data.shape,
+        )
 
     def index(self, i):
         if not 0 <= i < len(self.data):
@@ -69,7 +90,9 @@ class Shared:
 
 
 class Slot:
-    """Of a ring: whether a copy into it is under way, how many products may read it; of a barrier, its phases."""
+    """Of a ring: whether a copy into it is under way, how many products may read it; of
+    a barrier, its phases.
+    """
 
     def __init__(self):
         self.copying, self.filled, self.readers = False, False, 0
@@ -96,7 +119,9 @@ class Product:
 
 
 class Machine:
-    """Runs programs of a kernel one after the other, each with random turns. Its attributes are the kernels."""
+    """Runs programs of a kernel one after the other, each with random turns. Its
+    attributes are the kernels.
+    """
 
     def __init__(self, source: str = SOURCE, seed: int = 0):
         self.draw, self.written = random.Random(seed), {}
@@ -179,7 +204,10 @@ class Machine:
             raise Hazard("a product of memory that no copy has filled")
         for slot in read:
             slot.readers += 1
-        x, issued = (a if isinstance(a, torch.Tensor) else a.data), Product(torch.full_like(acc, torch.nan))
+        x, issued = (
+            (a if isinstance(a, torch.Tensor) else a.data),
+            Product(torch.full_like(acc, torch.nan)),
+        )
 
         def happen():
             issued.value = x.float() @ b.data.float() + (acc if use_acc else 0)
@@ -194,7 +222,10 @@ class Machine:
     def finish(self, outstanding, of):
         self._pause()  # what was freed by mistake may be written now, before the products are done
         mine = threading.current_thread()
-        while len(own := [i for i, (whose, _) in enumerate(self.events) if whose is mine]) > outstanding:
+        while (
+            len(own := [i for i, (whose, _) in enumerate(self.events) if whose is mine])
+            > outstanding
+        ):
             self.events.pop(own[0])[1]()
         self._pause()
         if not all(x.done for x in of):
@@ -223,29 +254,71 @@ class Machine:
         """What takes the place of Gluon's modules."""
         own = SimpleNamespace
         language = {
-            "constexpr": lambda x: x, "static_range": range, "float32": torch.float32, "int64": torch.int64,
-            "program_id": lambda axis: self.program, "num_programs": lambda axis: self.programs,
+            "constexpr": lambda x: x,
+            "static_range": range,
+            "float32": torch.float32,
+            "int64": torch.int64,
+            "program_id": lambda axis: self.program,
+            "num_programs": lambda axis: self.programs,
             "cast": lambda x, dtype: x.to(dtype) if isinstance(x, torch.Tensor) else x,
-            "arange": lambda start, end, layout: torch.arange(start, end), "minimum": min,
-            "where": lambda c, x, y: torch.where(c, x, y) if isinstance(c, torch.Tensor) else x if c else y,
+            "arange": lambda start, end, layout: torch.arange(start, end),
+            "minimum": min,
+            "where": lambda c, x, y: (
+                torch.where(c, x, y) if isinstance(c, torch.Tensor) else x if c else y
+            ),
             "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-            "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-            "max": lambda x, axis: x.amax(axis), "sum": lambda x, axis: x.sum(axis), "maximum": torch.maximum,
-            "exp2": torch.exp2, "log2": lambda x: torch.log2(torch.as_tensor(float(x) if isinstance(x, int) else x)),
-            "convert_layout": lambda x, layout: x, "load": self.load, "store": self.store,
-            "allocate_shared_memory": _allocate, "warp_specialize": self.warp_specialize,
-        }  # fmt: skip
+            "full": lambda shape, value, dtype, layout: torch.full(
+                shape, value, dtype=dtype
+            ),
+            "max": lambda x, axis: x.amax(axis),
+            "sum": lambda x, axis: x.sum(axis),
+            "maximum": torch.maximum,
+            "exp2": torch.exp2,
+            "log2": lambda x: torch.log2(
+                torch.as_tensor(float(x) if isinstance(x, int) else x)
+            ),
+            "convert_layout": lambda x, layout: x,
+            "load": self.load,
+            "store": self.store,
+            "allocate_shared_memory": _allocate,
+            "warp_specialize": self.warp_specialize,
+        }
         language |= dict.fromkeys(
-            ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "BlockedLayout"), lambda *given: given
+            (
+                "SliceLayout",
+                "DotOperandLayout",
+                "NVMMADistributedLayout",
+                "BlockedLayout",
+            ),
+            lambda *given: given,
         )
-        barrier = own(wait=self.wait, init=self.init, arrive=self.arrive, expect=self.expect, MBarrierLayout=tuple)
-        hopper = {"mbarrier": barrier, "tma": own(async_copy_global_to_shared=self.copy)}
+        barrier = own(
+            wait=self.wait,
+            init=self.init,
+            arrive=self.arrive,
+            expect=self.expect,
+            MBarrierLayout=tuple,
+        )
+        hopper = {
+            "mbarrier": barrier,
+            "tma": own(async_copy_global_to_shared=self.copy),
+        }
         hopper |= {"warpgroup_mma": self.product, "warpgroup_mma_wait": self.finish}
         gluon = {"jit": lambda f=None, **options: f if f is not None else lambda f: f}
         name = "triton.experimental.gluon"
-        contents = {"triton": {}, "triton.experimental": {}, name: gluon, f"{name}.language": language}
-        contents |= {f"{name}.language.nvidia": {}, f"{name}.language.nvidia.hopper": hopper}
-        return {module: own(__name__=module, **names) for module, names in contents.items()}
+        contents = {
+            "triton": {},
+            "triton.experimental": {},
+            name: gluon,
+            f"{name}.language": language,
+        }
+        contents |= {
+            f"{name}.language.nvidia": {},
+            f"{name}.language.nvidia.hopper": hopper,
+        }
+        return {
+            module: own(__name__=module, **names) for module, names in contents.items()
+        }
 
 
 class _Kernel:
@@ -254,8 +327,14 @@ class _Kernel:
 
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, maxnreg, **fixed):
-            given = [Pointer(x) if isinstance(x, torch.Tensor) else _Descriptor(x) if hasattr(x, "base") else x
-                     for x in arguments]  # fmt: skip
+            given = [
+                Pointer(x)
+                if isinstance(x, torch.Tensor)
+                else _Descriptor(x)
+                if hasattr(x, "base")
+                else x
+                for x in arguments
+            ]
             self.machine.run(self.function, grid[0], given, fixed)
 
         return launch
@@ -279,13 +358,17 @@ class _Descriptor:
         view = made.base.as_strided(made.shape, made.strides)
         found = torch.zeros(made.block_shape, dtype=self.dtype)
         if min(at) >= 0 and all(x < n for x, n in zip(at, made.shape)):
-            inside = view[tuple(slice(x, x + extent) for x, extent in zip(at, made.block_shape))]
+            inside = view[
+                tuple(slice(x, x + extent) for x, extent in zip(at, made.block_shape))
+            ]
             found[tuple(slice(0, extent) for extent in inside.shape)] = inside
         return found
 
 
 class _Partition(threading.Thread):
-    """One of the functions that share a program; it runs only while the machine lets it."""
+    """One of the functions that share a program; it runs only while the machine lets
+    it.
+    """
 
     def __init__(self, function, arguments):
         super().__init__(daemon=True)

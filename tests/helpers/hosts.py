@@ -1,4 +1,6 @@
-"""Sessions in tests: systems that misbehave, real workers that measure the CPU's rates once, made-up ones."""
+"""Sessions in tests: systems that misbehave, real workers that measure the CPU's rates
+once, made-up ones.
+"""
 
 import os
 from contextlib import contextmanager
@@ -76,7 +78,8 @@ ASKED: set[tuple] = set()  # by the session at hand
 class OneProbe(Workers):
     """Real workers, of which the first measures the CPU's rates for all sessions.
 
-    A session that asks again, since a row is below a roofline that a busy machine set, gets new rates.
+    A session that asks again, since a row is below a roofline that a busy machine set,
+    gets new rates.
     """
 
     def ask(self, command, timeout_s, **arguments):
@@ -91,34 +94,54 @@ class OneProbe(Workers):
 
 def measure(groups, folder, force=False, minutes=None, workers=OneProbe, **how):
     ASKED.clear()
-    return Session(folder, **{"profile": "cpu", "workers": workers} | how).run(groups, force, minutes)
+    return Session(folder, **{"profile": "cpu", "workers": workers} | how).run(
+        groups, force, minutes
+    )
 
 
 @contextmanager
 def misbehaving(folder, threads: int):
-    """Sessions of so many threads, whose workers can import the systems of ``BROKEN`` from a module "broken"."""
+    """Sessions of so many threads, whose workers can import the systems of ``BROKEN``
+    from a module "broken".
+    """
     (folder / "broken.py").write_text(BROKEN)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "threads", lambda: threads)
         patch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
         patch.setattr(session, "available_bytes", lambda ram_bytes: 1 << 30)
         patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+        )
         yield folder
 
 
-COST = {"pairs": 1, "distinct_pairs": 1, "flops": 1, "folded_flops": 1, "floor_bytes": 8}
+COST = {
+    "pairs": 1,
+    "distinct_pairs": 1,
+    "flops": 1,
+    "folded_flops": 1,
+    "floor_bytes": 8,
+}
 REPLIES = {
-    "prepare": {"cost": COST, "errors": {"out": 0.0}, "tolerance": {"out": 1.0}, "warmups": 1, "known": {},
-                "memory": {"tracked_peak_bytes": 8, "floor_bytes": 8}},
+    "prepare": {
+        "cost": COST,
+        "errors": {"out": 0.0},
+        "tolerance": {"out": 1.0},
+        "warmups": 1,
+        "known": {},
+        "memory": {"tracked_peak_bytes": 8, "floor_bytes": 8},
+    },
     "calibrate": {"estimate": 0.5, "warmups": 2, "loops": 1},
     "sample": {"seconds": 0.5},
     "probe": {"peaks": {"float32": hardware.Peaks(1e9, 1e9, 1e9)}},
-}  # fmt: skip
+}
 
 
 class MadeUp:
-    """``workers`` of a session: answers each command at once, and keeps (command, system) in ``asked``.
+    """``workers`` of a session: answers each command at once, and keeps (command,
+    system) in ``asked``.
 
     ``reply(command)`` changes a reply.
     """
@@ -131,7 +154,11 @@ class MadeUp:
 
         def ask(command, timeout_s=0.0, **arguments):
             self.asked.append((command, system))
-            return {"status": "ok", "reason": "", "cpu_s": 0.0} | REPLIES.get(command, {}) | self.reply(command)
+            return (
+                {"status": "ok", "reason": "", "cpu_s": 0.0}
+                | REPLIES.get(command, {})
+                | self.reply(command)
+            )
 
         ask("start")
         return SimpleNamespace(ask=ask, close=lambda: None)
@@ -139,4 +166,8 @@ class MadeUp:
     @property
     def started(self) -> list[str]:
         """The systems whose processes were started."""
-        return [system for command, system in self.asked if command == "start" and system != "the CPU"]
+        return [
+            system
+            for command, system in self.asked
+            if command == "start" and system != "the CPU"
+        ]

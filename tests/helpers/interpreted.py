@@ -1,7 +1,9 @@
-"""The Triton kernels on small CPU tensors in Triton's interpreter, compared with the oracle.
+"""The Triton kernels on small CPU tensors in Triton's interpreter, compared with the
+oracle.
 
-``printed`` runs this file with TRITON_INTERPRET=1 in another process, because Triton reads it at import. Each line of
-the output is a JSON object: the case, and the error and the bound of each result.
+``printed`` runs this file with TRITON_INTERPRET=1 in another process, because Triton
+reads it at import. Each line of the output is a JSON object: the case, and the error
+and the bound of each result.
 """
 
 import json
@@ -19,11 +21,27 @@ from unittest import mock
 import torch
 from gluon_machine import running
 from matrix import NAMES, Case, differentiated, errors, judged
-from ringlab import Dense, Dilated, Execution, attention, block_patterns, estimate, kernels, reference
+from ringlab import (
+    Dense,
+    Dilated,
+    Execution,
+    attention,
+    block_patterns,
+    estimate,
+    kernels,
+    reference,
+)
 from ringlab import cache as caches
 from ringlab.engine.autograd import IN_GRAPHS, _text, operator
 from ringlab.engine.dilated import make_plan
-from ringlab.kernels import KERNELS, experimental, tile_schedule, triton, triton_config, triton_tune
+from ringlab.kernels import (
+    KERNELS,
+    experimental,
+    tile_schedule,
+    triton,
+    triton_config,
+    triton_tune,
+)
 from ringlab.kernels.experimental import fused_merge
 from ringlab.kernels.torch_kernels import Eager
 from ringlab.kernels.triton_config import TILE_PASSES, Sizes, Use
@@ -32,36 +50,192 @@ from ringlab.tracking import LiveStorageTracker
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CHOSEN, SIZES = triton_config.chosen, triton_config.sizes
 FOLDED = Dilated([32, 64], [1, 2])
-BLIND = block_patterns.from_mask(torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]]) > 0, block_size=16)
-# pattern, n, heads, K/V heads, head_dim, causal, dtype, scale, tile and how it is read if not by pointers
+BLIND = block_patterns.from_mask(
+    torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]]) > 0, block_size=16
+)
+# pattern, n, heads, K/V heads, head_dim, causal, dtype, scale, tile and how it is read
+# if not by pointers
 PLAIN = {
     "folded, causal, grouped": (FOLDED, 41, 2, 1, 16, True, F32, None, (16, 16)),
-    "folded thrice, half": (Dilated([32, 32, 32], [1, 1, 2]), 35, 1, 1, 16, False, F16, None, (16, 32)),
-    "several launches, rows uncovered": (
-        Dilated([8, 16], [3, 2], offsets="branch"), 20, 2, 1, 16, True, F16, 0.5, (16, 16),
+    "folded thrice, half": (
+        Dilated([32, 32, 32], [1, 1, 2]),
+        35,
+        1,
+        1,
+        16,
+        False,
+        F16,
+        None,
+        (16, 32),
     ),
-    "several launches, batch": (Dilated([6, 20], [1, 4], offsets="block"), 9, 1, 1, 16, False, F32, None, (16, 16)),
-    "head groups of unlike rates": (Dilated([16, 8], [3, 2], "head_groups"), 19, 3, 1, 16, True, F32, None, (16, 16)),
-    "block-sparse": (block_patterns.local_global(0, 1, block_size=16), 39, 2, 1, 16, True, F32, None, (16, 16)),
-    "block-sparse, queries that see nothing": (BLIND, 45, 1, 1, 16, True, F16, None, (16, 16)),
-    "dense, padded head_dim, negative scale": (Dense(), 33, 1, 1, 24, True, F16, -0.3, (32, 16)),
+    "several launches, rows uncovered": (
+        Dilated([8, 16], [3, 2], offsets="branch"),
+        20,
+        2,
+        1,
+        16,
+        True,
+        F16,
+        0.5,
+        (16, 16),
+    ),
+    "several launches, batch": (
+        Dilated([6, 20], [1, 4], offsets="block"),
+        9,
+        1,
+        1,
+        16,
+        False,
+        F32,
+        None,
+        (16, 16),
+    ),
+    "head groups of unlike rates": (
+        Dilated([16, 8], [3, 2], "head_groups"),
+        19,
+        3,
+        1,
+        16,
+        True,
+        F32,
+        None,
+        (16, 16),
+    ),
+    "block-sparse": (
+        block_patterns.local_global(0, 1, block_size=16),
+        39,
+        2,
+        1,
+        16,
+        True,
+        F32,
+        None,
+        (16, 16),
+    ),
+    "block-sparse, queries that see nothing": (
+        BLIND,
+        45,
+        1,
+        1,
+        16,
+        True,
+        F16,
+        None,
+        (16, 16),
+    ),
+    "dense, padded head_dim, negative scale": (
+        Dense(),
+        33,
+        1,
+        1,
+        24,
+        True,
+        F16,
+        -0.3,
+        (32, 16),
+    ),
     "dense, odd head_dim, scale 0": (Dense(), 18, 1, 1, 5, False, F32, 0.0, (32, 16)),
-}  # fmt: skip
+}
 DESCRIBED = {
-    "descriptors, folded, batch": (FOLDED, 38, 2, 1, 16, True, F32, None, (16, 16, "descriptors")),
-    "descriptors, odd length": (FOLDED, 37, 1, 1, 16, False, F16, None, (16, 16, "descriptors")),
-    "specialized, folded, grouped": (FOLDED, 36, 2, 1, 16, True, F16, None, (16, 16, "specialized")),
-    "specialized, nothing masked": (FOLDED, 64, 1, 1, 16, False, F32, None, (16, 16, "specialized")),
+    "descriptors, folded, batch": (
+        FOLDED,
+        38,
+        2,
+        1,
+        16,
+        True,
+        F32,
+        None,
+        (16, 16, "descriptors"),
+    ),
+    "descriptors, odd length": (
+        FOLDED,
+        37,
+        1,
+        1,
+        16,
+        False,
+        F16,
+        None,
+        (16, 16, "descriptors"),
+    ),
+    "specialized, folded, grouped": (
+        FOLDED,
+        36,
+        2,
+        1,
+        16,
+        True,
+        F16,
+        None,
+        (16, 16, "specialized"),
+    ),
+    "specialized, nothing masked": (
+        FOLDED,
+        64,
+        1,
+        1,
+        16,
+        False,
+        F32,
+        None,
+        (16, 16, "specialized"),
+    ),
 }
 # the same without a tile: calls of a dense kernel that the fused merge joins
 JOINED = {
     "in place": (Dilated([16, 32], [1, 2]), 64, 2, 2, 16, True, F16, None),
     "in place, bfloat16": (Dilated([16, 32], [1, 2]), 32, 2, 2, 16, False, BF16, None),
-    "in place, batch folds": (Dilated([4, 8, 16], [1, 2, 4]), 16, 2, 2, 8, False, F32, None),
-    "short segments, grouped": (Dilated([4, 8], [1, 2], offsets="kv_head"), 14, 4, 2, 16, True, F16, None),
-    "rows uncovered, negative scale": (Dilated([8, 16], [3, 2], offsets="branch"), 16, 2, 1, 12, True, F32, -0.3),
-    "rates that do not divide, batch": (Dilated([6, 10], [1, 4], offsets="block"), 18, 2, 2, 5, False, F32, None),
-    "head groups": (Dilated([8, 4], [3, 2], "head_groups"), 13, 3, 1, 16, True, F16, None),
+    "in place, batch folds": (
+        Dilated([4, 8, 16], [1, 2, 4]),
+        16,
+        2,
+        2,
+        8,
+        False,
+        F32,
+        None,
+    ),
+    "short segments, grouped": (
+        Dilated([4, 8], [1, 2], offsets="kv_head"),
+        14,
+        4,
+        2,
+        16,
+        True,
+        F16,
+        None,
+    ),
+    "rows uncovered, negative scale": (
+        Dilated([8, 16], [3, 2], offsets="branch"),
+        16,
+        2,
+        1,
+        12,
+        True,
+        F32,
+        -0.3,
+    ),
+    "rates that do not divide, batch": (
+        Dilated([6, 10], [1, 4], offsets="block"),
+        18,
+        2,
+        2,
+        5,
+        False,
+        F32,
+        None,
+    ),
+    "head groups": (
+        Dilated([8, 4], [3, 2], "head_groups"),
+        13,
+        3,
+        1,
+        16,
+        True,
+        F16,
+        None,
+    ),
 }
 
 
@@ -70,11 +244,17 @@ def printed(part: str) -> dict[str, dict]:
     """The output of ``part``, "plain" or "variants" (experimental), by case."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parents[1] / "lib"), str(here), *sys.path])
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-W", "ignore", __file__, part]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {found.pop("case"): found for found in map(json.loads, done.stdout.splitlines())}
+    return {
+        found.pop("case"): found for found in map(json.loads, done.stdout.splitlines())
+    }
 
 
 def within_bounds(found: dict[str, dict], most: float = 2e-3) -> None:
@@ -90,7 +270,9 @@ def by_head(t: torch.Tensor) -> torch.Tensor:
 
 
 class Padded(Eager):
-    """Results in the inputs' dtype, laid out as GPU kernels do: by head before rows, log-sum-exps in rows of 32."""
+    """Results in the inputs' dtype, laid out as GPU kernels do: by head before rows,
+    log-sum-exps in rows of 32.
+    """
 
     def forward(self, q, k, v, causal, scale):
         out, lse = super().forward(q, k, v, causal, scale)
@@ -105,18 +287,43 @@ class Padded(Eager):
 def inside_inf(t: torch.Tensor) -> torch.Tensor:
     """The same as a view into a buffer of inf, so that a read outside of it shows."""
     b, n, heads, d = t.shape
-    return torch.full((b, n + 40, heads, d + 32), torch.inf, dtype=t.dtype)[:, :n, :, :d].copy_(t)
+    return torch.full((b, n + 40, heads, d + 32), torch.inf, dtype=t.dtype)[
+        :, :n, :, :d
+    ].copy_(t)
 
 
 def run(pattern, n, heads, kv_heads, d, causal, dtype, scale, tile, batch=1):
-    """Attention with this tile, as if it were tuned; the results' errors, and the ways in which launches read."""
+    """Attention with this tile, as if it were tuned; the results' errors, and the ways
+    in which launches read.
+    """
     plain, same = Sizes(*tile[:2], 4, 1), tile[2:] != ("specialized",)
     triton_config.sizes = lambda *_: plain
-    triton_config.chosen = lambda use, *_: Sizes(*tile[:2], 4, 1, *tile[2:]) if same or use.name == "forward" else None
-    tensors = [inside_inf(torch.zeros(batch, n, h, d, dtype=dtype)) for h in (heads, heads, kv_heads, kv_heads)]
+    triton_config.chosen = lambda use, *_: (
+        Sizes(*tile[:2], 4, 1, *tile[2:]) if same or use.name == "forward" else None
+    )
+    tensors = [
+        inside_inf(torch.zeros(batch, n, h, d, dtype=dtype))
+        for h in (heads, heads, kv_heads, kv_heads)
+    ]
     read = {name: tensors[name == "forward" :] for name in TILE_PASSES}
-    launches = [x for name in read for x in KERNELS["triton"].launches(name, read[name], pattern, causal)]
-    found = checked(pattern, n, heads, kv_heads, d, causal, dtype, scale, batch, inside_inf, backend="triton")
+    launches = [
+        x
+        for name in read
+        for x in KERNELS["triton"].launches(name, read[name], pattern, causal)
+    ]
+    found = checked(
+        pattern,
+        n,
+        heads,
+        kv_heads,
+        d,
+        causal,
+        dtype,
+        scale,
+        batch,
+        inside_inf,
+        backend="triton",
+    )
     return {**found, "reads": sorted({launch.size.reads for launch in launches})}
 
 
@@ -130,8 +337,11 @@ def checked(pattern, n, heads, kv_heads, d, causal, dtype, scale, batch, lay, **
     (q, k, v), dout, dlse, want, bound = judged(case)
     got = case.run([lay(t) for t in (q, k, v)], lay(dout), dlse)
     if scale is not None and scale < 0:
-        # A dense kernel that masks before it scales makes no bound for a negative scale; -q with -scale is the same.
-        bound = reference.tolerance(-q, k, v, dout, pattern=pattern, causal=causal, scale=-scale)
+        # A dense kernel that masks before it scales makes no bound for a negative
+        # scale; -q with -scale is the same.
+        bound = reference.tolerance(
+            -q, k, v, dout, pattern=pattern, causal=causal, scale=-scale
+        )
     return {"error": errors(got, want, q, k, dout, scale), "bound": bound}
 
 
@@ -141,7 +351,9 @@ def show(name: str, **found) -> None:
 
 def main(part: str):
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # new tensors hold NaN, so that a row that nobody wrote shows
+    torch.use_deterministic_algorithms(
+        True
+    )  # new tensors hold NaN, so that a row that nobody wrote shows
     tile_schedule.LONG = 1  # fold short branches too
     kernels.PROBE_ROWS = 20  # interpreted, a program takes milliseconds
     for name, case in {"plain": PLAIN, "variants": DESCRIBED}[part].items():
@@ -151,10 +363,16 @@ def main(part: str):
             show("each pair once", **run(*PLAIN["folded, causal, grouped"]))
         tuning()
         compiled(Dilated([8, 16], [1, 2]), 18, 1, 1, 16)
-        show("bfloat16", refusal=KERNELS["triton"].refuses(torch.device("cpu"), torch.bfloat16, 64))
+        show(
+            "bfloat16",
+            refusal=KERNELS["triton"].refuses(torch.device("cpu"), torch.bfloat16, 64),
+        )
     else:
         with schedules(lambda schedule: replace(schedule, stride=1)):
-            show("neighbours in place of a class", **run(*DESCRIBED["descriptors, folded, batch"]))
+            show(
+                "neighbours in place of a class",
+                **run(*DESCRIBED["descriptors, folded, batch"]),
+            )
         first_runs()
         joined()
 
@@ -164,22 +382,38 @@ def schedules(change):
     """Inside, every tile schedule is changed."""
     make = tile_schedule.make_schedule
     caches.GLOBAL.clear()
-    with mock.patch.object(tile_schedule, "make_schedule", lambda *args, **more: change(make(*args, **more))):
+    with mock.patch.object(
+        tile_schedule,
+        "make_schedule",
+        lambda *args, **more: change(make(*args, **more)),
+    ):
         yield
     caches.GLOBAL.clear()
 
 
 def once(schedule):
     """The schedule with M = 1 everywhere, which is wrong."""
-    schedule.entries[:, 1] -= (schedule.entries[:, 1] >> 9 & 255).sub(1).clamp(min=0) << 9
+    schedule.entries[:, 1] -= (schedule.entries[:, 1] >> 9 & 255).sub(1).clamp(
+        min=0
+    ) << 9
     return schedule
 
 
 def tuning():
-    """Tune a forward: candidates are wrong, do not fit, fail or hang. Attention takes the fastest right one."""
+    """Tune a forward: candidates are wrong, do not fit, fail or hang. Attention takes
+    the fastest right one.
+    """
     quick, slow, wrong = Sizes(16, 32, 4, 1), Sizes(32, 16, 4, 1), Sizes(32, 32, 4, 1)
-    short, odd, failing = Sizes(256, 16, 4, 1), Sizes(16, 16, 4, 1, "descriptors"), Sizes(24, 16, 4, 1)
-    triton_config.chosen, hanging, times = CHOSEN, Sizes(128, 64, 4, 2, "gluon"), iter([3.0, 2.0, 4.0, 1.0])
+    short, odd, failing = (
+        Sizes(256, 16, 4, 1),
+        Sizes(16, 16, 4, 1, "descriptors"),
+        Sizes(24, 16, 4, 1),
+    )
+    triton_config.chosen, hanging, times = (
+        CHOSEN,
+        Sizes(128, 64, 4, 2, "gluon"),
+        iter([3.0, 2.0, 4.0, 1.0]),
+    )
 
     def spoiled(schedule):
         if (schedule.rows, schedule.cols) == (wrong.rows, wrong.cols):
@@ -190,29 +424,49 @@ def tuning():
         triton_config.sizes = lambda *_: default
         q, k, v = (torch.randn(1, n, 1, 16).half() for _ in range(3))
         every = (default, *others)
-        with mock.patch.object(triton_config, "candidates", lambda *_: every), schedules(spoiled):
+        with (
+            mock.patch.object(triton_config, "candidates", lambda *_: every),
+            schedules(spoiled),
+        ):
             before = triton.tuned("forward", q, k, False, False)
             pattern, timer = Dilated([128], [rate]), lambda call: call() and next(times)
-            (found,) = triton_tune.tune(q, k, v, pattern, passes=("forward",), timer=timer)
+            (found,) = triton_tune.tune(
+                q, k, v, pattern, passes=("forward",), timer=timer
+            )
             after = triton.tuned("forward", q, k, False, False)
-        return {"before": str(before), "after": str(after), "seconds": {str(x): t for x, t in found.seconds.items()},
-                "refused": {str(x): why for x, why in found.refused.items()}}  # fmt: skip
+        return {
+            "before": str(before),
+            "after": str(after),
+            "seconds": {str(x): t for x, t in found.seconds.items()},
+            "refused": {str(x): why for x, why in found.refused.items()},
+        }
 
     cache = mock.patch.dict(os.environ, RINGLAB_CACHE=tempfile.mkdtemp())
     with cache, mock.patch.object(experimental, "trial", lambda *_: "hangs"):
-        show("tuned", **tuned(129, 2, Sizes(16, 16, 4, 1), quick, slow, wrong, short, odd, failing))
+        show(
+            "tuned",
+            **tuned(
+                129, 2, Sizes(16, 16, 4, 1), quick, slow, wrong, short, odd, failing
+            ),
+        )
         show("hanging", **tuned(128, 1, Sizes(64, 64, 4, 1), hanging))
 
 
 def first_runs():
     """What ``experimental.prove`` says of the kernels in Gluon, and of wrong ones."""
-    triton.compute_of, experimental.TRIAL_LENGTH, experimental.TRIAL_HEADS = (lambda q: (9, 0)), 600, 1
+    triton.compute_of, experimental.TRIAL_LENGTH, experimental.TRIAL_HEADS = (
+        (lambda q: (9, 0)),
+        600,
+        1,
+    )
     experimental.TRIAL_PATTERN, experimental.REPEATS = Dilated([256, 512], [1, 2]), 1
     triton_config.sizes, triton_config.chosen = SIZES, CHOSEN
 
     def proved(name, rows=128):
         use = Use.of(name, 16, F16, True, False, 2)
-        return experimental.prove(use, Sizes(rows, 64, 4, 2, "gluon"), torch.device("cpu"))
+        return experimental.prove(
+            use, Sizes(rows, 64, 4, 2, "gluon"), torch.device("cpu")
+        )
 
     with running():
         right, unfit = [proved(name) for name in TILE_PASSES], proved("forward", 256)
@@ -221,11 +475,16 @@ def first_runs():
 
 
 def joined():
-    """The fused merge: values, bytes moved, bytes held, and wrong merges that must be found."""
+    """The fused merge: values, bytes moved, bytes held, and wrong merges that must be
+    found.
+    """
     fused_merge.ELEMENTS = 256  # several programs a head
     for name, case in JOINED.items():
         lay = torch.clone if "folds" in name else inside_inf
-        show(f"joined, {name}", **run_joined(*case, batch=2 if "batch" in name else 1, lay=lay))
+        show(
+            f"joined, {name}",
+            **run_joined(*case, batch=2 if "batch" in name else 1, lay=lay),
+        )
     for name in ("in place", "short segments, grouped"):
         show(f"joined, bytes, {name}", **traffic(*JOINED[name][:5]))
     show("joined, held", **held(Dilated([16, 32], [1, 2]), 41))
@@ -255,7 +514,11 @@ def traffic(pattern, n, heads, kv_heads, d):
 
     def counted_load(self, ptrs, mask, *rest):
         element = ptrs.get_element_ty()
-        moved[0] += int(mask.data.sum()) * element.primitive_bitwidth // 8 if element.is_floating() else 0
+        moved[0] += (
+            int(mask.data.sum()) * element.primitive_bitwidth // 8
+            if element.is_floating()
+            else 0
+        )
         return load(self, ptrs, mask, *rest)
 
     def counted_store(self, ptrs, value, mask, *rest):
@@ -265,17 +528,23 @@ def traffic(pattern, n, heads, kv_heads, d):
     q, k, v = (torch.randn(1, n, h, d).half() for h in (heads, kv_heads, kv_heads))
     execution, patch = Execution(merge="fused"), mock.patch.object
     with kernels.override_kernel(Padded(), "cuda"):
-        with patch(Builder, "create_masked_load", counted_load), patch(Builder, "create_masked_store", counted_store):
+        with (
+            patch(Builder, "create_masked_load", counted_load),
+            patch(Builder, "create_masked_store", counted_store),
+        ):
             attention(q, k, v, pattern, execution=execution)
     plan = make_plan(pattern, n, heads, kv_heads)
     return {"moved": moved, "told": join_bytes(plan, 1, n, heads, d, F16)}
 
 
-def join_bytes(plan, batch: int, n: int, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(read, written) bytes of the fused merge in a forward: rows of out in ``dtype``, and their lse in fp32.
+def join_bytes(
+    plan, batch: int, n: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """(read, written) bytes of the fused merge in a forward: rows of out in ``dtype``,
+    and their lse in fp32.
 
-    Every result of a call is read once. If the first call's result becomes the output, its rows are read and written
-    only where other calls have them too.
+    Every result of a call is read once. If the first call's result becomes the output,
+    its rows are read and written only where other calls have them too.
     """
     first = plan.whole(n, heads)
     held = torch.zeros(1, n, heads, 1, dtype=torch.bool)
@@ -283,7 +552,10 @@ def join_bytes(plan, batch: int, n: int, heads: int, head_dim: int, dtype: torch
     for call in rest:
         ((view,),) = call.views((held,), ())
         view.fill_(True)
-    read, row = sum(call.nodes * call.q.rows * call.heads for call in rest), batch * (head_dim * dtype.itemsize + 4)
+    read, row = (
+        sum(call.nodes * call.q.rows * call.heads for call in rest),
+        batch * (head_dim * dtype.itemsize + 4),
+    )
     if first is None:
         return read * row, n * heads * row
     written = int(held.sum())
@@ -291,14 +563,27 @@ def join_bytes(plan, batch: int, n: int, heads: int, head_dim: int, dtype: torch
 
 
 def held(pattern, n):
-    """The peak of a first call, forward and backward, and what ``estimate`` says; the interpreter holds more."""
+    """The peak of a first call, forward and backward, and what ``estimate`` says; the
+    interpreter holds more.
+    """
     execution = Execution(merge="fused", cache=False)
-    told = estimate(pattern, seq_len=n, heads=4, kv_heads=2, head_dim=16, passes="fwd+bwd", execution=execution)
+    told = estimate(
+        pattern,
+        seq_len=n,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        passes="fwd+bwd",
+        execution=execution,
+    )
     q, k, v, dout = (torch.randn(1, n, h, 16) for h in (4, 2, 2, 4))
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     kernels.choose("cpu", F32, 16, backward=True)
     launch = defaultdict(lambda: lambda *_, **options: None)
-    with mock.patch.object(fused_merge, "join", launch), LiveStorageTracker() as tracker:
+    with (
+        mock.patch.object(fused_merge, "join", launch),
+        LiveStorageTracker() as tracker,
+    ):
         tracker.register(q, k, v, dout)
         out = attention(q, k, v, pattern, execution=execution)
         grads = torch.autograd.grad(out, (q, k, v), dout)
@@ -306,18 +591,38 @@ def held(pattern, n):
 
 
 def compiled(pattern, n, heads, kv_heads, d):
-    """One graph, without a break, equal in every bit to the call outside of graphs; and torch's own checks."""
-    q, k, v = (torch.randn(1, n, h, d, requires_grad=True) for h in (heads, kv_heads, kv_heads))
+    """One graph, without a break, equal in every bit to the call outside of graphs; and
+    torch's own checks.
+    """
+    q, k, v = (
+        torch.randn(1, n, h, d, requires_grad=True) for h in (heads, kv_heads, kv_heads)
+    )
 
     def step(q, k, v):
-        return attention(q, k, v, pattern, causal=True, scale=-0.3, backend="triton", return_lse=True)
+        return attention(
+            q, k, v, pattern, causal=True, scale=-0.3, backend="triton", return_lse=True
+        )
 
     graph = torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager")
-    a, b = (differentiated(*f(q, k, v), (q, k, v), torch.ones_like(q), torch.ones(1, heads, n)) for f in (step, graph))
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    a, b = (
+        differentiated(
+            *f(q, k, v), (q, k, v), torch.ones_like(q), torch.ones(1, heads, n)
+        )
+        for f in (step, graph)
+    )
+    tests = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_static",
+    )
     call = q, k, v, _text(pattern, "triton"), True, 0.25, True
     checks = torch.library.opcheck(operator, call, test_utils=tests)
-    show("compiled", same={name: torch.equal(a[name], b[name]) for name in NAMES}, checks=checks)
+    show(
+        "compiled",
+        same={name: torch.equal(a[name], b[name]) for name in NAMES},
+        checks=checks,
+    )
 
 
 if __name__ == "__main__":

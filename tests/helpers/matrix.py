@@ -1,4 +1,6 @@
-"""The specification of the engine as data: a case is one call; what it gives is judged by the float64 reference."""
+"""The specification of the engine as data: a case is one call; what it gives is judged
+by the float64 reference.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,17 @@ from dataclasses import dataclass, field, replace
 
 import ringlab
 import torch
-from ringlab import Adaptive, BlockSparse, Dense, Dilated, Execution, Simulated, attention, kernels, reference
+from ringlab import (
+    Adaptive,
+    BlockSparse,
+    Dense,
+    Dilated,
+    Execution,
+    Simulated,
+    attention,
+    kernels,
+    reference,
+)
 from ringlab import blocks as presets
 from ringlab.blocks import Coarse, Global, Random, Segment, Strided, Window
 from ringlab.memory import MemoryPool
@@ -18,7 +30,12 @@ from ringlab.ring import SCHEMES, Layout, contiguous, hilbert, striped, uneven, 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 HALF = (BF16, F16)
 NAMES = ("out", "lse", "dq", "dk", "dv")
-MEMORY = ("contiguous", "heads first", "packed", "every other")  # how q, k, v and the cotangent of out are strided
+MEMORY = (
+    "contiguous",
+    "heads first",
+    "packed",
+    "every other",
+)  # how q, k, v and the cotangent of out are strided
 BLOCK = 8
 LADDER = Dilated([12, 36], [1, 2])
 DILATED = [
@@ -47,7 +64,11 @@ BLOCK_SPARSE = [
     presets.from_mask(MASK, block_size=BLOCK),
 ]
 PATTERNS = [Dense(), *DILATED, *BLOCK_SPARSE]
-TILED_WAYS = ("views", "batched", "rows")  # ways of running blocks that are calls of kernels
+TILED_WAYS = (
+    "views",
+    "batched",
+    "rows",
+)  # ways of running blocks that are calls of kernels
 WAYS = (*TILED_WAYS, "bsr")
 
 
@@ -69,7 +90,9 @@ STAINED = Stained()
 
 @dataclass(frozen=True)
 class Case:
-    """One call and its gradients. ``layout`` None: on one device, else over ``Simulated(layout.ranks)``."""
+    """One call and its gradients. ``layout`` None: on one device, else over
+    ``Simulated(layout.ranks)``.
+    """
 
     pattern: object
     n: int
@@ -91,8 +114,15 @@ class Case:
     documents: dict = field(default_factory=dict, hash=False)  # cu_seqlens or lengths
 
     def call(self, q, k, v, z=None, group=None):
-        """out, lse. ``group``: instead of the simulated one; the tensors are then shards."""
-        how = {"causal": self.causal, "scale": self.scale, "backend": self.backend, "return_lse": True}
+        """out, lse. ``group``: instead of the simulated one; the tensors are then
+        shards.
+        """
+        how = {
+            "causal": self.causal,
+            "scale": self.scale,
+            "backend": self.backend,
+            "return_lse": True,
+        }
         how |= self.documents
         if self.layout is not None:
             how["group"] = group or Simulated(self.layout.ranks)
@@ -103,10 +133,14 @@ class Case:
         return attention(q, k, v, self.pattern, execution=self.execution, **how)
 
     def run(self, inputs, dout, dlse, group=None) -> dict[str, torch.Tensor]:
-        """Results and gradients by name. The cotangent of lse is NaN where a query sees nothing: no one may read it."""
+        """Results and gradients by name. The cotangent of lse is NaN where a query sees
+        nothing: no one may read it.
+        """
         inputs = [t.detach().requires_grad_() for t in inputs]
         out, lse = self.call(*inputs, group=group)
-        return differentiated(out, lse, inputs, dout, dlse if self.lse_cotangent else None)
+        return differentiated(
+            out, lse, inputs, dout, dlse if self.lse_cotangent else None
+        )
 
     def shards(self, rank: int, device="cpu"):
         """As ``drawn``, of one rank."""
@@ -116,14 +150,21 @@ class Case:
 
     def joined(self, shards) -> dict[str, torch.Tensor]:
         """The results of all ranks, each of its shard, as those of the whole."""
-        return {name: self.layout.unshard([shard[name] for shard in shards], 2 if name == "lse" else 1)
-                for name in shards[0]}  # fmt: skip
+        return {
+            name: self.layout.unshard(
+                [shard[name] for shard in shards], 2 if name == "lse" else 1
+            )
+            for name in shards[0]
+        }
 
 
 def differentiated(out, lse, inputs, dout, dlse) -> dict[str, torch.Tensor]:
     results, cotangents = [out], [dout.to(out.dtype)]
     if dlse is not None:
-        results, cotangents = [out, lse], [*cotangents, dlse.to(lse.dtype).masked_fill(lse == -torch.inf, torch.nan)]
+        results, cotangents = (
+            [out, lse],
+            [*cotangents, dlse.to(lse.dtype).masked_fill(lse == -torch.inf, torch.nan)],
+        )
     grads = torch.autograd.grad(results, inputs, cotangents)
     return dict(zip((*NAMES, "dz"), (t.detach() for t in (out, lse, *grads))))
 
@@ -131,17 +172,27 @@ def differentiated(out, lse, inputs, dout, dlse) -> dict[str, torch.Tensor]:
 def errors(got: dict, want: dict, q, k, dout, scale=None) -> dict[str, float]:
     """The error of each result that is there, as the design defines it."""
     floor = reference.gradient_floor(q, k, dout, scale)
-    return {n: reference.error(got[n], want[n], 1.0 if n in ("out", "lse") else floor) for n in want}
+    return {
+        n: reference.error(got[n], want[n], 1.0 if n in ("out", "lse") else floor)
+        for n in want
+    }
 
 
 def apart(found, want) -> float:
-    """The worst relative error of tensors, of which some may be 0 but for rounding, as the gradient of a bias of k."""
+    """The worst relative error of tensors, of which some may be 0 but for rounding, as
+    the gradient of a bias of k.
+    """
     floor = 0.01 * max(float(b.norm()) for b in want)
-    return max(float((a - b).norm() / b.norm().clamp_min(floor)) for a, b in zip(found, want, strict=True))
+    return max(
+        float((a - b).norm() / b.norm().clamp_min(floor))
+        for a, b in zip(found, want, strict=True)
+    )
 
 
 def drawn(case: Case):
-    """(q, k, v and z where it is given; a cotangent of out (b, n, h, d), one of lse (b, h, n))."""
+    """(q, k, v and z where it is given; a cotangent of out (b, n, h, d), one of lse (b,
+    h, n)).
+    """
     generator = torch.Generator().manual_seed(case.seed)
 
     def draw(*shape):
@@ -153,9 +204,14 @@ def drawn(case: Case):
             return t.transpose(1, 2).contiguous().transpose(1, 2)
         if case.memory == "packed":
             return torch.cat([t, t], 3)[..., : case.d]
-        return t.repeat_interleave(2, 3)[..., ::2] if case.memory == "every other" else t
+        return (
+            t.repeat_interleave(2, 3)[..., ::2] if case.memory == "every other" else t
+        )
 
-    inputs, dout = [rows(h) for h in (case.heads, case.kv_heads, case.kv_heads)], rows(case.heads)
+    inputs, dout = (
+        [rows(h) for h in (case.heads, case.kv_heads, case.kv_heads)],
+        rows(case.heads),
+    )
     accumulated = F32 if case.dtype in HALF else case.dtype
     dlse = draw(case.batch, case.heads, case.n).to(accumulated)
     if case.weighted:
@@ -166,7 +222,9 @@ def drawn(case: Case):
 
 @functools.lru_cache(maxsize=64)
 def _judged(case: Case):
-    """Inputs, cotangents, what the reference gives, and the error that each result may have."""
+    """Inputs, cotangents, what the reference gives, and the error that each result may
+    have.
+    """
     inputs, dout, dlse = drawn(case)
     order = torch.arange(case.n)
     if case.layout is not None:  # a Hilbert layout: the pattern runs along the curve
@@ -175,33 +233,71 @@ def _judged(case: Case):
     exact = [t.double().requires_grad_() for t in exact]
     if isinstance(case.pattern, Adaptive):
         out, lse = adaptive_reference(case, *exact)
-        fewest = presets.sliding_window(0, block_size=case.pattern.block_size) if case.weighted else None
+        fewest = (
+            presets.sliding_window(0, block_size=case.pattern.block_size)
+            if case.weighted
+            else None
+        )
     else:
-        out, lse = reference.attention(*exact, case.pattern, causal=case.causal, scale=case.scale)
+        out, lse = reference.attention(
+            *exact, case.pattern, causal=case.causal, scale=case.scale
+        )
         fewest = case.pattern
-    want = differentiated(out, lse, exact, dout[:, order], dlse[:, :, order] if case.lse_cotangent else None)
+    want = differentiated(
+        out,
+        lse,
+        exact,
+        dout[:, order],
+        dlse[:, :, order] if case.lse_cotangent else None,
+    )
     back = order.argsort()
-    want = {name: t if name == "dz" else t[:, :, back] if name == "lse" else t[:, back] for name, t in want.items()}
-    bounds = reference.tolerance(*inputs[:3], dout, pattern=fewest, causal=case.causal, scale=case.scale)
+    want = {
+        name: t if name == "dz" else t[:, :, back] if name == "lse" else t[:, back]
+        for name, t in want.items()
+    }
+    bounds = reference.tolerance(
+        *inputs[:3], dout, pattern=fewest, causal=case.causal, scale=case.scale
+    )
     bounds["dz"] = max(bounds["dq"], bounds["dk"])
     return inputs, dout, dlse, want, bounds
 
 
 def judged(case: Case):
-    """As ``_judged``, once for all the ways to run a case: only a Hilbert layout changes what is right."""
-    layout = case.layout if case.layout is not None and case.layout.grid is not None else None
-    return _judged(replace(case, execution=Execution(), backend="auto", scheme="auto", layout=layout))
+    """As ``_judged``, once for all the ways to run a case: only a Hilbert layout
+    changes what is right.
+    """
+    layout = (
+        case.layout
+        if case.layout is not None and case.layout.grid is not None
+        else None
+    )
+    return _judged(
+        replace(
+            case, execution=Execution(), backend="auto", scheme="auto", layout=layout
+        )
+    )
 
 
 def wrong(case: Case) -> dict[str, tuple[float, float]]:
-    """Run a case: (error, bound) of each result that misses its bound, {} where all is right."""
+    """Run a case: (error, bound) of each result that misses its bound, {} where all is
+    right.
+    """
     inputs, dout, dlse, want, bounds = judged(case)
     (q, k, *_), found = inputs, case.run(inputs, dout, dlse)
     apart = errors(found, want, q, k, dout, case.scale)
-    missed = {name: (e, bounds[name]) for name, e in apart.items() if not e <= bounds[name]}
-    dtypes = {name: dlse.dtype if name in ("lse", "dz") else case.dtype for name in found}
-    if found["dk"].shape != k.shape or {name: t.dtype for name, t in found.items()} != dtypes:
-        missed["dtype or shape"] = {name: (t.dtype, t.shape) for name, t in found.items()}
+    missed = {
+        name: (e, bounds[name]) for name, e in apart.items() if not e <= bounds[name]
+    }
+    dtypes = {
+        name: dlse.dtype if name in ("lse", "dz") else case.dtype for name in found
+    }
+    if (
+        found["dk"].shape != k.shape
+        or {name: t.dtype for name, t in found.items()} != dtypes
+    ):
+        missed["dtype or shape"] = {
+            name: (t.dtype, t.shape) for name, t in found.items()
+        }
     return missed
 
 
@@ -210,13 +306,19 @@ def all_wrong(cases) -> dict[str, dict]:
     return {str(case): missed for case in cases if (missed := wrong(case))}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # how a pattern may be run
 
 
 def paths(case: Case) -> list[Case]:
     """The case by every path of its pattern on one device that serves its dtype."""
-    names = [name for name, runs, _, _ in kernels.table("cpu", case.dtype, case.d, causal=case.causal) if runs]
+    names = [
+        name
+        for name, runs, _, _ in kernels.table(
+            "cpu", case.dtype, case.d, causal=case.causal
+        )
+        if runs
+    ]
     how = [replace(case, backend=name) for name in names]
     if isinstance(case.pattern, Adaptive):
         return how
@@ -227,11 +329,20 @@ def paths(case: Case) -> list[Case]:
     ]
     if isinstance(case.pattern, BlockSparse):
         ways = TILED_WAYS if case.dtype in HALF else WAYS
-        how += [replace(case, execution=Execution(blocks=way, results=STAINED)) for way in ways]
+        how += [
+            replace(case, execution=Execution(blocks=way, results=STAINED))
+            for way in ways
+        ]
         how.append(replace(case, execution=Execution(blocks="rows", tile=20)))
     else:
         how.append(replace(case, execution=Execution(gather=True)))
-        how.append(replace(case, execution=Execution(gather=True, pool=True, tile=33), backend="eager"))
+        how.append(
+            replace(
+                case,
+                execution=Execution(gather=True, pool=True, tile=33),
+                backend="eager",
+            )
+        )
     return how
 
 
@@ -240,7 +351,11 @@ def fits(pattern, layout: Layout, causal: bool, scheme: str) -> bool:
     if layout.grid is not None and causal:
         return False
     if isinstance(pattern, BlockSparse):
-        given = pattern.block_size > layout.n or pattern == PATTERNS[-1] and -(-layout.n // BLOCK) != len(MASK)
+        given = (
+            pattern.block_size > layout.n
+            or pattern == PATTERNS[-1]
+            and -(-layout.n // BLOCK) != len(MASK)
+        )
         if given or scheme in ("ring", "all_gather"):
             return False
     sharing = scheme == "ulysses" or (scheme == "auto" and layout.ranks > 1)
@@ -248,12 +363,19 @@ def fits(pattern, layout: Layout, causal: bool, scheme: str) -> bool:
 
 
 def layouts(n: int, ranks: int) -> list[Layout]:
-    """Borders inside blocks and segments, chunks shorter than both, a rank without rows."""
-    sizes = [[n], [n // 3, n - n // 3], [0, n // 2, n - n // 2], [3, 2, n - 25, 20]][ranks - 1]
-    return [f(n, ranks) for f in (contiguous, zigzag, striped)] + [uneven(sizes), hilbert(1, n, ranks)]
+    """Borders inside blocks and segments, chunks shorter than both, a rank without
+    rows.
+    """
+    sizes = [[n], [n // 3, n - n // 3], [0, n // 2, n - n // 2], [3, 2, n - 25, 20]][
+        ranks - 1
+    ]
+    return [f(n, ranks) for f in (contiguous, zigzag, striped)] + [
+        uneven(sizes),
+        hilbert(1, n, ranks),
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # random cases
 
 
@@ -263,7 +385,11 @@ def any_layout(rng: random.Random, ranks: int, n: int) -> Layout:
         sizes = [rng.randint(0, 20) for _ in range(ranks)]
         sizes[rng.randrange(ranks)] += 1
         return uneven(sizes)
-    return hilbert(rng.randint(1, 8), rng.randint(1, 8), ranks) if kind is hilbert else kind(n, ranks)
+    return (
+        hilbert(rng.randint(1, 8), rng.randint(1, 8), ranks)
+        if kind is hilbert
+        else kind(n, ranks)
+    )
 
 
 def any_dilated(rng: random.Random, longest: int = 80) -> Dilated:
@@ -275,27 +401,55 @@ def any_dilated(rng: random.Random, longest: int = 80) -> Dilated:
 def any_case(rng: random.Random) -> Case:
     """Every axis at random, as far as they go together."""
     some = rng.choice
-    kinds = any_dilated(rng, some([80, 400])), Dense(), replace(some(BLOCK_SPARSE[:-1]), block_size=some([2, 5, 8]))
+    kinds = (
+        any_dilated(rng, some([80, 400])),
+        Dense(),
+        replace(some(BLOCK_SPARSE[:-1]), block_size=some([2, 5, 8])),
+    )
     pattern = rng.choices(kinds, [7, 1, 2])[0]
-    execution = Execution(gather=some([False, False, True]), cache=some([False, True]), pool=some([False, True]),
-                          tile=some([None] * 4 + [16, 33, 100]), results=some([True, STAINED]))  # fmt: skip
+    execution = Execution(
+        gather=some([False, False, True]),
+        cache=some([False, True]),
+        pool=some([False, True]),
+        tile=some([None] * 4 + [16, 33, 100]),
+        results=some([True, STAINED]),
+    )
     kv_heads = rng.randint(1, 4)
     case = Case(
-        pattern, n=max(some([rng.randint(1, 80), rng.randint(100, 200)]), 40 * isinstance(pattern, BlockSparse)),
-        dtype=some([F64, F32, F32, BF16, F16]), causal=some([False, True]), batch=some([1, 1, 2, 3]),
-        heads=kv_heads * some([1, 1, 2, 3]), kv_heads=kv_heads, d=some([8, 16, 32]),
-        scale=some([None, None, 0.3, -0.2, 0.0]), lse_cotangent=some([False, True]), memory=some(MEMORY),
-        seed=rng.randrange(1000), execution=execution, backend=some(["auto", "eager"]),
-    )  # fmt: skip
+        pattern,
+        n=max(
+            some([rng.randint(1, 80), rng.randint(100, 200)]),
+            40 * isinstance(pattern, BlockSparse),
+        ),
+        dtype=some([F64, F32, F32, BF16, F16]),
+        causal=some([False, True]),
+        batch=some([1, 1, 2, 3]),
+        heads=kv_heads * some([1, 1, 2, 3]),
+        kv_heads=kv_heads,
+        d=some([8, 16, 32]),
+        scale=some([None, None, 0.3, -0.2, 0.0]),
+        lse_cotangent=some([False, True]),
+        memory=some(MEMORY),
+        seed=rng.randrange(1000),
+        execution=execution,
+        backend=some(["auto", "eager"]),
+    )
     if some([False, True]):
         return case
-    layout, scheme = any_layout(rng, some([1, 2, 3, 4]), rng.randint(40, 80)), some([*SCHEMES, "auto"])
+    layout, scheme = (
+        any_layout(rng, some([1, 2, 3, 4]), rng.randint(40, 80)),
+        some([*SCHEMES, "auto"]),
+    )
     heads = case.heads * (layout.ranks if scheme in ("ulysses", "auto") else 1)
     case = replace(case, n=layout.n, layout=layout, scheme=scheme, heads=heads)
-    return case if fits(pattern, layout, case.causal, scheme) else replace(case, pattern=Dense(), causal=False)
+    return (
+        case
+        if fits(pattern, layout, case.causal, scheme)
+        else replace(case, pattern=Dense(), causal=False)
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # blocks chosen by content
 
 
@@ -313,18 +467,32 @@ def chosen(z, top_k: int, causal: bool):
 
 def means(t, size: int):
     """Of the rows of each block, the last one maybe short: (b, h, blocks, d)."""
-    return torch.stack([t[:, i : i + size].mean(1) for i in range(0, t.shape[1], size)], 2)
+    return torch.stack(
+        [t[:, i : i + size].mean(1) for i in range(0, t.shape[1], size)], 2
+    )
 
 
 def logits_of_means(q, k, size: int, causal: bool, scale: float):
-    q, k = means(q.detach(), size), means(k.detach().repeat_interleave(q.shape[2] // k.shape[2], 2), size)
-    return scale * (q.roll(1, 2) if causal else q) @ k.mT  # causal: row 0 sees itself alone
+    q, k = (
+        means(q.detach(), size),
+        means(k.detach().repeat_interleave(q.shape[2] // k.shape[2], 2), size),
+    )
+    return (
+        scale * (q.roll(1, 2) if causal else q) @ k.mT
+    )  # causal: row 0 sees itself alone
 
 
 def adaptive_reference(case: Case, q, k, v, z=None):
     """Dense float64 out, lse with M expanded to (b, h, n, n)."""
-    size, scale = case.pattern.block_size, case.d**-0.5 if case.scale is None else case.scale
-    seen = chosen(logits_of_means(q, k, size, case.causal, scale) if z is None else z, case.pattern.top_k, case.causal)
+    size, scale = (
+        case.pattern.block_size,
+        case.d**-0.5 if case.scale is None else case.scale,
+    )
+    seen = chosen(
+        logits_of_means(q, k, size, case.causal, scale) if z is None else z,
+        case.pattern.top_k,
+        case.causal,
+    )
     m = seen.double()
     if z is not None:
         m = seen.sum(-1, keepdim=True) * z.masked_fill(~seen, -torch.inf).softmax(-1)

@@ -1,4 +1,6 @@
-"""Shared by the tests of reports: made-up rows of suites as a CPU or a GPU would give them, changes of rows, pages."""
+"""Shared by the tests of reports: made-up rows of suites as a CPU or a GPU would give
+them, changes of rows, pages.
+"""
 
 import atexit
 import functools
@@ -26,47 +28,107 @@ from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "optimization_results.ipynb"
-CPU = hardware.Machine(cpu_model="a CPU", cores=2, ram_bytes=16 * 2**30, torch="2.13.0+cpu")
-GOOD = dict(system="ringlab", pattern=patterns.Dilated([4, 8], [1, 2]), seq_len=64, heads=2, head_dim=8)
+CPU = hardware.Machine(
+    cpu_model="a CPU", cores=2, ram_bytes=16 * 2**30, torch="2.13.0+cpu"
+)
+GOOD = dict(
+    system="ringlab",
+    pattern=patterns.Dilated([4, 8], [1, 2]),
+    seq_len=64,
+    heads=2,
+    head_dim=8,
+)
 BY_THEMSELVES = ("cache_workload", "pool_workload")
-CALLS = {suites.ORIGINAL: (2318, 1281), suites.OPTIMIZED: (2069, 1200), "ringlab": (174, 122)}
+CALLS = {
+    suites.ORIGINAL: (2318, 1281),
+    suites.OPTIMIZED: (2069, 1200),
+    "ringlab": (174, 122),
+}
 CORES = 2
-LINK = Network((0, 1), {BETWEEN: Line((0, 1e8), (1e-3, 1.0))}, {"float32": (Line((0, 1e11), (0.0, 1.0)),) * 2})
+LINK = Network(
+    (0, 1),
+    {BETWEEN: Line((0, 1e8), (1e-3, 1.0))},
+    {"float32": (Line((0, 1e11), (0.0, 1.0)),) * 2},
+)
 MEMORY = 4 << 30  # few tokens, so that the longest sequences that fit are soon found
 
 
-def made_up(point: Point, group: Group, rehearsal: bool, rounds: int = 10, **changes) -> Result:
+def made_up(
+    point: Point, group: Group, rehearsal: bool, rounds: int = 10, **changes
+) -> Result:
     """An ok Result with plausible samples."""
-    where = {"device": "cpu", "device_name": "a CPU", "device_memory_bytes": MEMORY, "commit": "0" * 40}
-    where |= {"dirty": False, "torch": "2.13.0+cpu", "machine": "made up", "interleaved": group.interleave}
+    where = {
+        "device": "cpu",
+        "device_name": "a CPU",
+        "device_memory_bytes": MEMORY,
+        "commit": "0" * 40,
+    }
+    where |= {
+        "dirty": False,
+        "torch": "2.13.0+cpu",
+        "machine": "made up",
+        "interleaved": group.interleave,
+    }
     if point.system == "sgemm":
         t, floor, cost = 2 * point.seq_len**3 / 1.2e11, 12 * point.seq_len**2, {}
     else:
         work = cost_of(point)
-        slow = (1.6 if dict(point.options).get("gather") else 1.0) * (1.1 if point.system == "copying" else 1.0)
+        slow = (1.6 if dict(point.options).get("gather") else 1.0) * (
+            1.1 if point.system == "copying" else 1.0
+        )
         slow *= 1.3 if point.dtype == "float16" else 1.0
-        t, floor, cost = slow * work.flops / 1.0e11 + 2e-4, work.floor_bytes, asdict(work)
+        t, floor, cost = (
+            slow * work.flops / 1.0e11 + 2e-4,
+            work.floor_bytes,
+            asdict(work),
+        )
     noise = random.Random(point.id)
-    taken = tuple(t * (1 + 0.02 * noise.random()) for _ in range(rounds)) if group.timed else ()
+    taken = (
+        tuple(t * (1 + 0.02 * noise.random()) for _ in range(rounds))
+        if group.timed
+        else ()
+    )
     names = ["out", "lse"] + (["dq", "dk", "dv"] if point.passes != "fwd" else [])
     made = Result(
-        point=point, group=group.name, status="ok", rehearsal=rehearsal, provenance=where,
-        composition=group.composition(point), run=hashlib.sha256(group.name.encode()).hexdigest()[:12],
-        errors=dict.fromkeys(names, 4e-7), tolerance=dict.fromkeys(names, 5e-6),
-        memory={"floor_bytes": floor, "tracked_peak_bytes": int(1.12 * floor), "high_water_bytes": 2 * floor},
-        cost=cost, bound_seconds=0.6 * t, share=0.81 if point.system == "ringlab" else None,
-    )  # fmt: skip
+        point=point,
+        group=group.name,
+        status="ok",
+        rehearsal=rehearsal,
+        provenance=where,
+        composition=group.composition(point),
+        run=hashlib.sha256(group.name.encode()).hexdigest()[:12],
+        errors=dict.fromkeys(names, 4e-7),
+        tolerance=dict.fromkeys(names, 5e-6),
+        memory={
+            "floor_bytes": floor,
+            "tracked_peak_bytes": int(1.12 * floor),
+            "high_water_bytes": 2 * floor,
+        },
+        cost=cost,
+        bound_seconds=0.6 * t,
+        share=0.81 if point.system == "ringlab" else None,
+    )
     return replace(sampled(made, taken) if taken else made, **changes)
 
 
 def sampled(r: Result, seconds, **changes) -> Result:
     """The row with these samples, and what follows from them."""
-    found, about = stats.summary(tuple(seconds)), {"seconds": tuple(seconds), "rounds": tuple(range(len(seconds)))}
-    return replace(r, **about | {k: getattr(found, k) for k in ("median", "q1", "q3", "ci")} | changes)
+    found, about = (
+        stats.summary(tuple(seconds)),
+        {"seconds": tuple(seconds), "rounds": tuple(range(len(seconds)))},
+    )
+    return replace(
+        r,
+        **about
+        | {k: getattr(found, k) for k in ("median", "q1", "q3", "ci")}
+        | changes,
+    )
 
 
 def longer(r: Result, factor: float, **changes) -> Result:
-    """The row with all of its times ``factor`` times as long; one without times as it is."""
+    """The row with all of its times ``factor`` times as long; one without times as it
+    is.
+    """
     if not r.seconds:
         return r
     scaled = {k: getattr(r, k) * factor for k in ("median", "q1", "q3")}
@@ -80,7 +142,9 @@ def write_rows(folder: Path, results) -> None:
             for i, s in enumerate(r.seconds):
                 about = {"run": r.run, "point": r.point.id, "rehearsal": r.rehearsal}
                 store.append(kind="sample", **about, round=i, seconds=s, loops=1)
-            store.append(run=r.run, **{k: v for k, v in result_row(r, 0.1).items() if k != "run"})
+            store.append(
+                run=r.run, **{k: v for k, v in result_row(r, 0.1).items() if k != "run"}
+            )
 
 
 def document_row(point: Point, group: Group, rehearsal: bool, device: str) -> Result:
@@ -91,28 +155,74 @@ def document_row(point: Point, group: Group, rehearsal: bool, device: str) -> Re
     row = replace(row, point=point, provenance=row.provenance | {"device": device})
     if device == "cpu" and backend not in ("auto", "eager", "compiled", "cpu_flash"):
         reason = f"backend '{backend}' cannot run on cpu in torch.float32: {backend}: needs a CUDA device, this is cpu"
-        return replace(row, status="unsupported", reason=reason, errors={}, seconds=(), median=None, ci=None)
+        return replace(
+            row,
+            status="unsupported",
+            reason=reason,
+            errors={},
+            seconds=(),
+            median=None,
+            ci=None,
+        )
     if point.system == "plan_build":
-        row = replace(row, memory={"floor_bytes": 0, "tracked_peak_bytes": 0}, bound_seconds=None)
+        row = replace(
+            row, memory={"floor_bytes": 0, "tracked_peak_bytes": 0}, bound_seconds=None
+        )
     return longer(row, 2) if backend == "eager" else row
 
 
 def rank_row(point: Point, group: Group, rehearsal: bool, device: str) -> Result:
-    """Ranks divide work and memory, the ring holds two shards more, the all-gather all of them."""
+    """Ranks divide work and memory, the ring holds two shards more, the all-gather all
+    of them.
+    """
     p = point.world_size
     row = made_up(point.but(world_size=1, options={}), group, rehearsal)
     shard = row.memory["floor_bytes"] // p
-    kept = {"RingDilatedAttentionV2Collective": p - 1, "ringlab": 0.2}.get(point.system, 1 if p > 1 else 0)
-    memory = {"floor_bytes": shard, "tracked_peak_bytes": int(shard * (1.1 + 0.5 * kept * (p > 1)))}
+    kept = {"RingDilatedAttentionV2Collective": p - 1, "ringlab": 0.2}.get(
+        point.system, 1 if p > 1 else 0
+    )
+    memory = {
+        "floor_bytes": shard,
+        "tracked_peak_bytes": int(shard * (1.1 + 0.5 * kept * (p > 1))),
+    }
     about = {}
-    if row.seconds and dict(point.options).get("link") and dict(point.options)["scheme"] == "plan":
+    if (
+        row.seconds
+        and dict(point.options).get("link")
+        and dict(point.options)["scheme"] == "plan"
+    ):
         about["network"] = asdict(LINK)
     if group.ranks > 1:
-        sent = [0 if p == 1 else int(shard * (0.1 if point.system == "ringlab" else 0.5 * (p - 1)))] * p
-        about |= {"threads": 1, "oversubscribed": p > CORES, "bytes_sent": sent, "planned": sent, "messages": [2] * p}
-    row = replace(row, point=point, memory=memory, ranks=about, provenance=row.provenance | {"device": device})
+        sent = [
+            0
+            if p == 1
+            else int(shard * (0.1 if point.system == "ringlab" else 0.5 * (p - 1)))
+        ] * p
+        about |= {
+            "threads": 1,
+            "oversubscribed": p > CORES,
+            "bytes_sent": sent,
+            "planned": sent,
+            "messages": [2] * p,
+        }
+    row = replace(
+        row,
+        point=point,
+        memory=memory,
+        ranks=about,
+        provenance=row.provenance | {"device": device},
+    )
     if not row.seconds or about.get("oversubscribed"):
-        return replace(row, seconds=(), rounds=(), median=None, ci=None, q1=None, q3=None, bound_seconds=None)
+        return replace(
+            row,
+            seconds=(),
+            rounds=(),
+            median=None,
+            ci=None,
+            q1=None,
+            q3=None,
+            bound_seconds=None,
+        )
     return longer(row, 1 / p, bound_seconds=row.bound_seconds / p)
 
 
@@ -120,28 +230,45 @@ def session_row(point: Point, group: Group, rehearsal: bool, device: str) -> Res
     """Row by row is slow, building is quick, and dense attention takes its pairs' time."""
     row = made_up(point.but(options={}), group, rehearsal)
     options = dict(point.options)
-    way = options.get("blocks", {suites.ORIGINAL: "rows", suites.OPTIMIZED: "batched"}.get(point.system))
-    slow = {"rows": 2.2, "batched": 2.1}.get(way, 1.0) * (1.05 if options.get("cache") is False else 1.0)
+    way = options.get(
+        "blocks",
+        {suites.ORIGINAL: "rows", suites.OPTIMIZED: "batched"}.get(point.system),
+    )
+    slow = {"rows": 2.2, "batched": 2.1}.get(way, 1.0) * (
+        1.05 if options.get("cache") is False else 1.0
+    )
     slow *= {suites.TORCH_SPARSE: 6.0, "flex": 1.3}.get(point.system, 1.0)
     if point.system == "plan_build":
         slow = (1e-5 if options["warm"] else 5e-3) / row.median
     if point.system in BY_THEMSELVES:
-        slow = (0.01 if options.get("pool") or options.get("max_mb") else 0.2) / row.median
+        slow = (
+            0.01 if options.get("pool") or options.get("max_mb") else 0.2
+        ) / row.median
     calls, views = CALLS.get(point.system, (12, 8))
     memory = row.memory | {"operator_calls": calls, "view_calls": views}
     if point.system == "cache_workload":
         hits = 176 if options["max_mb"] else 0
         memory |= {"cache_hits": hits, "cache_misses": 200 - hits}
-    alone = {"bound_seconds": None, "cost": {}} if point.system in ("plan_build", *BY_THEMSELVES) else {}
+    alone = (
+        {"bound_seconds": None, "cost": {}}
+        if point.system in ("plan_build", *BY_THEMSELVES)
+        else {}
+    )
     row = longer(row, slow, **alone)
-    return replace(row, point=point, memory=memory, provenance=row.provenance | {"device": device})
+    return replace(
+        row, point=point, memory=memory, provenance=row.provenance | {"device": device}
+    )
 
 
 ROWS = {"000": document_row, "002": session_row}  # of the other documents rank_row
 
 
-def made(number: str, profile: str = "cpu", rehearsal: bool = False) -> tuple[Result, ...]:
-    """Rows of a document's suite, as a profile's own device would give them: the same objects for each call."""
+def made(
+    number: str, profile: str = "cpu", rehearsal: bool = False
+) -> tuple[Result, ...]:
+    """Rows of a document's suite, as a profile's own device would give them: the same
+    objects for each call.
+    """
     return _made(number, profile, rehearsal)
 
 
@@ -150,17 +277,29 @@ def _made(number: str, profile: str, rehearsal: bool) -> tuple[Result, ...]:
     about = hardware.get_profile(profile)
     device = "cpu" if rehearsal else about.kind
     if (row := ROWS.get(number, rank_row)) is rank_row:
-        groups = suites.SUITES[DOCUMENTS[number].suite](hardware.get_profile("cpu"), device="cpu", rehearsal=False)
+        groups = suites.SUITES[DOCUMENTS[number].suite](
+            hardware.get_profile("cpu"), device="cpu", rehearsal=False
+        )
     else:
-        groups = suites.SUITES[DOCUMENTS[number].suite](about, device=device, rehearsal=rehearsal)
+        groups = suites.SUITES[DOCUMENTS[number].suite](
+            about, device=device, rehearsal=rehearsal
+        )
     return tuple(row(p, g, rehearsal, device) for g in groups for p in g.points)
 
 
 class Shown:
-    """All that a page shows of a study: displayed values as Markdown, figures by what is drawn and said."""
+    """All that a page shows of a study: displayed values as Markdown, figures by what
+    is drawn and said.
+    """
 
     def __init__(self, document, page, names):
-        self.tables, self.texts, self.labels, self.drawn, self.stamps = [], [], [], [], []
+        self.tables, self.texts, self.labels, self.drawn, self.stamps = (
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(figures, "bars", self._draw_bars)
             patch.setattr(figures, "lines", self._draw_lines)
@@ -186,7 +325,9 @@ class Shown:
     def _draw_lines(self, each, **_) -> None:
         for series in each.values():
             self.labels.append([*series])
-            self.drawn += [y for points in series.values() for _, y, *_ in points if y is not None]
+            self.drawn += [
+                y for points in series.values() for _, y, *_ in points if y is not None
+            ]
 
     def _show(self, fig, name, caption, alt, data=None, *, stamp=""):
         assert alt.strip() and caption.strip()
@@ -200,23 +341,38 @@ class Shown:
 PAGES = {"000": optimization, "001": ring, "002": session, "003": ring, "004": ring}
 
 
-def study_of(results, profile: str = "cpu", rehearsal: bool = False, suite: str = "") -> Study:
+def study_of(
+    results, profile: str = "cpu", rehearsal: bool = False, suite: str = ""
+) -> Study:
     folder = Path(f"{profile}-rehearsal/data" if rehearsal else f"{profile}/data")
     return Study(hardware.get_profile(profile), list(results), folder, suite=suite)
 
 
 @functools.cache
-def page(number: str, change=None, profile: str = "cpu", rehearsal: bool = False) -> Study:
+def page(
+    number: str, change=None, profile: str = "cpu", rehearsal: bool = False
+) -> Study:
     """What a document's page is made from: its made-up rows, each after a change."""
     results = made(number, profile, rehearsal)
-    return study_of(map(change, results) if change else results, profile, rehearsal, DOCUMENTS[number].suite)
+    return study_of(
+        map(change, results) if change else results,
+        profile,
+        rehearsal,
+        DOCUMENTS[number].suite,
+    )
 
 
 @functools.cache
-def shown(number: str, change=None, profile: str = "cpu", rehearsal: bool = False, without=()) -> Shown:
+def shown(
+    number: str, change=None, profile: str = "cpu", rehearsal: bool = False, without=()
+) -> Shown:
     """All that a document's page shows, ``without`` some of its parts."""
     text = (ROOT / "notebooks" / f"{DOCUMENTS[number].report}.ipynb").read_text()
-    names = [name for name in re.findall(r"document\.(\w+)\(study\)", text) if name not in ("provenance", *without)]
+    names = [
+        name
+        for name in re.findall(r"document\.(\w+)\(study\)", text)
+        if name not in ("provenance", *without)
+    ]
     found = Shown(PAGES[number], page(number, change, profile, rehearsal), names)
     found._keep(claims_code.ledger(page(number, change, profile, rehearsal)))
     return found
@@ -224,21 +380,32 @@ def shown(number: str, change=None, profile: str = "cpu", rehearsal: bool = Fals
 
 def words(study: Study, number: str) -> dict[str, str]:
     """The verdict on each claim of a document by these rows."""
-    return {claim["key"]: claims_code.verdict(study, number, claim).word for claim in published(number)["claims"]}
+    return {
+        claim["key"]: claims_code.verdict(study, number, claim).word
+        for claim in published(number)["claims"]
+    }
 
 
 def on_ranks(result: Result, ranks: int, gain: float, **options) -> Result:
-    point = result.point.but(world_size=ranks, options=dict(result.point.options) | options)
+    point = result.point.but(
+        world_size=ranks, options=dict(result.point.options) | options
+    )
     return replace(longer(result, 1 / gain), point=point, bound_seconds=None)
 
 
 def lean(r: Result, factor: float) -> Result:
-    return replace(r, memory=r.memory | {"tracked_peak_bytes": int(r.memory["tracked_peak_bytes"] * factor)})
+    return replace(
+        r,
+        memory=r.memory
+        | {"tracked_peak_bytes": int(r.memory["tracked_peak_bytes"] * factor)},
+    )
 
 
 def slower(factor: float, *tests):
     """A change of rows: those that pass all ``tests`` take ``factor`` times as long."""
-    return lambda r: longer(r, factor, bound_seconds=None) if all(test(r) for test in tests) else r
+    return lambda r: (
+        longer(r, factor, bound_seconds=None) if all(test(r) for test in tests) else r
+    )
 
 
 def system(name: str):
@@ -246,8 +413,11 @@ def system(name: str):
 
 
 def way(name: str, **more):
-    return lambda r: r.group == suites.JOURNEY and r.point.system == "ringlab" and (
-        dict(r.point.options) == {"blocks": name, **more})  # fmt: skip
+    return lambda r: (
+        r.group == suites.JOURNEY
+        and r.point.system == "ringlab"
+        and (dict(r.point.options) == {"blocks": name, **more})
+    )
 
 
 def run_in_this_process(source, target, parameters, names=None, **_):
@@ -256,14 +426,22 @@ def run_in_this_process(source, target, parameters, names=None, **_):
     ``names``: a dictionary to which what the cells define is added.
     """
     nb = nbformat.read(source, as_version=4)
-    shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    shell = InteractiveShell.instance(
+        config=Config({"HistoryManager": {"enabled": False}})
+    )
     for cell in (c for c in nb.cells if c.cell_type == "code"):
         with capture_output() as said:
             done = shell.run_cell(cell.source)
         done.raise_error()
         shown = [(o.data, o.metadata or {}) for o in said.outputs]
-        shown += [(done.result._repr_mimebundle_(), {})] if hasattr(done.result, "_repr_mimebundle_") else []
-        cell.outputs = [nbformat.v4.new_output("display_data", data=d, metadata=m) for d, m in shown]
+        shown += (
+            [(done.result._repr_mimebundle_(), {})]
+            if hasattr(done.result, "_repr_mimebundle_")
+            else []
+        )
+        cell.outputs = [
+            nbformat.v4.new_output("display_data", data=d, metadata=m) for d, m in shown
+        ]
         if "parameters" in cell.metadata.get("tags", ()):
             shell.push(parameters)
     if names is not None:
@@ -274,12 +452,24 @@ def run_in_this_process(source, target, parameters, names=None, **_):
 
 
 def two_points(profile=None, device="cpu", rehearsal=False):
-    return [Group("pair", (Point(**GOOD), Point(**{**GOOD, "system": "dense_sdpa", "pattern": patterns.Dense()})))]
+    return [
+        Group(
+            "pair",
+            (
+                Point(**GOOD),
+                Point(**{**GOOD, "system": "dense_sdpa", "pattern": patterns.Dense()}),
+            ),
+        )
+    ]
 
 
 def write_two_rows(reports: Path, profile: str = "cpu", **changes) -> None:
     """Made-up rows of the two points in ``reports/<profile>/data``."""
-    rows = [made_up(p, g, profile.endswith("-rehearsal"), **changes) for g in two_points() for p in g.points]
+    rows = [
+        made_up(p, g, profile.endswith("-rehearsal"), **changes)
+        for g in two_points()
+        for p in g.points
+    ]
     write_rows(reports / profile / "data", rows)
 
 
@@ -296,10 +486,14 @@ def figure(value: int, name: str = "one") -> str:
 
 
 def notebook(path: Path, *cells: str) -> Path:
-    """A notebook with the parameters of a report and these code cells, saved with a kernel that is not there."""
+    """A notebook with the parameters of a report and these code cells, saved with a
+    kernel that is not there.
+    """
     elsewhere = {"name": "conda-env", "display_name": "x", "language": "python"}
     nb = nbformat.v4.new_notebook(metadata={"kernelspec": elsewhere})
-    parameters = nbformat.v4.new_code_cell('profile: str = "cpu"\ndata: str = ""', metadata={"tags": ["parameters"]})
+    parameters = nbformat.v4.new_code_cell(
+        'profile: str = "cpu"\ndata: str = ""', metadata={"tags": ["parameters"]}
+    )
     nb.cells = [nbformat.v4.new_markdown_cell("# A title\n\n## A section"), parameters]
     nb.cells += [nbformat.v4.new_code_cell(textwrap.dedent(c)) for c in cells]
     for i, cell in enumerate(nb.cells):

@@ -8,7 +8,15 @@ import ringlab
 import torch
 import torch.distributed as dist
 from matrix import Case, drawn
-from ringlab import Adaptive, Execution, KVCache, Simulated, adaptive_attention, attention, kernels
+from ringlab import (
+    Adaptive,
+    Execution,
+    KVCache,
+    Simulated,
+    adaptive_attention,
+    attention,
+    kernels,
+)
 from ringlab.cache import PatternCache
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.kernels.torch_kernels import Eager
@@ -20,7 +28,7 @@ from ringlab.nn import (
     next_tokens,
     positions,
     shard_sequence,
-)  # fmt: skip
+)
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import PlanMismatch, Problem, comm, contiguous, counting, launch
 from ringlab.ring.rank import rank_of
@@ -28,7 +36,11 @@ from ringlab.ring.schemes import SCHEMES
 from ringlab.tracking import LiveStorageTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 
 def layer_positions(borders):
@@ -41,11 +53,23 @@ def cached(cases, group=None):
     """Of each (case, sizes of chunks): out, lse, the rows kept, and the bytes sent."""
     found, group = [], group or dist.group.WORLD
     for case, sizes in cases:
-        made = {"batch": case.batch, "heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.d}
-        cache = KVCache(case.pattern, max_seq_len=case.n + 9, dtype=case.dtype, group=group, **made)
+        made = {
+            "batch": case.batch,
+            "heads": case.heads,
+            "kv_heads": case.kv_heads,
+            "head_dim": case.d,
+        }
+        cache = KVCache(
+            case.pattern, max_seq_len=case.n + 9, dtype=case.dtype, group=group, **made
+        )
         with counting() as traffic:
             parts = zip(*(t.split(sizes, 1) for t in drawn(case)[0]))
-            parts = [attention(*some, case.pattern, causal=True, cache=cache, return_lse=True) for some in parts]
+            parts = [
+                attention(
+                    *some, case.pattern, causal=True, cache=cache, return_lse=True
+                )
+                for some in parts
+            ]
         out, lse = (torch.cat(each, dim) for each, dim in zip(zip(*parts), (1, 2)))
         found.append((out, lse, cache.live_rows(), traffic.total))
     return found
@@ -55,7 +79,9 @@ def generated(pattern, group="world"):
     """What a small model generates, with the ranks' caches or (group None) its own."""
     torch.manual_seed(0)
     group = group and dist.group.WORLD
-    model = LanguageModel(50, 32, 4, pattern, num_layers=2, group=group, dtype=torch.float64)
+    model = LanguageModel(
+        50, 32, 4, pattern, num_layers=2, group=group, dtype=torch.float64
+    )
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     tokens = torch.arange(60).reshape(2, 30) % 50
@@ -66,20 +92,25 @@ BORDERS = [0, 20, 32, 64]
 
 
 def trained(how: str, kind: str = "ours", steps: int = 20) -> list[float]:
-    """The losses of training on two packed sequences: on "one" device, on the ranks of "sequence", or "fsdp" with 2 x 2
-    ranks of sequence and data. ``kind``: our model, or one of transformers. By SGD: Adam is blind to a gradient's size.
+    """The losses of training on two packed sequences: on "one" device, on the ranks of
+    "sequence", or "fsdp" with 2 x 2 ranks of sequence and data. ``kind``: our model, or
+    one of transformers. By SGD: Adam is blind to a gradient's size.
     """
     groups, data = {}, [0, 1]
     if how != "one":
         shape = (dist.get_world_size(),) if how == "sequence" else (2, 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("sequence", "data")[: len(shape)])
+        mesh = init_device_mesh(
+            "cpu", shape, mesh_dim_names=("sequence", "data")[: len(shape)]
+        )
         groups = {name: mesh[name] for name in mesh.mesh_dim_names}
         data = [mesh["data"].get_local_rank()] if "data" in groups else data
     sequence = groups.get("sequence", Simulated(1))
     torch.manual_seed(1)
     pattern = Dilated([8, 32], [1, 2])
     if kind == "ours":
-        model = LanguageModel(40, 32, 4, pattern, num_layers=2, group=groups.get("sequence"))
+        model = LanguageModel(
+            40, 32, 4, pattern, num_layers=2, group=groups.get("sequence")
+        )
         layers = model.blocks
     else:
         model = llama(pattern)
@@ -88,18 +119,30 @@ def trained(how: str, kind: str = "ours", steps: int = 20) -> list[float]:
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    optimizer, generator, losses = torch.optim.SGD(model.parameters(), 0.5), torch.Generator().manual_seed(2), []
+    optimizer, generator, losses = (
+        torch.optim.SGD(model.parameters(), 0.5),
+        torch.Generator().manual_seed(2),
+        [],
+    )
     for _ in range(steps):
         tokens = torch.randint(5, (2, 1, 64), generator=generator)[data]
         logits, targets = [], []
         for some in tokens:
             targets.append(shard_sequence(next_tokens(some, BORDERS), sequence))
-            some, where = (shard_sequence(t, sequence) for t in (some, positions(some, BORDERS)[None]))
+            some, where = (
+                shard_sequence(t, sequence)
+                for t in (some, positions(some, BORDERS)[None])
+            )
             if kind == "ours":
                 logits.append(model(some, cu_seqlens=BORDERS))
             else:
-                told = {"cu_seq_lens_q": torch.tensor(BORDERS), "ringlab_group": groups.get("sequence")}
-                logits.append(model(some, position_ids=where, use_cache=False, **told).logits)
+                told = {
+                    "cu_seq_lens_q": torch.tensor(BORDERS),
+                    "ringlab_group": groups.get("sequence"),
+                }
+                logits.append(
+                    model(some, position_ids=where, use_cache=False, **told).logits
+                )
         loss = mean_loss(torch.cat(logits), torch.cat(targets), *groups.values())
         optimizer.zero_grad()
         loss.backward()
@@ -115,20 +158,30 @@ def llama(pattern):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     register()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(vocab_size=40, num_key_value_heads=2, pad_token_id=0, **sizes)
-    return set_pattern(LlamaForCausalLM._from_config(config, attn_implementation="ringlab"), pattern)
+    return set_pattern(
+        LlamaForCausalLM._from_config(config, attn_implementation="ringlab"), pattern
+    )
 
 
 def unequal_chunks():
-    cache = KVCache(Dense(), batch=1, heads=2, head_dim=8, max_seq_len=16, group=dist.group.WORLD)
+    cache = KVCache(
+        Dense(), batch=1, heads=2, head_dim=8, max_seq_len=16, group=dist.group.WORLD
+    )
     q = torch.zeros(1, 2 + dist.get_rank(), 2, 8)
     attention(q, q, q, Dense(), causal=True, cache=cache)
 
 
 def parity(cases, device="cpu", staged=False):
-    """Each case's results on this rank, the bytes that it sent, and those of comparing before; ``staged`` as a GPU's
-    tensors go over gloo."""
+    """Each case's results on this rank, the bytes that it sent, and those of comparing
+    before; ``staged`` as a GPU's tensors go over gloo.
+    """
     if staged:
         comm._through_cpu = lambda *_: True
     results = []
@@ -136,12 +189,20 @@ def parity(cases, device="cpu", staged=False):
         given = case.shards(dist.get_rank(), device)
         with counting() as traffic:
             found = case.run(*given, dist.group.WORLD)
-        results.append(({name: t.cpu() for name, t in found.items()}, traffic.total, traffic.control))
+        results.append(
+            (
+                {name: t.cpu() for name, t in found.items()},
+                traffic.total,
+                traffic.control,
+            )
+        )
     return results
 
 
 def as_simulated(cases):
-    """What ``parity`` gives by rank in processes: in every bit and in bytes what the simulated ranks give."""
+    """What ``parity`` gives by rank in processes: in every bit and in bytes what the
+    simulated ranks give.
+    """
     ranks = cases[0].layout.ranks
     everyone = launch.launch(parity, ranks, cases)
     for i, case in enumerate(cases):
@@ -149,7 +210,9 @@ def as_simulated(cases):
             want = case.run(*drawn(case))
         found = case.joined([each[i][0] for each in everyone])
         assert all(torch.equal(found[name], t) for name, t in want.items()), case
-        assert [each[i][1] for each in everyone] == [traffic.from_rank(rank) for rank in range(ranks)]
+        assert [each[i][1] for each in everyone] == [
+            traffic.from_rank(rank) for rank in range(ranks)
+        ]
     return everyone
 
 
@@ -163,17 +226,26 @@ def told(call, *args, **how) -> str:
 
 
 def mismatch(calls, layout, order=None):
-    """What this rank is told when it makes its own of the ``calls`` by rank: pairs (pattern, causal).
+    """What this rank is told when it makes its own of the ``calls`` by rank: pairs
+    (pattern, causal).
 
-    ``order``: by rank, which of the first rank's calls are made again once all ranks have made them; -1, -2, ... are
-    the backward of the last of these, the one before, ...
+    ``order``: by rank, which of the first rank's calls are made again once all ranks
+    have made them; -1, -2, ... are the backward of the last of these, the one before,
+    ...
     """
     rank = dist.get_rank()
     inputs, dout, _ = Case(Dense(), layout.n, heads=2, d=8, layout=layout).shards(rank)
     shards = [t.requires_grad_() for t in inputs]
 
     def forward(pattern, causal):
-        return attention(*shards, pattern, causal=causal, group=dist.group.WORLD, scheme="plan", layout=layout)
+        return attention(
+            *shards,
+            pattern,
+            causal=causal,
+            group=dist.group.WORLD,
+            scheme="plan",
+            layout=layout,
+        )
 
     def each():
         outs = [forward(*made) for made in calls[0 if order else rank]]
@@ -209,7 +281,9 @@ def two_meshes(cases):
 
 
 def compiled(cases):
-    """Of each case: eager and fullgraph-compiled results on this rank, and the exchanges of each way of a step."""
+    """Of each case: eager and fullgraph-compiled results on this rank, and the
+    exchanges of each way of a step.
+    """
     return list(map(_compiled, cases))
 
 
@@ -229,9 +303,11 @@ def _compiled(case):
     replayed = partial(checkpoint, step, use_reentrant=False)
     results, messages = [], []
     for run in (
-        step, torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager"), replayed,
+        step,
+        torch.compile(step, fullgraph=IN_GRAPHS, backend="aot_eager"),
+        replayed,
         partial(replayed, context_fn=saving),
-    ):  # fmt: skip
+    ):
         with counting() as traffic:
             out = run(*leaves)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
@@ -240,7 +316,9 @@ def _compiled(case):
 
 
 def short_of_memory(case):
-    """One step of the production module where rank 1's third kernel call fails, and what it took."""
+    """One step of the production module where rank 1's third kernel call fails, and
+    what it took.
+    """
     rank = dist.get_rank()
     (q, k, v), dout, _ = case.shards(rank)
     right, calls, failures = Eager.forward, [], []
@@ -256,11 +334,19 @@ def short_of_memory(case):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         with counting() as traffic:
             out = module(*leaves, is_causal=True)
-            values = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, leaves, dout))))
+            values = dict(
+                zip(
+                    ("out", "dq", "dk", "dv"),
+                    (out.detach(), *torch.autograd.grad(out, leaves, dout)),
+                )
+            )
         return values, (traffic.total, traffic.messages)
 
     lengths, rates = case.pattern.segment_lengths, case.pattern.dilation_rates
-    made = [ringlab.RingDilatedAttentionProduction(lengths, rates, group=dist.group.WORLD) for _ in range(3)]
+    made = [
+        ringlab.RingDilatedAttentionProduction(lengths, rates, group=dist.group.WORLD)
+        for _ in range(3)
+    ]
     for module in made:
         module.chain = "eager"
     step(made[0])  # the ranks compare what they are about to do once
@@ -270,21 +356,43 @@ def short_of_memory(case):
     levels = (made[2].execution.tile.level,)
     made[2].agree()
     cache = PatternCache()
-    out = attention(q.requires_grad_(), k, v, Dense(), group=dist.group.WORLD, scheme="ring",
-                    execution=Execution(cache=cache, tile=8))  # fmt: skip
+    out = attention(
+        q.requires_grad_(),
+        k,
+        v,
+        Dense(),
+        group=dist.group.WORLD,
+        scheme="ring",
+        execution=Execution(cache=cache, tile=8),
+    )
     used = cache.stats().misses
     out.sum().backward()  # nobody but the graph holds that execution any more
-    return {"values": values, "levels": levels + (made[2].execution.tile.level,), "failures": len(failures),
-            "sent": sent_then, "sent without failure": sent, "cached": used}  # fmt: skip
+    return {
+        "values": values,
+        "levels": levels + (made[2].execution.tile.level,),
+        "failures": len(failures),
+        "sent": sent_then,
+        "sent without failure": sent,
+        "cached": used,
+    }
 
 
 def layer_gradients(scheme, group="world"):
-    """Parameter gradients of a layer for this rank's shard (group None: all rows), at once and by micro-batches."""
+    """Parameter gradients of a layer for this rank's shard (group None: all rows), at
+    once and by micro-batches.
+    """
 
     ranks = {} if group is None else {"group": dist.group.WORLD, "scheme": scheme}
     torch.manual_seed(0)
-    layer = MultiheadAttention(16, 4, Dilated([12, 36], [1, 2]), num_kv_heads=2, causal=True, dtype=torch.float64,
-                               **ranks)  # fmt: skip
+    layer = MultiheadAttention(
+        16,
+        4,
+        Dilated([12, 36], [1, 2]),
+        num_kv_heads=2,
+        causal=True,
+        dtype=torch.float64,
+        **ranks,
+    )
     x, dout = torch.randn(2, 4, 48, 16, dtype=torch.float64)
     if group is not None:
         x, dout = (contiguous(48, 2).shard(t, dist.get_rank()) for t in (x, dout))
@@ -295,14 +403,19 @@ def layer_gradients(scheme, group="world"):
 
 
 def peaks_of_a_shard(cases, n, heads, d):
-    """By (pattern, scheme): the peak bytes of one forward on this rank, its q, k, v among them."""
+    """By (pattern, scheme): the peak bytes of one forward on this rank, its q, k, v
+    among them.
+    """
 
     layout, me, peaks = contiguous(n, dist.get_world_size()), dist.get_rank(), []
     q, k, v = (torch.randn(1, layout.size(me), heads, d) for _ in range(3))
     for pattern, scheme in cases:
-        # The algorithm itself: the operator around it is one step to a tracker, which sees nothing inside.
+        # The algorithm itself: the operator around it is one step to a tracker, which
+        # sees nothing inside.
         kernel = kernels.choose(q.device, q.dtype, d).kernel
-        rank = rank_of(Problem(pattern, layout, False, heads, heads), me, kernel, 1.0, Execution())
+        rank = rank_of(
+            Problem(pattern, layout, False, heads, heads), me, kernel, 1.0, Execution()
+        )
         for _ in range(2):  # the first call makes the plan
             with LiveStorageTracker() as tracker:
                 tracker.register(q, k, v)
@@ -312,8 +425,13 @@ def peaks_of_a_shard(cases, n, heads, d):
 
 
 def warnings_of_bsr():
-    """What is warned of in the first call of this process with blocks="bsr", and its backward."""
-    q, pattern = torch.ones(1, 20, 2, 8, requires_grad=True), ringlab.blocks.sliding_window(1, block_size=8)
+    """What is warned of in the first call of this process with blocks="bsr", and its
+    backward.
+    """
+    q, pattern = (
+        torch.ones(1, 20, 2, 8, requires_grad=True),
+        ringlab.blocks.sliding_window(1, block_size=8),
+    )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         attention(q, q, q, pattern, execution=Execution(blocks="bsr")).sum().backward()
@@ -321,10 +439,15 @@ def warnings_of_bsr():
 
 
 def content_disagreed(cases):
-    """What this rank is told in each case; every rank passes its own number of blocks and top_k, and z or none."""
+    """What this rank is told in each case; every rank passes its own number of blocks
+    and top_k, and z or none.
+    """
     rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
     for blocks, top_k, weighed in (each[rank] for each in cases):
-        q, z = torch.randn(1, 8 * blocks, 2, 8), torch.zeros(1, 2, blocks, blocks * ranks)
+        q, z = (
+            torch.randn(1, 8 * blocks, 2, 8),
+            torch.zeros(1, 2, blocks, blocks * ranks),
+        )
         given = q, q, q, Adaptive(8, top_k), z if weighed else None
         found.append(told(adaptive_attention, *given, group=dist.group.WORLD))
     return found
@@ -333,4 +456,12 @@ def content_disagreed(cases):
 def borders_disagreed(borders):
     """What this rank is told for its own borders."""
     q = torch.zeros(1, 8, 2, 8)
-    return told(attention, q, q, q, Dense(), group=dist.group.WORLD, cu_seqlens=borders[dist.get_rank()])
+    return told(
+        attention,
+        q,
+        q,
+        q,
+        Dense(),
+        group=dist.group.WORLD,
+        cu_seqlens=borders[dist.get_rank()],
+    )

@@ -27,8 +27,12 @@ def gone(pids, within_s: float) -> bool:
     return not any(map(alive, pids))
 
 
-def torchrun(channel, arguments: list[str], env: dict[str, str], hosts=None, host: int = 0) -> None:
-    """torchrun in a process of ``launch``, which has imported torch; on one of ``links.Hosts`` if they are given."""
+def torchrun(
+    channel, arguments: list[str], env: dict[str, str], hosts=None, host: int = 0
+) -> None:
+    """torchrun in a process of ``launch``, which has imported torch; on one of
+    ``links.Hosts`` if they are given.
+    """
     from torch.distributed.run import main
 
     os.environ |= env
@@ -38,11 +42,15 @@ def torchrun(channel, arguments: list[str], env: dict[str, str], hosts=None, hos
 
 
 def make(*arguments: str):
-    """make without anything installed: a plain interpreter, nothing set up; the test is skipped where there is none."""
+    """make without anything installed: a plain interpreter, nothing set up; the test is
+    skipped where there is none.
+    """
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C"}
-    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+    return subprocess.run(
+        ["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True
+    )
 
 
 def rows_of(folder, kind: str) -> list[dict]:

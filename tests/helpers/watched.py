@@ -1,6 +1,8 @@
-"""Ranks with monitors, by hand and without torchrun: ``Job`` forks them from a process that has imported torch.
+"""Ranks with monitors, by hand and without torchrun: ``Job`` forks them from a process
+that has imported torch.
 
-Each works on until a file "stop" is there, and at its exchange 10 the last one does what ``KINDS`` says.
+Each works on until a file "stop" is there, and at its exchange 10 the last one does
+what ``KINDS`` says.
 """
 
 import json
@@ -24,22 +26,47 @@ TOKEN = "5" * 16
 class Job:
     """``ranks`` ranks of this host in a folder; all end with it."""
 
-    def __init__(self, folder: Path, kind: str = "", ranks: int = 2, timeout_s: float = 60.0, address="127.0.0.1"):
+    def __init__(
+        self,
+        folder: Path,
+        kind: str = "",
+        ranks: int = 2,
+        timeout_s: float = 60.0,
+        address="127.0.0.1",
+    ):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.folder, self.ranks = folder, []
-        env = {"MASTER_ADDR": address, "LOCAL_RANK": "0", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        env = {
+            "MASTER_ADDR": address,
+            "LOCAL_RANK": "0",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(ranks),
+        }
         for rank in range(ranks):
             job = folder, kind, timeout_s, env | {"RANK": str(rank)}
             with open(folder / f"log-{rank}", "w") as log:
                 said = log.fileno()
-                self.ranks.append(Process(_rank, *job, modules=("ringlab.ring.launch",), output=(said, said)))
+                self.ranks.append(
+                    Process(
+                        _rank,
+                        *job,
+                        modules=("ringlab.ring.launch",),
+                        output=(said, said),
+                    )
+                )
 
     def __enter__(self):
         deadline = time.monotonic() + 90
-        while len(list(self.folder.glob("ready-*"))) < len(self.ranks) and time.monotonic() < deadline:
+        while (
+            len(list(self.folder.glob("ready-*"))) < len(self.ranks)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
-        found = [json.loads((self.folder / f"ready-{rank}").read_text()) for rank in range(len(self.ranks))]
+        found = [
+            json.loads((self.folder / f"ready-{rank}").read_text())
+            for rank in range(len(self.ranks))
+        ]
         self.port, self.monitors = found[0]["port"], [each["monitor"] for each in found]
         return self
 
@@ -60,7 +87,9 @@ class Job:
         return self.wait(within_s)
 
     def wait(self, within_s: float) -> list[int]:
-        assert gone([process.pid for process in self.ranks], within_s), self.said("log-0")
+        assert gone([process.pid for process in self.ranks], within_s), self.said(
+            "log-0"
+        )
         return [process.end() for process in self.ranks]
 
 
@@ -79,7 +108,9 @@ def _raises(folder):
 KINDS = {"forks, and is killed": _forks, "raises much": _raises}
 
 
-def _rank(channel, folder: Path, kind: str, timeout_s: float, env: dict[str, str]) -> None:
+def _rank(
+    channel, folder: Path, kind: str, timeout_s: float, env: dict[str, str]
+) -> None:
     os.environ |= env
     try:
         _works(folder, kind, timeout_s)
@@ -101,7 +132,11 @@ def _works(folder: Path, kind: str, timeout_s: float) -> None:
         monitors.append(popen(*args, **how))
         return monitors[-1]
 
-    secrets.token_hex, socket.create_server, subprocess.Popen = lambda _: TOKEN, served, started
+    secrets.token_hex, socket.create_server, subprocess.Popen = (
+        lambda _: TOKEN,
+        served,
+        started,
+    )
     with joined("gloo", timeout_s=timeout_s):
         rank, steps = dist.get_rank(), 0
         ready = json.dumps({"port": ports[0], "monitor": monitors[0].pid})

@@ -1,4 +1,6 @@
-"""Models of Hugging Face on our attention: dense is their SDPA; patterns are the same with and without a cache."""
+"""Models of Hugging Face on our attention: dense is their SDPA; patterns are the same
+with and without a cache.
+"""
 
 import copy
 
@@ -8,13 +10,25 @@ from matrix import apart
 from ringlab import Dense, Dilated, blocks
 
 transformers = pytest.importorskip("transformers")
-from ringlab.integrations.transformers import LiveCache, pattern_of, register, set_pattern  # noqa: E402
+from ringlab.integrations.transformers import (  # noqa: E402
+    LiveCache,
+    pattern_of,
+    register,
+    set_pattern,
+)
 
 register()
 SMALL = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
 MODELS = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
@@ -58,7 +72,11 @@ LEFT = RIGHT.flip(1)
 def test_dense_is_their_sdpa_in_loss_and_gradients(name, mask):
     ours, theirs = pair(name)
     inputs = {"input_ids": TOKENS, "labels": TOKENS}
-    inputs |= {} if mask is None else {"attention_mask": mask.long(), "labels": TOKENS.masked_fill(~mask, -100)}
+    inputs |= (
+        {}
+        if mask is None
+        else {"attention_mask": mask.long(), "labels": TOKENS.masked_fill(~mask, -100)}
+    )
     assert apart(trained(ours, **inputs), trained(theirs, **inputs)) <= 1e-5
 
 
@@ -67,7 +85,9 @@ def test_dense_is_their_sdpa_in_loss_and_gradients(name, mask):
 def test_packed_batches_are_theirs_and_each_document_alone(name, batch):
     ours, theirs = pair(name, dtype=torch.float64)
     lengths, tokens = ([20, 7, 23], [30, 20, 0])[:batch], TOKENS[:batch]
-    where = torch.stack([torch.cat([torch.arange(n) for n in some]) for some in lengths])
+    where = torch.stack(
+        [torch.cat([torch.arange(n) for n in some]) for some in lengths]
+    )
     inputs = {"input_ids": tokens, "position_ids": where, "use_cache": False}
     assert torch.allclose(ours(**inputs).logits, theirs(**inputs).logits, atol=1e-10)
     set_pattern(ours, PATTERNS[1])
@@ -80,7 +100,13 @@ def test_packed_batches_are_theirs_and_each_document_alone(name, batch):
             start += n
     if batch == 1:
         borders = torch.tensor([0, 20, 27, 50], dtype=torch.int32)
-        told = ours(**inputs, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=23, max_length_k=23).logits
+        told = ours(
+            **inputs,
+            cu_seq_lens_q=borders,
+            cu_seq_lens_k=borders,
+            max_length_q=23,
+            max_length_k=23,
+        ).logits
         assert torch.equal(told, got)
 
 
@@ -90,7 +116,11 @@ def test_generate_takes_the_tokens_of_sdpa(name, how):
     """Whole and left-padded prompts, one token at a time from the cache of live rows."""
     ours, theirs = pair(name, dtype=torch.float64)
     for mask in (None, LEFT):
-        given = {"attention_mask": torch.ones(3, 50, dtype=torch.long) if mask is None else mask.long()}
+        given = {
+            "attention_mask": torch.ones(3, 50, dtype=torch.long)
+            if mask is None
+            else mask.long()
+        }
         given |= {"max_new_tokens": 16, "do_sample": False} | how
         got = ours.generate(TOKENS, past_key_values=LiveCache(ours, 66), **given)
         assert torch.equal(got, theirs.generate(TOKENS, **given))
@@ -100,7 +130,9 @@ def test_generate_takes_the_tokens_of_sdpa(name, how):
 def test_patterns_by_layer_generate_what_whole_forwards_say(name):
     model = set_pattern(model_of(name, dtype=torch.float64), PATTERNS)
     cache = LiveCache(model, 74)
-    got = model.generate(TOKENS, max_new_tokens=24, do_sample=False, past_key_values=cache)
+    got = model.generate(
+        TOKENS, max_new_tokens=24, do_sample=False, past_key_values=cache
+    )
     want = TOKENS
     for _ in range(24):
         want = torch.cat([want, model(want).logits[:, -1:].argmax(-1)], 1)
@@ -111,19 +143,35 @@ def test_patterns_by_layer_generate_what_whole_forwards_say(name):
 
 
 def test_assisted_generation_takes_drafts_back():
-    model, draft = model_of("llama", dtype=torch.float64), model_of("llama", num_hidden_layers=1, dtype=torch.float64)
+    model, draft = (
+        model_of("llama", dtype=torch.float64),
+        model_of("llama", num_hidden_layers=1, dtype=torch.float64),
+    )
     set_pattern(model, PATTERNS[1])
-    want = model.generate(TOKENS[:1], max_new_tokens=30, do_sample=False, past_key_values=LiveCache(model, 90))
+    want = model.generate(
+        TOKENS[:1],
+        max_new_tokens=30,
+        do_sample=False,
+        past_key_values=LiveCache(model, 90),
+    )
     cache = LiveCache(model, 90, max_crop=30)
     draft.set_attn_implementation("sdpa")
-    got = model.generate(TOKENS[:1], max_new_tokens=30, do_sample=False, past_key_values=cache, assistant_model=draft)
+    got = model.generate(
+        TOKENS[:1],
+        max_new_tokens=30,
+        do_sample=False,
+        past_key_values=cache,
+        assistant_model=draft,
+    )
     assert torch.equal(got, want)
 
 
 def test_a_saved_model_comes_back_with_its_patterns(tmp_path):
     model = set_pattern(model_of("llama"), PATTERNS)
     model.save_pretrained(tmp_path)
-    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="ringlab")
+    other = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="ringlab"
+    )
     assert [pattern_of(other.config, i) for i in range(3)] == PATTERNS
     assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
 
@@ -135,13 +183,26 @@ def forward(change: dict, **how):
     model(TOKENS, **change, **how)
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"config": {"attention_dropout": 0.1}, "train": True}, "attention dropout is not supported"),
-    ({"attention_mask": torch.ones(3, 50).scatter_(1, torch.tensor([[3]] * 3), 0)}, "padding between tokens"),
-    ({"attention_mask": torch.ones(3, 1, 50, 50)}, "a mask of padding"),
-    ({"softcap": 30.0}, "soft-capped scores are not supported"),
-    ({"output_attentions": True}, "keeps no weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"config": {"attention_dropout": 0.1}, "train": True},
+            "attention dropout is not supported",
+        ),
+        (
+            {
+                "attention_mask": torch.ones(3, 50).scatter_(
+                    1, torch.tensor([[3]] * 3), 0
+                )
+            },
+            "padding between tokens",
+        ),
+        ({"attention_mask": torch.ones(3, 1, 50, 50)}, "a mask of padding"),
+        ({"softcap": 30.0}, "soft-capped scores are not supported"),
+        ({"output_attentions": True}, "keeps no weights"),
+    ],
+)
 def test_what_cannot_be_honoured_is_refused_in_one_line(change, words):
     with pytest.raises(NotImplementedError, match=words) as caught:
         forward(change)
@@ -150,9 +211,14 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(change, words):
 
 def test_other_caches_windows_and_wrong_calls_are_refused():
     model = model_of("llama")
-    with pytest.raises(NotImplementedError, match=r"1 queries on 51 keys of another cache: use generate"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"1 queries on 51 keys of another cache: use generate",
+    ):
         model.generate(TOKENS, max_new_tokens=3)
-    with pytest.raises(NotImplementedError, match=r"a sliding window of 8 tokens is not supported"):
+    with pytest.raises(
+        NotImplementedError, match=r"a sliding window of 8 tokens is not supported"
+    ):
         model_of("mistral", sliding_window=8)(TOKENS)
     with pytest.raises(ValueError, match="the cache is full: 0 of 20 positions"):
         model.generate(TOKENS, max_new_tokens=3, past_key_values=LiveCache(model, 20))
@@ -173,37 +239,69 @@ def test_a_mask_that_hides_other_tokens_than_before_is_refused_and_a_refused_cal
         past = theirs(TOKENS, attention_mask=LEFT.long()).past_key_values
         ours(TOKENS, attention_mask=LEFT.long(), past_key_values=cache)
         assert cache.get_seq_length() == 50
-        with pytest.raises(NotImplementedError, match="the mask hides other tokens than when the cache took them"):
+        with pytest.raises(
+            NotImplementedError,
+            match="the mask hides other tokens than when the cache took them",
+        ):
             ours(one, past_key_values=cache, attention_mask=torch.ones(3, 51))
     cache.reset()
     with torch.no_grad():
         ours(TOKENS, attention_mask=LEFT.long(), past_key_values=cache)
         more = {"attention_mask": torch.cat([LEFT, LEFT[:, -1:]], 1).long()}
-        got, want = (m(one, past_key_values=c, **more).logits for m, c in ((ours, cache), (theirs, past)))
+        got, want = (
+            m(one, past_key_values=c, **more).logits
+            for m, c in ((ours, cache), (theirs, past))
+        )
     assert torch.allclose(got, want, atol=1e-10)
 
 
 def test_documents_and_padding_are_told_apart():
     model, where = model_of("llama"), torch.arange(50).remainder(25)[None].expand(3, -1)
-    with pytest.raises(NotImplementedError, match="start anew and padding do not go together"):
+    with pytest.raises(
+        NotImplementedError, match="start anew and padding do not go together"
+    ):
         model(TOKENS, attention_mask=LEFT.long(), position_ids=where, use_cache=False)
-    ones = model(TOKENS, attention_mask=torch.ones(3, 50), position_ids=where, use_cache=False).logits
+    ones = model(
+        TOKENS, attention_mask=torch.ones(3, 50), position_ids=where, use_cache=False
+    ).logits
     assert torch.equal(ones, model(TOKENS, position_ids=where, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("kind", ["DiffLlama", "DeepseekV3"])
 def test_models_whose_attention_is_another_are_right_or_refused(kind):
-    """Two calls a layer for the same keys; values of another width, also in packed batches."""
+    """Two calls a layer for the same keys; values of another width, also in packed
+    batches.
+    """
     torch.manual_seed(0)
-    own = {"DeepseekV3": {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-                          "v_head_dim": 12, "first_k_dense_replace": 3}}  # fmt: skip
-    config = getattr(transformers, f"{kind}Config")(**SMALL | {"num_key_value_heads": 4} | own.get(kind, {}))
-    ours, theirs = (transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config)).double().eval() for _ in "12")
+    own = {
+        "DeepseekV3": {
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 3,
+        }
+    }
+    config = getattr(transformers, f"{kind}Config")(
+        **SMALL | {"num_key_value_heads": 4} | own.get(kind, {})
+    )
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        .double()
+        .eval()
+        for _ in "12"
+    )
     theirs.load_state_dict(ours.state_dict())
     ours.set_attn_implementation("ringlab")
     theirs.set_attn_implementation("sdpa")
     where = torch.arange(50).remainder(25)[None].expand(3, -1)
     for more in ({}, {"position_ids": where, "use_cache": False}):
-        assert torch.allclose(ours(TOKENS, **more).logits, theirs(TOKENS, **more).logits, atol=1e-10)
-    with pytest.raises(NotImplementedError, match="several times to the same keys|keys on to ringlab|head_dim"):
+        assert torch.allclose(
+            ours(TOKENS, **more).logits, theirs(TOKENS, **more).logits, atol=1e-10
+        )
+    with pytest.raises(
+        NotImplementedError,
+        match="several times to the same keys|keys on to ringlab|head_dim",
+    ):
         ours.generate(TOKENS, past_key_values=LiveCache(ours, 60), max_new_tokens=3)

@@ -1,4 +1,6 @@
-"""Small models that train: tasks that say what they claim, losses of torch's own attention, kills, ranks."""
+"""Small models that train: tasks that say what they claim, losses of torch's own
+attention, kills, ranks.
+"""
 
 import random
 import time
@@ -13,39 +15,55 @@ from ringlab.measure.tasks import HIDDEN, TASKS
 from ringlab.ring import launch
 from torch.nn import functional as F
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # tasks
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_seed_gives_the_same_tokens_and_held_out_ones_are_others(name):
     task = TASKS[name]
-    one, again, other, held = (task.batch(2, 128, *a) for a in (("1",), ("1",), ("2",), ("1", True)))
+    one, again, other, held = (
+        task.batch(2, 128, *a) for a in (("1",), ("1",), ("2",), ("1", True))
+    )
     for a, b in zip(vars(one).values(), vars(again).values()):
         assert torch.equal(a, b) and a.shape == (2, 128) and a.dtype == torch.int64
-    assert not torch.equal(one.tokens, other.tokens) and not torch.equal(one.tokens, held.tokens)
+    assert not torch.equal(one.tokens, other.tokens) and not torch.equal(
+        one.tokens, held.tokens
+    )
     assert 0 <= int(one.tokens.min()) and int(one.tokens.max()) < task.vocabulary
     known = one.targets != HIDDEN
-    assert torch.equal(known, one.distances > 0) and int(one.targets[known].max()) < task.vocabulary
+    assert (
+        torch.equal(known, one.distances > 0)
+        and int(one.targets[known].max()) < task.vocabulary
+    )
 
 
 @pytest.mark.parametrize("name, length", [("recall", 1), ("copy", tasks.LENGTH)])
 @pytest.mark.parametrize("seq", [32, 512])
-def test_what_is_asked_for_was_written_once_before_at_the_stated_distance(name, length, seq):
-    batch, ends = TASKS[name].batch(4, seq, "0"), tasks.distances(seq, 8 if length == 1 else 16)
+def test_what_is_asked_for_was_written_once_before_at_the_stated_distance(
+    name, length, seq
+):
+    batch, ends = (
+        TASKS[name].batch(4, seq, "0"),
+        tasks.distances(seq, 8 if length == 1 else 16),
+    )
     checked = set()
     for tokens, targets, far in zip(*(t.tolist() for t in vars(batch).values())):
         for at in (i for i, target in enumerate(targets) if target != HIDDEN):
             before = [i for i in range(at) if tokens[i] == tokens[at]]
             assert len(before) == 1 and tokens[before[0] + 1] == targets[at]
             end = far[at]
-            assert (end // 2 if end > ends[0] else 1) < at - before[0] <= end and end in ends
+            assert (end // 2 if end > ends[0] else 1) < at - before[
+                0
+            ] <= end and end in ends
             checked.add(end)
     assert checked == set(ends) if seq == 512 else checked
 
 
 def value_of(tokens: list[int]) -> list[tuple[int, int]]:
-    """(position, value) of every argument and end of the lists in a sequence, by a reader of its own."""
+    """(position, value) of every argument and end of the lists in a sequence, by a
+    reader of its own.
+    """
     found, stack = [], []
     functions = {10: max, 11: min, 12: lambda x: sorted(x)[(len(x) - 1) // 2]}
     for at, token in enumerate(tokens):
@@ -54,7 +72,9 @@ def value_of(tokens: list[int]) -> list[tuple[int, int]]:
         elif token == tasks.CLOSE:
             function, values = stack.pop()
             found.append((at, function(values)))
-            assert tokens[at + 1] == function(values)  # the value stands behind its list
+            assert tokens[at + 1] == function(
+                values
+            )  # the value stands behind its list
         elif token < 10 and stack:
             stack[-1][1].append(token)
             found.append((at, stack[-1][0](stack[-1][1])))
@@ -68,7 +88,10 @@ def test_lists_have_the_values_that_they_are_said_to_have(seq):
     for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist()):
         found = value_of(tokens)
         assert [(at, t) for at, t in enumerate(targets) if t != HIDDEN] == found
-        nested += any(a in (10, 11, 12) and b < 10 for a, b in zip(tokens[1:], tokens)) and seq > 32
+        nested += (
+            any(a in (10, 11, 12) and b < 10 for a, b in zip(tokens[1:], tokens))
+            and seq > 32
+        )
     assert nested or seq == 32
     assert set(batch.distances.unique().tolist()) <= {0, *tasks.distances(seq, 16), seq}
 
@@ -83,36 +106,58 @@ def test_files_of_the_text_are_held_out_whole_and_predict_the_next_byte():
     assert line not in bytes(train_bytes.tolist())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # patterns and models
 
 
 def test_sparse_patterns_show_about_as_many_keys_and_all_of_a_sequence_of_two_blocks():
     for block, n in ((16, 512), (32, 4096), (32, 16384)):
         queries = torch.arange(n)
-        for name in ("Window", "LongNet", "Local and global", "BigBird", "Hierarchical"):
+        for name in (
+            "Window",
+            "LongNet",
+            "Local and global",
+            "BigBird",
+            "Hierarchical",
+        ):
             seen, some = 0, queries[torch.arange(n // 2, n, n // 256 + 1)]
             for head in range(4):
-                m = patterns(block, n)[name][0].multiplicity(some, queries, n=n, head=head, heads=4)
-                seen += float((m.bool() & (queries <= some[:, None])).sum()) / len(some) / 4
+                m = patterns(block, n)[name][0].multiplicity(
+                    some, queries, n=n, head=head, heads=4
+                )
+                seen += (
+                    float((m.bool() & (queries <= some[:, None])).sum()) / len(some) / 4
+                )
             assert 2.3 * block < seen < 3.7 * block, (name, n, seen)
         for name, each in patterns(block, 2 * block).items():
             for p in each if name != "Adaptive" else ():
-                m = p.multiplicity(torch.arange(2 * block), torch.arange(2 * block), n=2 * block, head=0, heads=4)
+                m = p.multiplicity(
+                    torch.arange(2 * block),
+                    torch.arange(2 * block),
+                    n=2 * block,
+                    head=0,
+                    heads=4,
+                )
                 assert (m.bool() | ~torch.ones_like(m).tril().bool()).all(), name
 
 
 def test_all_patterns_have_equal_parameters_and_equal_initial_weights():
     names = patterns(16, 512)
-    first, *others = (build(trained.small("recall", name)).state_dict() for name in names)
+    first, *others = (
+        build(trained.small("recall", name)).state_dict() for name in names
+    )
     assert len(names) == 10
     for other in others:
-        assert first.keys() == other.keys() and all(torch.equal(first[k], other[k]) for k in first)
+        assert first.keys() == other.keys() and all(
+            torch.equal(first[k], other[k]) for k in first
+        )
 
 
 def sdpa(q, k, v, pattern, *, causal, **_):
     """torch's attention in the place of ours."""
-    return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal
+    ).transpose(1, 2)
 
 
 def test_dense_trains_as_with_attention_of_torch(monkeypatch):
@@ -157,16 +202,27 @@ def masked(layer):
 
     def forward(x, asked, cache):
         n, h = x.shape[1], layer.num_heads
-        q, k, v = (p(x).unflatten(-1, (h, -1)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        q, k, v = (
+            p(x).unflatten(-1, (h, -1))
+            for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
         q, k = (layers.rotary(t, torch.arange(n), layer.rotary_base) for t in (q, k))
         if isinstance(layer.pattern, Adaptive):
             size = layer.pattern.block_size
-            picks = best_blocks(q, k, layer.pattern, None, True)  # (b, h, blocks, top_k)
+            picks = best_blocks(
+                q, k, layer.pattern, None, True
+            )  # (b, h, blocks, top_k)
             chosen = torch.zeros(*picks.shape[:3], n // size).scatter_(3, picks, 1.0)
             m = chosen.repeat_interleave(size, 2).repeat_interleave(size, 3)
         else:
-            m = torch.stack([layer.pattern.multiplicity(torch.arange(n), torch.arange(n), n=n, head=i, heads=h)
-                             for i in range(h)])[None]  # fmt: skip
+            m = torch.stack(
+                [
+                    layer.pattern.multiplicity(
+                        torch.arange(n), torch.arange(n), n=n, head=i, heads=h
+                    )
+                    for i in range(h)
+                ]
+            )[None]
         bias = (m.double() * torch.ones(n, n).tril()).log()
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         scores = q @ k.mT * q.shape[3] ** -0.5 + bias
@@ -184,7 +240,7 @@ def test_an_adaptive_layer_refuses_what_it_cannot_run():
         layer(torch.randn(1, 128, 16), cu_seqlens=[0, 64, 128])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # training
 
 
@@ -193,14 +249,23 @@ def test_a_model_learns_to_recall_and_a_window_does_not_see_beyond_its_layers():
     sizes = learning.Sizes(48, 4, 2, 1e-2, 1024, {"recall": 16}, {"recall": phases})
     scores = {}
     for pattern in ("Dense", "Window"):
-        scores[pattern] = train(learning.Run("recall", pattern, 0, sizes))["scores"][-1]["by_distance"]
+        scores[pattern] = train(learning.Run("recall", pattern, 0, sizes))["scores"][
+            -1
+        ]["by_distance"]
     assert min(scores["Dense"][d][1] for d in (16, 32)) > 0.9
-    assert scores["Dense"][128][1] > 0.5 and scores["Dense"][252][1] > 0.3  # 252: from 127 back on
-    assert scores["Window"][16][1] > 0.9 and scores["Window"][252][1] < 0.1  # 2 layers of 48 keys: at most 96 back
+    assert (
+        scores["Dense"][128][1] > 0.5 and scores["Dense"][252][1] > 0.3
+    )  # 252: from 127 back on
+    assert (
+        scores["Window"][16][1] > 0.9 and scores["Window"][252][1] < 0.1
+    )  # 2 layers of 48 keys: at most 96 back
 
 
 def test_a_training_that_is_killed_three_times_ends_with_the_same_numbers(tmp_path):
-    run, rng = trained.small("recall", "BigBird", (32, 8, 60), (128, 4, 40)), random.Random(0)
+    run, rng = (
+        trained.small("recall", "BigBird", (32, 8, 60), (128, 4, 40)),
+        random.Random(0),
+    )
     wanted = trained_alone(run, tmp_path / "whole")
     kills = 0
     while kills < 3:
@@ -225,14 +290,20 @@ def test_two_ranks_have_the_losses_of_one(pattern):
     run = trained.small("recall", pattern, (64, 8, 20))
     alone = train(run)["losses"]
     for losses in launch.launch(trained.on_a_rank, 2, run, timeout_s=300.0):
-        assert len(losses) == 20 and max(abs(a - b) for a, b in zip(losses, alone)) < 1e-5
+        assert (
+            len(losses) == 20 and max(abs(a - b) for a, b in zip(losses, alone)) < 1e-5
+        )
 
 
-def test_time_that_is_over_stops_at_a_checkpoint_and_a_loss_that_is_no_number_ends_the_run(tmp_path):
+def test_time_that_is_over_stops_at_a_checkpoint_and_a_loss_that_is_no_number_ends_the_run(
+    tmp_path,
+):
     run = trained.small("lists", "Window")
     assert train(run, tmp_path, until=0.0) is None
     assert train(run, tmp_path)["losses"] == train(run)["losses"]
-    wild = learning.Run("lists", "Window", 0, learning.Sizes(**vars(run.sizes) | {"rate": 1e30}))
+    wild = learning.Run(
+        "lists", "Window", 0, learning.Sizes(**vars(run.sizes) | {"rate": 1e30})
+    )
     with pytest.raises(FloatingPointError, match="the loss is"):
         train(wild)
 
@@ -242,5 +313,8 @@ def test_the_sizes_of_each_device_begin_where_every_pattern_sees_all():
         for task, phases in sizes.phases.items():
             assert task in TASKS and phases[0][0] <= 2 * sizes.blocks[task]
     run = trained.small("recall", "Dense")
-    assert run.id != trained.small("recall", "Window").id and run.id == trained.small("recall", "Dense").id
+    assert (
+        run.id != trained.small("recall", "Window").id
+        and run.id == trained.small("recall", "Dense").id
+    )
     assert isinstance(optimizer_of(build(run), run), torch.optim.AdamW)

@@ -1,4 +1,6 @@
-"""Points on several ranks: checked, then timed by the slowest rank; the plan's bytes; a culprit is named."""
+"""Points on several ranks: checked, then timed by the slowest rank; the plan's bytes; a
+culprit is named.
+"""
 
 import pytest
 from hosts import measure, misbehaving
@@ -19,18 +21,35 @@ VERDICTS = {
     "broken:refuses": ("unsupported", "needs another machine"),
     "dense_sdpa": ("unsupported", "dense_sdpa runs on one device, not on 2 ranks"),
 }
-BAD = {name: TINY.but(system=name, passes="fwd+bwd" if "grad" in name else "fwd") for name in VERDICTS}
-PUBLISHED = TINY.but(system="RingDilatedAttentionV2Robust", pattern=Dilated([16, 128], [1, 2], "head_groups", "branch"))
+BAD = {
+    name: TINY.but(system=name, passes="fwd+bwd" if "grad" in name else "fwd")
+    for name in VERDICTS
+}
+PUBLISHED = TINY.but(
+    system="RingDilatedAttentionV2Robust",
+    pattern=Dilated([16, 128], [1, 2], "head_groups", "branch"),
+)
 SLOW = TINY.but(system="broken:slow")
 POINTS = [
-    TINY, TINY.but(world_size=1), BOTH, TINY.but(options={"scheme": "ring"}), PUBLISHED,
+    TINY,
+    TINY.but(world_size=1),
+    BOTH,
+    TINY.but(options={"scheme": "ring"}),
+    PUBLISHED,
     TINY.but(pattern=Dense(), options={"scheme": "ring", "layout": "zigzag"}),
-    TINY.but(world_size=1, options={"simulated": 4}), PUBLISHED.but(world_size=1, options={"simulated": 4}),
-    PUBLISHED.but(system="RingDilatedAttentionHilbertGPUOptimized"), SLOW, *BAD.values(),
-]  # fmt: skip
+    TINY.but(world_size=1, options={"simulated": 4}),
+    PUBLISHED.but(world_size=1, options={"simulated": 4}),
+    PUBLISHED.but(system="RingDilatedAttentionHilbertGPUOptimized"),
+    SLOW,
+    *BAD.values(),
+]
 KILLED = TINY.but(system="broken:dies_once")
 THREE = TINY.but(world_size=3, seq_len=129)  # and two cores
-GROUPS = [Group("ranks", POINTS, interleave=False), Group("killed", [KILLED, TINY]), Group("wide", [THREE, TINY])]
+GROUPS = [
+    Group("ranks", POINTS, interleave=False),
+    Group("killed", [KILLED, TINY]),
+    Group("wide", [THREE, TINY]),
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +69,9 @@ def test_a_right_point_is_checked_and_timed(measured, point):
     row = found(measured, point)
     assert row.status == "ok" and len(row.seconds) >= 10, row.reason
     assert all(row.errors[name] <= row.tolerance[name] for name in row.errors)
-    assert row.ranks["threads"] == 1 and not row.ranks["oversubscribed"], "equal in all rows, one rank or two"
+    assert row.ranks["threads"] == 1 and not row.ranks["oversubscribed"], (
+        "equal in all rows, one rank or two"
+    )
     assert {"dq", "dk", "dv"} <= row.errors.keys() or point.passes == "fwd"
     assert point != SLOW or min(row.seconds) >= 0.05, "the slowest rank's"
 
@@ -63,8 +84,13 @@ def test_bytes_are_the_plans_and_memory_is_a_ranks(measured):
         assert sum(row.ranks["bytes_sent"]) > 0 and max(row.ranks["messages"]) > 0
         assert row.memory["tracked_peak_bytes"] == max(row.ranks["tracked_peak_bytes"])
         assert row.memory["floor_bytes"] == row.cost["floor_bytes"] // 2
-    row = found(measured, POINTS[5])  # the ring holds the other's shard of K and V besides its own tensors
-    assert row.memory["tracked_peak_bytes"] >= row.memory["floor_bytes"] + 2 * 64 * 2 * 8 * 4
+    row = found(
+        measured, POINTS[5]
+    )  # the ring holds the other's shard of K and V besides its own tensors
+    assert (
+        row.memory["tracked_peak_bytes"]
+        >= row.memory["floor_bytes"] + 2 * 64 * 2 * 8 * 4
+    )
     one, two = (found(measured, p).cost for p in (TINY.but(world_size=1), TINY))
     assert one == two, "the whole point's, however many share it"
 
@@ -77,35 +103,75 @@ def test_a_rank_that_is_wrong_is_no_time(measured, system):
 
 def test_a_rank_that_is_killed_costs_its_point_and_is_named(measured):
     killed, other = (found(measured, point, "killed") for point in (KILLED, TINY))
-    assert killed.status == "crashed" and killed.reason.startswith("rank 1: the worker was ended by SIGKILL")
-    assert not killed.final and killed.median is None and other.status == "ok" and len(other.seconds) >= 10
+    assert killed.status == "crashed" and killed.reason.startswith(
+        "rank 1: the worker was ended by SIGKILL"
+    )
+    assert (
+        not killed.final
+        and killed.median is None
+        and other.status == "ok"
+        and len(other.seconds) >= 10
+    )
     again = measured[0], measure(GROUPS, measured[0])
     killed = found(again, KILLED, "killed")
-    assert found(again, TINY, "killed") == other and killed.status == "ok" and len(killed.seconds) >= 10
+    assert (
+        found(again, TINY, "killed") == other
+        and killed.status == "ok"
+        and len(killed.seconds) >= 10
+    )
 
 
 def test_more_ranks_than_cores_have_no_time(measured):
     three, two = (found(measured, point, "wide") for point in (THREE, TINY))
-    assert three.status == two.status == "ok" and three.ranks["oversubscribed"] and not two.ranks["oversubscribed"]
+    assert (
+        three.status == two.status == "ok"
+        and three.ranks["oversubscribed"]
+        and not two.ranks["oversubscribed"]
+    )
     assert three.median is None and three.seconds == () and two.median
-    assert three.ranks["threads"] == two.ranks["threads"] == 1 and len(three.ranks["bytes_sent"]) == 3
-    assert three.errors["out"] <= three.tolerance["out"] and three.ranks["bytes_sent"] == three.ranks["planned"]
-    assert not [row for row in rows_of(measured[0], "sample") if row["point"] == THREE.id]
+    assert (
+        three.ranks["threads"] == two.ranks["threads"] == 1
+        and len(three.ranks["bytes_sent"]) == 3
+    )
+    assert (
+        three.errors["out"] <= three.tolerance["out"]
+        and three.ranks["bytes_sent"] == three.ranks["planned"]
+    )
+    assert not [
+        row for row in rows_of(measured[0], "sample") if row["point"] == THREE.id
+    ]
 
 
 def test_a_rank_that_hangs_is_named(measured, tmp_path):
-    (row,) = measure([Group("group", [TINY.but(system="broken:sleeps")])], tmp_path, timeout_s=2.0)
-    assert row.status == "timeout" and row.reason.startswith("took more than 2 s: rank 1 is behind, "), row.reason
+    (row,) = measure(
+        [Group("group", [TINY.but(system="broken:sleeps")])], tmp_path, timeout_s=2.0
+    )
+    assert row.status == "timeout" and row.reason.startswith(
+        "took more than 2 s: rank 1 is behind, "
+    ), row.reason
 
 
 def test_a_link_is_measured_beside_its_plan_or_said_to_be_impossible(tmp_path):
-    points = [TINY.but(options={"scheme": scheme, "link": [1000, 1]}) for scheme in ("plan", "ring")]
+    points = [
+        TINY.but(options={"scheme": scheme, "link": [1000, 1]})
+        for scheme in ("plan", "ring")
+    ]
     for row in measure([Group("link", points, timed=False)], tmp_path):
         if row.status == "unsupported":
             assert "shaped links need" in row.reason
             continue
-        assert row.status == "ok" and row.ranks["bytes_sent"] == row.ranks["planned"], row.reason
+        assert row.status == "ok" and row.ranks["bytes_sent"] == row.ranks["planned"], (
+            row.reason
+        )
         assert ("network" in row.ranks) == (row.option("scheme") == "plan")
-        assert "network" not in row.ranks or Network.of(row.ranks["network"]).lines["between"].latency_s >= 0.001
-    (row,) = measure([Group("one rank", [TINY.but(world_size=1, options={"link": [1, 1]})])], tmp_path)
-    assert row.status == "unsupported" and ("link is between ranks" in row.reason or "need" in row.reason)
+        assert (
+            "network" not in row.ranks
+            or Network.of(row.ranks["network"]).lines["between"].latency_s >= 0.001
+        )
+    (row,) = measure(
+        [Group("one rank", [TINY.but(world_size=1, options={"link": [1, 1]})])],
+        tmp_path,
+    )
+    assert row.status == "unsupported" and (
+        "link is between ranks" in row.reason or "need" in row.reason
+    )

@@ -1,4 +1,6 @@
-"""The lists of points that the reports need: the same as those of the rows that are stored, by digest."""
+"""The lists of points that the reports need: the same as those of the rows that are
+stored, by digest.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -12,30 +14,62 @@ GOLDEN = Path(__file__).parent.parent / "golden.py"
 
 
 def test_points_and_groups_are_those_of_the_rows_that_are_stored():
-    """A change here orphans rows: ``python tests/golden.py --points`` shows what has become of which point."""
+    """A change here orphans rows: ``python tests/golden.py --points`` shows what has
+    become of which point.
+    """
     spec = importlib.util.spec_from_file_location("golden", GOLDEN)
     golden = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(golden)
-    assert golden.lines() == GOLDEN.with_name("golden_points.txt").read_text().splitlines(True)
+    assert golden.lines() == GOLDEN.with_name(
+        "golden_points.txt"
+    ).read_text().splitlines(True)
 
 
-@pytest.mark.parametrize("name, device", [("cpu", "cpu"), ("gtx1080", "cuda"), ("h200", "cuda")])
-def test_points_can_be_stored_groups_have_names_of_their_own_and_dense_attention_is_timed_at_every_shape(name, device):
-    made = {suite: make(hardware.get_profile(name), device=device) for suite, make in suites.SUITES.items()}
+@pytest.mark.parametrize(
+    "name, device", [("cpu", "cpu"), ("gtx1080", "cuda"), ("h200", "cuda")]
+)
+def test_points_can_be_stored_groups_have_names_of_their_own_and_dense_attention_is_timed_at_every_shape(
+    name, device
+):
+    made = {
+        suite: make(hardware.get_profile(name), device=device)
+        for suite, make in suites.SUITES.items()
+    }
     groups = [g for each in made.values() for g in each]
     assert len({g.name for g in groups}) == len(groups)
     for point in (p for g in groups for p in g.points):
         assert Point.from_dict(point.to_dict()) == point and point.system in SYSTEMS
-    beside_dense = [g for g in made["optimization"] if g.timed and g.name != "folding"]  # that compares two plans
-    timed = [p for g in beside_dense for p in g.points if p.pattern != suites.POOLED.to_dict()]
-    shapes = {tuple(p.shape.values()) for p in timed if p.system not in ("sgemm", "plan_build")}
-    assert shapes == {tuple(p.shape.values()) for p in timed if p.system == "dense_sdpa"}
+    beside_dense = [
+        g for g in made["optimization"] if g.timed and g.name != "folding"
+    ]  # that compares two plans
+    timed = [
+        p
+        for g in beside_dense
+        for p in g.points
+        if p.pattern != suites.POOLED.to_dict()
+    ]
+    shapes = {
+        tuple(p.shape.values())
+        for p in timed
+        if p.system not in ("sgemm", "plan_build")
+    }
+    assert shapes == {
+        tuple(p.shape.values()) for p in timed if p.system == "dense_sdpa"
+    }
     backward = max(p.seq_len for p in timed if p.passes != "fwd")
     assert device != "cpu" or backward == 4096, "a backward on a CPU is short"
 
 
 @pytest.mark.parametrize("suite", suites.SUITES)
 def test_a_rehearsal_is_short_and_measures_no_gpu(suite):
-    groups = suites.SUITES[suite](hardware.get_profile("gtx1080"), device="cpu", rehearsal=True)
-    assert max((p.seq_len for g in groups for p in g.points if suite != "optimization"), default=0) <= suites.SHORTEST
+    groups = suites.SUITES[suite](
+        hardware.get_profile("gtx1080"), device="cpu", rehearsal=True
+    )
+    assert (
+        max(
+            (p.seq_len for g in groups for p in g.points if suite != "optimization"),
+            default=0,
+        )
+        <= suites.SHORTEST
+    )
     assert bool(groups) == (suite != "kernels")

@@ -1,4 +1,6 @@
-"""The systems under measurement: each passes its own check, which fails for wrong results, and refuses other points."""
+"""The systems under measurement: each passes its own check, which fails for wrong
+results, and refuses other points.
+"""
 
 from dataclasses import replace
 
@@ -11,19 +13,38 @@ from ringlab.measure.systems import BLOCK_SPARSE, SYSTEMS, Refused, build
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
 PUBLISHED = patterns.Dilated([16, 32], [1, 2], "head_groups", "branch")
-UNEVEN = {"seq_len": 100, "heads": 6, "kv_heads": 2, "pattern": patterns.Dilated([16, 25, 48], [1, 4, 7])}
+UNEVEN = {
+    "seq_len": 100,
+    "heads": 6,
+    "kv_heads": 2,
+    "pattern": patterns.Dilated([16, 25, 48], [1, 4, 7]),
+}
 TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
 WINDOW = block_patterns.sliding_window(2, block_size=16)
 LOOKUP = Point("cache_workload", WINDOW, seq_len=512)
 POOL = {"system": "pool_workload", "pattern": patterns.Dense()}
-CHOSEN = {"system": "adaptive", "pattern": patterns.Dense(), "options": {"block_size": 16, "top_k": 3}}
+CHOSEN = {
+    "system": "adaptive",
+    "pattern": patterns.Dense(),
+    "options": {"block_size": 16, "top_k": 3},
+}
 NEEDS = {  # by system, where it is something else than the pattern of the published modules
     "dense_sdpa": {"pattern": patterns.Dense()},
     "sgemm": {"passes": "fwd"},
     "flex": {"pattern": WINDOW, "passes": "fwd"},
     "adaptive": CHOSEN,
-    "generation": {"passes": "fwd", "causal": True, "pattern": PATTERN, "heads": 4, "kv_heads": 2},
-    "packed": {"seq_len": sum(document_lengths(2)), "options": {"documents": 2}, "causal": True},
+    "generation": {
+        "passes": "fwd",
+        "causal": True,
+        "pattern": PATTERN,
+        "heads": 4,
+        "kv_heads": 2,
+    },
+    "packed": {
+        "seq_len": sum(document_lengths(2)),
+        "options": {"documents": 2},
+        "causal": True,
+    },
     "cache_workload": {"pattern": WINDOW, "seq_len": 512},
     "pool_workload": {**POOL, "options": {"size_mb": 0.25}},
     **dict.fromkeys(BLOCK_SPARSE, {"pattern": WINDOW}),
@@ -36,7 +57,10 @@ def passes(point: Point):
     inputs = system.inputs()
     output = system.run(inputs)
     errors, tolerance = system.check(inputs, output)
-    assert errors and all(errors[name] <= tolerance[name] for name in errors), (errors, tolerance)
+    assert errors and all(errors[name] <= tolerance[name] for name in errors), (
+        errors,
+        tolerance,
+    )
     return system, inputs, output, errors
 
 
@@ -45,19 +69,33 @@ def error(system, inputs, output) -> float:
 
 
 def call_of(name: str, direction: str) -> Point:
-    """A small call of a system; of one that runs forward alone the same for both directions."""
-    return TINY.but(**{"system": name, "pattern": PUBLISHED, "passes": direction} | NEEDS.get(name, {}))
+    """A small call of a system; of one that runs forward alone the same for both
+    directions.
+    """
+    return TINY.but(
+        **{"system": name, "pattern": PUBLISHED, "passes": direction}
+        | NEEDS.get(name, {})
+    )
 
 
-OWN = [name for name in SYSTEMS if name not in peers.PEERS]  # test_landscape has the others
+OWN = [
+    name for name in SYSTEMS if name not in peers.PEERS
+]  # test_landscape has the others
 
 
-@pytest.mark.parametrize("point", dict.fromkeys(call_of(x, y) for x in OWN for y in ("fwd", "fwd+bwd")),
-                         ids=lambda point: f"{point.passes}-{point.system}")  # fmt: skip
+@pytest.mark.parametrize(
+    "point",
+    dict.fromkeys(call_of(x, y) for x in OWN for y in ("fwd", "fwd+bwd")),
+    ids=lambda point: f"{point.passes}-{point.system}",
+)
 def test_every_system_passes_its_own_check(point):
     name = point.system
     system, inputs, output, _ = passes(point)
-    if name not in ("plan_build", "cache_workload", "pool_workload"):  # which have no tensors of their own
+    if name not in (
+        "plan_build",
+        "cache_workload",
+        "pool_workload",
+    ):  # which have no tensors of their own
         assert system.cost.flops > 0
         results = [t for name, t in output.named().items() if name != "lse"]
         if name == "generation":
@@ -67,15 +105,21 @@ def test_every_system_passes_its_own_check(point):
 
 @pytest.mark.parametrize("pattern", [patterns.Dense(), PATTERN, WINDOW], ids=str)
 def test_steps_of_generation_count_the_rows_that_they_see_and_are_checked(pattern):
-    system, inputs, output, _ = passes(call_of("generation", "fwd").but(pattern=pattern))
+    system, inputs, output, _ = passes(
+        call_of("generation", "fwd").but(pattern=pattern)
+    )
     n, seen = 64, 0
     for t in range(n, n + STEPS):
         for h in range(4):
             of = {"n": n + STEPS, "head": h, "heads": 4, "kv_heads": 2}
             m = pattern.multiplicity(torch.tensor([t]), torch.arange(t + 1), **of)
             seen += int((m > 0).sum())
-    assert system.cost.distinct_pairs == seen and system.cost.folded_flops == 4 * 8 * seen
-    assert output.counted["cache_bytes"] > 0 and torch.equal(system.run(inputs).out, output.out)
+    assert (
+        system.cost.distinct_pairs == seen and system.cost.folded_flops == 4 * 8 * seen
+    )
+    assert output.counted["cache_bytes"] > 0 and torch.equal(
+        system.run(inputs).out, output.out
+    )
     assert error(system, [inputs[0], inputs[1].flip(1), inputs[2]], output) > 0.01
     with pytest.raises(Refused, match="generation is causal"):
         build(call_of("generation", "fwd").but(causal=False), "cpu")
@@ -84,10 +128,14 @@ def test_steps_of_generation_count_the_rows_that_they_see_and_are_checked(patter
 def test_packed_documents_are_checked_one_by_one_and_equal_ones_have_as_many_tokens():
     point = call_of("packed", "fwd+bwd")
     system, inputs, output, _ = passes(point)
-    assert system.cost.pairs == sum(build(TINY.but(pattern=PUBLISHED, seq_len=n, causal=True), "cpu").cost.pairs
-                                    for n in document_lengths(2))  # fmt: skip
+    assert system.cost.pairs == sum(
+        build(TINY.but(pattern=PUBLISHED, seq_len=n, causal=True), "cpu").cost.pairs
+        for n in document_lengths(2)
+    )
     whole = build(point.but(system="ringlab", options={}), "cpu").run(inputs)
-    assert error(system, inputs, whole) > 0.01, "documents that see each other are wrong"
+    assert error(system, inputs, whole) > 0.01, (
+        "documents that see each other are wrong"
+    )
     equal = passes(point.but(passes="fwd", options={"documents": 2, "equal": True}))[0]
     assert abs(equal.cost.pairs / system.cost.pairs - 1) < 0.05
     with pytest.raises(Refused, match="2 documents have 5163 tokens, not 64"):
@@ -96,42 +144,99 @@ def test_packed_documents_are_checked_one_by_one_and_equal_ones_have_as_many_tok
 
 @pytest.mark.parametrize("direction", ["fwd", "fwd+bwd"])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("changes", [
-    {"batch": 2, **UNEVEN},
-    {"pattern": patterns.Dilated([32, 64], [2, 4], "head_groups", "branch"), "seq_len": 192},
-    {"pattern": patterns.Dilated([8, 16], [1, 2], offsets="kv_head"), "heads": 4, "kv_heads": 2},
-    {"pattern": patterns.Dilated([8, 16], [1, 2]), "dtype": "float64"},
-    {"pattern": patterns.Dilated([32, 64], [1, 2]), "dtype": "bfloat16", "seq_len": 256},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": 2, **UNEVEN},
+        {
+            "pattern": patterns.Dilated([32, 64], [2, 4], "head_groups", "branch"),
+            "seq_len": 192,
+        },
+        {
+            "pattern": patterns.Dilated([8, 16], [1, 2], offsets="kv_head"),
+            "heads": 4,
+            "kv_heads": 2,
+        },
+        {"pattern": patterns.Dilated([8, 16], [1, 2]), "dtype": "float64"},
+        {
+            "pattern": patterns.Dilated([32, 64], [1, 2]),
+            "dtype": "bfloat16",
+            "seq_len": 256,
+        },
+    ],
+)
 def test_copying_form_is_the_same_function(changes, causal, direction):
-    *_, errors = passes(TINY.but(system="copying", causal=causal, passes=direction, **changes))
-    assert errors.keys() == ({"out"} if direction == "fwd" else {"out", "dq", "dk", "dv"})
+    *_, errors = passes(
+        TINY.but(system="copying", causal=causal, passes=direction, **changes)
+    )
+    assert errors.keys() == (
+        {"out"} if direction == "fwd" else {"out", "dq", "dk", "dv"}
+    )
 
 
 def test_inputs_come_from_the_points_own_seed():
-    one, same, other = (build(point, "cpu").inputs() for point in (TINY, TINY, TINY.but(options={"pool": True})))
-    assert all(torch.equal(a, b) for a, b in zip(one, same)) and not torch.equal(one[0], other[0])
+    one, same, other = (
+        build(point, "cpu").inputs()
+        for point in (TINY, TINY, TINY.but(options={"pool": True}))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one, same)) and not torch.equal(
+        one[0], other[0]
+    )
 
 
-@pytest.mark.parametrize("changes, said", [
-    ({"system": "flashy"}, "unknown system 'flashy'; known: ringlab, dense_sdpa"),
-    ({"options": {"speed": 9}}, "ringlab has no option 'speed'; known: backend, gather, blocks, merge, cache"),
-    ({"options": {"pool_threshold_mb": 0.0}}, "needs pool=True"),
-    ({"options": {"blocks": "odd"}}, "blocks"),
-    ({"system": "dense_sdpa"}, "dense_sdpa computes dense attention"),
-    ({"system": "contiguous_segments", "seq_len": 60}, "whole segments of 16"),
-    ({"system": "contiguous_segments", "options": {"backend": "xformers"}}, "unknown kernel of torch's 'xformers'"),
-    ({"system": "RingDilatedAttentionV2Flash"}, "head groups with offsets by branch"),
-    ({"system": "BlockSparseOptimized"}, "BlockSparseOptimized computes block-sparse patterns, not dilated"),
-    ({"system": "flex"}, "flex computes block-sparse patterns, not dilated"),
-    ({"system": "flex", "pattern": WINDOW, "passes": "fwd+bwd"}, "forward alone"),
-    ({"system": "contiguous_segments", "options": {"backend": "flash"}}, "flash: needs a CUDA device, this is cpu"),
-    ({"system": "cache_workload"}, "computes lookups of block-sparse patterns, not"),
-    ({**CHOSEN, "batch": 2}, "is measured with batch 1"),
-    ({"system": "adaptive", "world_size": 2}, "adaptive runs on one device, not on 2 ranks"),
-    ({"system": "pool_workload", "options": {"size": 3}}, "pool_workload has no option 'size'"),
-    ({"system": "RingDilatedAttentionSDPA", "pattern": PUBLISHED, "options": {"ring_size": 0}}, "ring_size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"system": "flashy"}, "unknown system 'flashy'; known: ringlab, dense_sdpa"),
+        (
+            {"options": {"speed": 9}},
+            "ringlab has no option 'speed'; known: backend, gather, blocks, merge, cache",
+        ),
+        ({"options": {"pool_threshold_mb": 0.0}}, "needs pool=True"),
+        ({"options": {"blocks": "odd"}}, "blocks"),
+        ({"system": "dense_sdpa"}, "dense_sdpa computes dense attention"),
+        ({"system": "contiguous_segments", "seq_len": 60}, "whole segments of 16"),
+        (
+            {"system": "contiguous_segments", "options": {"backend": "xformers"}},
+            "unknown kernel of torch's 'xformers'",
+        ),
+        (
+            {"system": "RingDilatedAttentionV2Flash"},
+            "head groups with offsets by branch",
+        ),
+        (
+            {"system": "BlockSparseOptimized"},
+            "BlockSparseOptimized computes block-sparse patterns, not dilated",
+        ),
+        ({"system": "flex"}, "flex computes block-sparse patterns, not dilated"),
+        ({"system": "flex", "pattern": WINDOW, "passes": "fwd+bwd"}, "forward alone"),
+        (
+            {"system": "contiguous_segments", "options": {"backend": "flash"}},
+            "flash: needs a CUDA device, this is cpu",
+        ),
+        (
+            {"system": "cache_workload"},
+            "computes lookups of block-sparse patterns, not",
+        ),
+        ({**CHOSEN, "batch": 2}, "is measured with batch 1"),
+        (
+            {"system": "adaptive", "world_size": 2},
+            "adaptive runs on one device, not on 2 ranks",
+        ),
+        (
+            {"system": "pool_workload", "options": {"size": 3}},
+            "pool_workload has no option 'size'",
+        ),
+        (
+            {
+                "system": "RingDilatedAttentionSDPA",
+                "pattern": PUBLISHED,
+                "options": {"ring_size": 0},
+            },
+            "ring_size",
+        ),
+    ],
+)
 def test_a_point_that_makes_no_sense_is_refused_in_one_line(changes, said):
     with pytest.raises((Refused, NotImplementedError), match="^[^\n]*$") as refusal:
         build(TINY.but(**changes), "cpu")
@@ -143,7 +248,12 @@ def test_a_pools_threshold_is_an_option():
 
 
 def test_torchs_kernel_on_contiguous_segments_is_the_one_that_is_named(monkeypatch):
-    point = TINY.but(system="contiguous_segments", passes="fwd+bwd", head_dim=16, options={"backend": "flash"})
+    point = TINY.but(
+        system="contiguous_segments",
+        passes="fwd+bwd",
+        head_dim=16,
+        options={"backend": "flash"},
+    )
     monkeypatch.setattr("ringlab.measure.systems.kernels.choose", lambda *_, **__: None)
     passes(point)  # torch has a flash kernel for a CPU too, and none of cuDNN's
     with pytest.raises(RuntimeError, match="No viable backend"):
@@ -152,18 +262,32 @@ def test_torchs_kernel_on_contiguous_segments_is_the_one_that_is_named(monkeypat
 
 @pytest.mark.parametrize(
     "options, changes",
-    [({"gather": True}, UNEVEN), *(({"blocks": way}, {"pattern": WINDOW}) for way in ("rows", "batched", "views"))],
+    [
+        ({"gather": True}, UNEVEN),
+        *(
+            ({"blocks": way}, {"pattern": WINDOW})
+            for way in ("rows", "batched", "views")
+        ),
+    ],
 )
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_plan_is_checked_against_the_pattern_and_cleared_when_cold(warm, options, changes):
+def test_a_plan_is_checked_against_the_pattern_and_cleared_when_cold(
+    warm, options, changes
+):
     for how, more in ((options, changes), ({}, {"causal": True, **changes})):
         point = TINY.but(system="plan_build", options={"warm": warm, **how}, **more)
         system, _, first, errors = passes(point)
-        assert errors.keys() == {"out", "lse"} and (first.plans is system.run([]).plans) == warm
+        assert (
+            errors.keys() == {"out", "lse"}
+            and (first.plans is system.run([]).plans) == warm
+        )
 
 
 def test_a_plan_of_another_pattern_is_wrong():
-    system, other = (build(TINY.but(system="plan_build", pattern=p), "cpu") for p in (PATTERN, PUBLISHED))
+    system, other = (
+        build(TINY.but(system="plan_build", pattern=p), "cpu")
+        for p in (PATTERN, PUBLISHED)
+    )
     output = system.run([])
     output.plans = other.run([]).plans
     assert error(system, [], output) > 0.01
@@ -171,18 +295,29 @@ def test_a_plan_of_another_pattern_is_wrong():
 
 def test_a_workload_is_many_patterns_some_of_them_often():
     drawn = cache_systems.workload(LOOKUP)
-    assert drawn == cache_systems.workload(LOOKUP) and len(drawn) == cache_systems.LOOKUPS and len(set(drawn)) == 24
+    assert (
+        drawn == cache_systems.workload(LOOKUP)
+        and len(drawn) == cache_systems.LOOKUPS
+        and len(set(drawn)) == 24
+    )
     often = sorted((drawn.count(x) for x in set(drawn)), reverse=True)
     assert often[0] > 4 * often[8] and {n for _, n in drawn} == {512, 256, 128, 64}
 
 
-@pytest.mark.parametrize("options, kept", [
-    ({"max_mb": 0, "blocks": "batched"}, 0), ({"max_mb": 0.05, "blocks": "batched"}, None),
-    ({"max_mb": 64, "blocks": "batched"}, 176), ({"blocks": "views"}, 176),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({"max_mb": 0, "blocks": "batched"}, 0),
+        ({"max_mb": 0.05, "blocks": "batched"}, None),
+        ({"max_mb": 64, "blocks": "batched"}, 176),
+        ({"blocks": "views"}, 176),
+    ],
+)
 def test_lookups_are_counted_and_checked(options, kept):
     system, _, found, _ = passes(LOOKUP.but(options=options))
-    hits, misses, evictions, held = (found.counted[f"cache_{x}"] for x in ("hits", "misses", "evictions", "bytes"))
+    hits, misses, evictions, held = (
+        found.counted[f"cache_{x}"] for x in ("hits", "misses", "evictions", "bytes")
+    )
     assert hits + misses == cache_systems.LOOKUPS and (evictions > 0) == (kept is None)
     assert held <= options.get("max_mb", 64) * 2**20
     assert hits == kept or kept is None and 0 < hits < 176
@@ -194,7 +329,9 @@ class Same(memory.MemoryPool):
     """Lends one buffer to all."""
 
     def lend(self, shape, dtype=torch.float32, device="cpu"):
-        self.buffer = getattr(self, "buffer", torch.empty(shape, dtype=dtype, device=device))
+        self.buffer = getattr(
+            self, "buffer", torch.empty(shape, dtype=dtype, device=device)
+        )
         return self.buffer
 
 
@@ -202,11 +339,22 @@ class Same(memory.MemoryPool):
 @pytest.mark.parametrize("pool", [False, True])
 def test_scratch_is_ones_own_while_it_is_held(pool, threads, monkeypatch):
     before = torch.get_num_threads()
-    point = TINY.but(**POOL, options={"size_mb": 0.25, "threads": threads, "pool": pool})
+    point = TINY.but(
+        **POOL, options={"size_mb": 0.25, "threads": threads, "pool": pool}
+    )
     system, _, found, _ = passes(point)
-    reuses, allocations = found.counted["pool_reuses"], found.counted["pool_allocations"]
-    assert reuses + allocations == pool * threads * cache_systems.BORROWS and allocations <= threads
-    assert found.out.tolist() == [1.0, 2.0][:threads] and error(system, [], replace(found, out=found.out + 1)) > 0
+    reuses, allocations = (
+        found.counted["pool_reuses"],
+        found.counted["pool_allocations"],
+    )
+    assert (
+        reuses + allocations == pool * threads * cache_systems.BORROWS
+        and allocations <= threads
+    )
+    assert (
+        found.out.tolist() == [1.0, 2.0][:threads]
+        and error(system, [], replace(found, out=found.out + 1)) > 0
+    )
     monkeypatch.setattr(memory, "MemoryPool", Same)
     assert (error(build(point, "cpu"), [], found) >= 1) == pool
     torch.set_num_threads(before)
@@ -215,11 +363,18 @@ def test_scratch_is_ones_own_while_it_is_held(pool, threads, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 def test_chosen_blocks_are_checked_with_their_choice(causal, monkeypatch):
     system, given, output, errors = passes(
-        TINY.but(**CHOSEN, seq_len=250, heads=4, kv_heads=2, causal=causal, passes="fwd+bwd")
+        TINY.but(
+            **CHOSEN, seq_len=250, heads=4, kv_heads=2, causal=causal, passes="fwd+bwd"
+        )
     )
     assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
     assert system.cost.pairs == 4 * adaptive.Adaptive(16, 3).pairs(250, causal)
-    assert error(system, given, replace(output, out=output.out * 1.01)) > system.tolerance["out"]
+    assert (
+        error(system, given, replace(output, out=output.out * 1.01))
+        > system.tolerance["out"]
+    )
     choose = adaptive.choose
     monkeypatch.setattr(adaptive, "choose", lambda z, *rest: choose(-z, *rest))
-    assert error(system, given, system.run(given)) == float("inf"), "the worst blocks, consistently"
+    assert error(system, given, system.run(given)) == float("inf"), (
+        "the worst blocks, consistently"
+    )

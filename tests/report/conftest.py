@@ -13,11 +13,17 @@ KNOWN = {}
 
 @pytest.fixture(autouse=True, scope="module")
 def quick():
-    """Intervals a little coarser, in a tenth of the time; few lengths; a call at one is run without data once."""
+    """Intervals a little coarser, in a tenth of the time; few lengths; a call at one is
+    run without data once.
+    """
     at = MetaCall.at
 
     def once(call, n):
-        about = [getattr(call, field.name) for field in fields(call) if field.name != "profile"]
+        about = [
+            getattr(call, field.name)
+            for field in fields(call)
+            if field.name != "profile"
+        ]
         key = (*about, call.device_type, call.profile and call.profile.capability, n)
         if key not in KNOWN:
             KNOWN[key] = at(call, n)
@@ -25,7 +31,9 @@ def quick():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stats, "RESAMPLES", 200)
-        patch.setattr(stats, "_draws", lru_cache(stats._draws.__wrapped__))  # what was drawn before is 2,000 long
+        patch.setattr(
+            stats, "_draws", lru_cache(stats._draws.__wrapped__)
+        )  # what was drawn before is 2,000 long
         patch.setattr(first_screen, "LENGTHS", first_screen.OVERVIEW[:2])
         patch.setattr(index, "OVERVIEW", first_screen.OVERVIEW[:2])
         patch.setattr(MetaCall, "at", once)

@@ -1,4 +1,6 @@
-"""The explorer: its numbers, what its controls refuse, Run, and the whole of it in a real browser."""
+"""The explorer: its numbers, what its controls refuse, Run, and the whole of it in a
+real browser.
+"""
 
 import re
 import sys
@@ -18,11 +20,20 @@ from ringlab.report.explore import KINDS, PRESETS, Choice, counts
 from ringlab.ring import volume
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "explore.ipynb"
-SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 8, "block_size": 16, "lengths": "32 64", "rates": "1 2"}
+SMALL = {
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "block_size": 16,
+    "lengths": "32 64",
+    "rates": "1 2",
+}
 
 
 def alts(html: str) -> str:
-    return " | ".join(map(unescape, re.findall(r'<svg role="img" aria-label="([^"]*)"', html)))
+    return " | ".join(
+        map(unescape, re.findall(r'<svg role="img" aria-label="([^"]*)"', html))
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,14 +41,19 @@ def test_the_pattern_is_shown_as_it_is(kind):
     for causal in (True, False):
         choice = Choice(kind, seq_len="150", causal=causal, head=3, at="40", **SMALL)
         x = torch.arange(40, 104)
-        whole = choice.pattern.multiplicity(x, x, n=150, head=3, heads=4, kv_heads=2)  # (q, k)
+        whole = choice.pattern.multiplicity(
+            x, x, n=150, head=3, heads=4, kv_heads=2
+        )  # (q, k)
         whole = whole.tril() if causal else whole
         said = explore.seen(choice).alt
         assert f"What head 3 of 4 sees: {choice.pattern}" in said
         assert said.endswith(f"one by one, {int((whole > 0).sum())} pairs are seen")
 
 
-@pytest.mark.parametrize("scheme, passes", [*((scheme, "fwd+bwd") for scheme in ring.SCHEMES), ("plan", "fwd")])
+@pytest.mark.parametrize(
+    "scheme, passes",
+    [*((scheme, "fwd+bwd") for scheme in ring.SCHEMES), ("plan", "fwd")],
+)
 def test_the_traffic_is_what_each_rank_sends(scheme, passes):
     about = SMALL | {"lengths": "64 256", "layout": "zigzag", "passes": passes}
     choice = Choice(seq_len="256", ranks=4, scheme=scheme, **about)
@@ -46,9 +62,17 @@ def test_the_traffic_is_what_each_rank_sends(scheme, passes):
     sent = [volume.sent_bytes(problem, r, scheme, **about) for r in range(4)]
     found = choice.estimate()
     table = explore.traffic(found)
-    assert sum(sent) > 0 and table.caption == f"Sent between 4 ranks by {scheme}: {explore.size(sum(sent))}"
-    assert [line[:2] for line in table.rows] == [[f"rank {r}", explore.size(x)] for r, x in enumerate(sent)]
-    assert table.rows[1][2] == (explore.size(found.sent[1, 0]) if found.sent.get((1, 0)) else None)
+    assert (
+        sum(sent) > 0
+        and table.caption
+        == f"Sent between 4 ranks by {scheme}: {explore.size(sum(sent))}"
+    )
+    assert [line[:2] for line in table.rows] == [
+        [f"rank {r}", explore.size(x)] for r, x in enumerate(sent)
+    ]
+    assert table.rows[1][2] == (
+        explore.size(found.sent[1, 0]) if found.sent.get((1, 0)) else None
+    )
 
 
 def test_the_parts_of_the_memory_are_the_peak():
@@ -66,45 +90,80 @@ def test_every_preset_is_a_call(name):
     choice = Choice(**{"profile": "gtx1080"} | PRESETS[name])
     found = choice.estimate()
     facts = {line[0]: line[1] for line in explore.facts(choice, found).rows}
-    assert facts["Fits"] == "yes" and facts["Peak memory of a rank"] == explore.size(found.peak_bytes)
+    assert facts["Fits"] == "yes" and facts["Peak memory of a rank"] == explore.size(
+        found.peak_bytes
+    )
     if choice.ranks == 1 and choice.kind in ("dense", "dilated"):
-        assert facts["Longest sequence that fits"] == longest(choice.pattern, 8 << 30, profile="gtx1080")
+        assert facts["Longest sequence that fits"] == longest(
+            choice.pattern, 8 << 30, profile="gtx1080"
+        )
 
 
 def test_variants_have_the_numbers_of_estimate_and_advise():
     choice = Choice("sliding window", seq_len="16K", profile="gtx1080", window=8)
     table = explore.compared(choice)
     lines = {line[0].text: line for line in table.rows}
-    assert list(lines) == ["Dense", "LongNet ladder", "Local window", "BigBird", "Chosen"]
+    assert list(lines) == [
+        "Dense",
+        "LongNet ladder",
+        "Local window",
+        "BigBird",
+        "Chosen",
+    ]
     proposals = {p.name: p for p in advise("gtx1080", 16384, passes="fwd").proposals}
     names = {"dense": "Dense", "advised": "LongNet ladder", "local": "Local window"}
     for name, shown in names.items():
         assert lines[shown][2] == explore.format_seconds(proposals[name].bound_s)
         assert lines[shown][0].sub == str(proposals[name].pattern)
-    assert lines["Chosen"][3] == explore.size(estimate(choice.pattern, seq_len=16384, profile="gtx1080").peak_bytes)
+    assert lines["Chosen"][3] == explore.size(
+        estimate(choice.pattern, seq_len=16384, profile="gtx1080").peak_bytes
+    )
     assert [line[5] for line in table.rows] == ["yes"] * 5
     alt = explore.over_length(choice).alt
-    assert "rooflines over length" in alt and f"{longest(Dense(), 8 << 30, profile='gtx1080'):,}"[:5] in alt
-    too_long = explore.compared(Choice("dense", seq_len="16K", profile="gtx1080", batch=64))
+    assert (
+        "rooflines over length" in alt
+        and f"{longest(Dense(), 8 << 30, profile='gtx1080'):,}"[:5] in alt
+    )
+    too_long = explore.compared(
+        Choice("dense", seq_len="16K", profile="gtx1080", batch=64)
+    )
     assert {line[5].text for line in too_long.rows} == {"no"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # what cannot be
 
 REFUSED = [
-    ({"lengths": "2048, x"}, "segment lengths must be positive integers, as 2048, 4096 or 2K 4K, not 'x'"),
-    ({"lengths": ""}, "segment lengths must be positive integers, as 2048, 4096 or 2K 4K, and there is none"),
+    (
+        {"lengths": "2048, x"},
+        "segment lengths must be positive integers, as 2048, 4096 or 2K 4K, not 'x'",
+    ),
+    (
+        {"lengths": ""},
+        "segment lengths must be positive integers, as 2048, 4096 or 2K 4K, and there is none",
+    ),
     ({"rates": "1"}, "segment_lengths and dilation_rates differ in length: 3 and 1"),
-    ({"seq_len": "long"}, "sequence length must be positive integers, as 2048, 4096 or 2K 4K, not 'long'"),
-    ({"seq_len": "1 2"}, "sequence length must be one number, as 8192 or 128K, got '1 2'"),
+    (
+        {"seq_len": "long"},
+        "sequence length must be positive integers, as 2048, 4096 or 2K 4K, not 'long'",
+    ),
+    (
+        {"seq_len": "1 2"},
+        "sequence length must be one number, as 8192 or 128K, got '1 2'",
+    ),
     ({"seq_len": "0"}, "seq_len must be a positive integer"),
     ({"seq_len": "2G"}, "must be a positive integer up to 2**35"),
     ({"heads": 7, "kv_heads": 2}, "heads must be a multiple of K/V heads: 7 and 2"),
     ({"ranks": -1}, "ranks must be a positive integer, got -1"),
-    ({"kind": "BigBird", "seq_len": "64M"}, "take blocks of at least 65536, or a shorter sequence"),
-    ({"kind": "BigBird", "block_size": 0}, "block_size must be a positive integer up to 2**40, got 0"),
-]  # fmt: skip
+    (
+        {"kind": "BigBird", "seq_len": "64M"},
+        "take blocks of at least 65536, or a shorter sequence",
+    ),
+    (
+        {"kind": "BigBird", "block_size": 0},
+        "block_size must be a positive integer up to 2**40, got 0",
+    ),
+]
 
 
 @pytest.mark.parametrize("changed, said", REFUSED, ids=lambda x: str(x)[:40])
@@ -121,13 +180,20 @@ def test_texts_are_read_as_people_write_them():
 
 def test_the_call_as_code_runs():
     for kind in KINDS:
-        choice = Choice(kind, seq_len="128", ranks=2, passes="fwd+bwd", causal=True, **SMALL)
+        choice = Choice(
+            kind, seq_len="128", ranks=2, passes="fwd+bwd", causal=True, **SMALL
+        )
         names = {}
         exec(explore.code(choice), names)
-        assert names["pattern"] == choice.pattern and names["q"].grad.shape == (1, 128, 4, 8)
+        assert names["pattern"] == choice.pattern and names["q"].grad.shape == (
+            1,
+            128,
+            4,
+            8,
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Run
 
 HERE = explore.replace(hardware.get_profile("cpu").on(CPU), memory_bytes=8 * 2**30)
@@ -135,9 +201,15 @@ HERE = explore.replace(hardware.get_profile("cpu").on(CPU), memory_bytes=8 * 2**
 
 def test_a_point_too_large_for_this_machine_is_one_line(monkeypatch):
     monkeypatch.setattr(measure, "run", lambda *a, **k: pytest.fail("it ran"))
-    with pytest.raises(ValueError, match="^too large: a checked run needs about .*, free are 8 GiB$"):
+    with pytest.raises(
+        ValueError, match="^too large: a checked run needs about .*, free are 8 GiB$"
+    ):
         explore.run(Choice(seq_len="4M"), HERE)
-    monkeypatch.setattr(sys.modules["ringlab.estimate"], "_probed", lambda _: hardware.Peaks(1e11, 1e10, 1e10))
+    monkeypatch.setattr(
+        sys.modules["ringlab.estimate"],
+        "_probed",
+        lambda _: hardware.Peaks(1e11, 1e10, 1e10),
+    )
     with pytest.raises(ValueError, match="^too long: 5 calls of at least 320 s each$"):
         explore.run(Choice(kind="dense", seq_len="128K"), HERE)
 
@@ -153,32 +225,59 @@ def test_run_measures_the_chosen_point_and_sets_it_beside_the_estimate(monkeypat
         return [made_up(point, groups[0], False, ranks=found, memory=memory)]
 
     monkeypatch.setattr(measure, "run", run)
-    choice = Choice(seq_len="256", ranks=2, scheme="ring", dtype="float64", causal=True, **SMALL)
+    choice = Choice(
+        seq_len="256", ranks=2, scheme="ring", dtype="float64", causal=True, **SMALL
+    )
     result = explore.run(choice, HERE)
     (_, how), point = asked[0], result.point
     assert how["profile"].name == "cpu" and how["timeout_s"] == explore.LIMIT_S
-    assert (point.seq_len, point.world_size, point.dtype, point.causal) == (256, 2, "float64", True)
+    assert (point.seq_len, point.world_size, point.dtype, point.causal) == (
+        256,
+        2,
+        "float64",
+        True,
+    )
     assert dict(point.options) == {"scheme": "ring", "layout": "contiguous"}
     line = explore.measured([(choice, result)], HERE).rows[0]
     found = estimate(choice.pattern, seq_len=256, **choice.call, profile=HERE)
     assert line[1].text == explore.number(result.median * 1e3)
-    assert line[3].text == "1 MiB" and line[3].sub == f"estimated {explore.size(found.peak_bytes)}"
+    assert (
+        line[3].text == "1 MiB"
+        and line[3].sub == f"estimated {explore.size(found.peak_bytes)}"
+    )
     assert line[4].text == "4.0e-07"
 
 
-@pytest.mark.parametrize("changes, said", [
-    ({"errors": {"out": 1e-3}}, "incorrect: out is off by 1.0e-03, allowed 5.0e-06"),
-    ({"errors": {}}, "suspect: no correctness check"),
-    ({"status": "timeout", "reason": "took more than 60 s"}, "timeout: took more than 60 s"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (
+            {"errors": {"out": 1e-3}},
+            "incorrect: out is off by 1.0e-03, allowed 5.0e-06",
+        ),
+        ({"errors": {}}, "suspect: no correctness check"),
+        (
+            {"status": "timeout", "reason": "took more than 60 s"},
+            "timeout: took more than 60 s",
+        ),
+    ],
+)
 def test_no_number_without_its_check(changes, said):
     choice = Choice(seq_len="256", profile="gtx1080", **SMALL)
     point = explore.point(choice)
-    shown = explore.measured([(choice, made_up(point, measure.Group("explore", (point,)), False, **changes))], HERE)
+    shown = explore.measured(
+        [
+            (
+                choice,
+                made_up(point, measure.Group("explore", (point,)), False, **changes),
+            )
+        ],
+        HERE,
+    )
     assert shown.rows[0][1].text == said and shown.rows[0][2:] == [None] * 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # the panel, without a front end
 
 
@@ -187,7 +286,10 @@ def test_without_ipywidgets_the_figure_and_the_table_are_there(monkeypatch):
     cells = run_in_this_process(NOTEBOOK, None, {}).cells
     figure, table = (output.data for output in cells[2].outputs)
     assert "image/png" in figure and "rooflines over length" in figure["text/plain"]
-    assert "Variants at 131,072 tokens on NVIDIA GeForce GTX 1080" in table["text/markdown"]
+    assert (
+        "Variants at 131,072 tokens on NVIDIA GeForce GTX 1080"
+        in table["text/markdown"]
+    )
     shown = cells[3].outputs[0].data["text/plain"]
     assert shown == explore.MISSING and "pip install" in shown
 
@@ -195,7 +297,9 @@ def test_without_ipywidgets_the_figure_and_the_table_are_there(monkeypatch):
 @pytest.fixture
 def opened(monkeypatch):
     pytest.importorskip("ipywidgets", reason="the explorer needs ipywidgets")
-    monkeypatch.setattr(explore, "longest", lambda *_, **__: 1 << 20)  # of so small heads it is many millions
+    monkeypatch.setattr(
+        explore, "longest", lambda *_, **__: 1 << 20
+    )  # of so small heads it is many millions
     explore.over_length.cache_clear()
     yield explore.explorer("gtx1080", seq_len="512", **SMALL | {"lengths": "64 512"})
     explore.over_length.cache_clear()  # of figures with that length
@@ -212,20 +316,39 @@ def test_every_place_follows_the_controls(opened):
         return {name for name, html in shown().items() if html != before[name]}
 
     def visible():
-        return {name for name, control in opened.controls.items() if control.layout.display != "none"}
+        return {
+            name
+            for name, control in opened.controls.items()
+            if control.layout.display != "none"
+        }
 
     bundle, figures = opened._repr_mimebundle_(), plt.get_fignums()
     assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert "Variants at 512 tokens on NVIDIA GeForce GTX 1080" in bundle["text/plain"] == bundle["text/markdown"]
+    assert (
+        "Variants at 512 tokens on NVIDIA GeForce GTX 1080"
+        in bundle["text/plain"]
+        == bundle["text/markdown"]
+    )
     assert "lengths" in visible() and not {"window", "scheme", "layout"} & visible()
     assert changed(ranks=2) >= {"facts", "traffic", "memory", "code"}
     assert "Sent between 2 ranks by plan" in opened.places["traffic"].value
     moved = changed(profile="h100", dtype="bfloat16")
-    assert "facts" in moved and "seen" not in moved and "NVIDIA H100" in opened.places["facts"].value
+    assert (
+        "facts" in moved
+        and "seen" not in moved
+        and "NVIDIA H100" in opened.places["facts"].value
+    )
     assert {"lengths", "scheme", "layout"} <= visible() and not {"window"} & visible()
     assert changed(kind="BigBird") >= {"seen", "facts", "traffic", "memory", "code"}
-    assert {"random_blocks", "block_size", "scheme", "layout"} <= visible() and not {"lengths"} & visible()
-    assert changed(passes="fwd+bwd", scheme="ulysses") >= {"facts", "traffic", "memory", "code"}
+    assert {"random_blocks", "block_size", "scheme", "layout"} <= visible() and not {
+        "lengths"
+    } & visible()
+    assert changed(passes="fwd+bwd", scheme="ulysses") >= {
+        "facts",
+        "traffic",
+        "memory",
+        "code",
+    }
     assert plt.get_fignums() == figures, "all are closed"
     opened.set(seq_len="1 x")  # what cannot be: where no widgets are shown, the reason
     assert "sequence length must be" in opened.places["alert"].value
@@ -237,17 +360,28 @@ def test_a_preset_the_slider_and_the_tabs(opened):
     opened.controls["ranks"].value = 2
     opened.preset.value = "Window of 2K, 32K tokens"
     choice = opened.choice
-    assert (choice.kind, choice.n, choice.ranks, choice.profile) == ("sliding window", 2**15, 1, "gtx1080")
+    assert (choice.kind, choice.n, choice.ranks, choice.profile) == (
+        "sliding window",
+        2**15,
+        1,
+        "gtx1080",
+    )
     assert at["facts"].value and not at["compared"].value
     opened.tabs.selected_index = 1
     assert "Variants at 32,768 tokens" in at["compared"].value and not at["facts"].value
     assert "rooflines over length" in alts(at["over_length"].value)
     opened.slider.value = "64K"
-    assert "Variants at 65,536 tokens" in at["compared"].value and opened.choice.n == 2**16
+    assert (
+        "Variants at 65,536 tokens" in at["compared"].value and opened.choice.n == 2**16
+    )
 
 
 def test_advice_is_that_of_advise(opened):
-    opened.set(seq_len="8K", passes="fwd+bwd", **{name: getattr(Choice(), name) for name in ("heads", "kv_heads")})
+    opened.set(
+        seq_len="8K",
+        passes="fwd+bwd",
+        **{name: getattr(Choice(), name) for name in ("heads", "kv_heads")},
+    )
     opened.advise_button.click()
     found = advise("gtx1080", 8192, head_dim=8)
     said = unescape(opened.places["advice"].value)
@@ -260,21 +394,39 @@ def test_bad_input_is_one_line_and_nothing_of_another_choice_stays(opened):
     for name, bad, good in (("lengths", "32, ?", "32 64"), ("at", "4096", "0")):
         opened.controls[name].value = bad
         said = opened.places["alert"].value
-        assert 'role="alert"' in said and "Traceback" not in said and said.count("<p") == 1
-        assert {opened.places[x].value for x in explore.SHOWN} == {""} and opened.run_button.disabled
+        assert (
+            'role="alert"' in said and "Traceback" not in said and said.count("<p") == 1
+        )
+        assert {opened.places[x].value for x in explore.SHOWN} == {
+            ""
+        } and opened.run_button.disabled
         opened.controls[name].value = good
-        assert opened.places["alert"].value == "" and opened.places["facts"].value and not opened.run_button.disabled
+        assert (
+            opened.places["alert"].value == ""
+            and opened.places["facts"].value
+            and not opened.run_button.disabled
+        )
 
 
 def test_run_that_fails_is_one_line(opened, monkeypatch):
-    errors = {"no room": ValueError("no\nroom"), "Stopped.": KeyboardInterrupt(), "full": OSError("full")}
+    errors = {
+        "no room": ValueError("no\nroom"),
+        "Stopped.": KeyboardInterrupt(),
+        "full": OSError("full"),
+    }
     for said, error in errors.items():
-        monkeypatch.setattr(explore, "run", lambda *a, error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(
+            explore, "run", lambda *a, error=error: (_ for _ in ()).throw(error)
+        )
         opened.run_button.click()
-        assert said in opened.places["status"].value and not opened.run_button.disabled and not opened.results
+        assert (
+            said in opened.places["status"].value
+            and not opened.run_button.disabled
+            and not opened.results
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # in a browser
 
 CONTROL = """(label) => [...document.querySelectorAll('.jupyter-widgets')].find(
@@ -299,15 +451,27 @@ timing.MAX_SAMPLES = timing.SAMPLES
 
 
 def test_the_explorer_in_a_browser(tmp_path):
-    """JupyterLab as `make lab` opens it: run all cells, change controls, make a mistake, mend it, press Run."""
+    """JupyterLab as `make lab` opens it: run all cells, change controls, make a
+    mistake, mend it, press Run.
+    """
     pytest.importorskip("ipywidgets", reason="the explorer needs ipywidgets")
     command = browser()
-    with jupyterlab(tmp_path, NOTEBOOK, QUICK) as url, chromium(command, tmp_path, url) as page:
-        page.until("typeof jupyterapp !== 'undefined' && !!document.querySelector('.jp-Notebook')", 60)
-        page.until("!!jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel", 60)
+    with (
+        jupyterlab(tmp_path, NOTEBOOK, QUICK) as url,
+        chromium(command, tmp_path, url) as page,
+    ):
+        page.until(
+            "typeof jupyterapp !== 'undefined' && !!document.querySelector('.jp-Notebook')",
+            60,
+        )
+        page.until(
+            "!!jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel", 60
+        )
         page.js("jupyterapp.commands.execute('notebook:run-all-cells'); 1", wait=False)
         page.until(f"!!({CONTROL})('pattern')", 60)
-        page.until(f"({ALTS}).includes('What head 0 of 8 sees: dilated [2048, 4096, 8192]')")
+        page.until(
+            f"({ALTS}).includes('What head 0 of 8 sees: dilated [2048, 4096, 8192]')"
+        )
 
         def choose(label, value, shows):
             page.js(f"{SET}({label!r}, {value!r})")
@@ -319,7 +483,9 @@ def test_the_explorer_in_a_browser(tmp_path):
         choose("hardware", "gtx1080", "What head 0 of 8 sees")
         choose("pattern", "dense", "sees: dense, n = 8,192")
         page.js(f"{SET}('length n', '1 kilo')")
-        page.until("document.querySelector('.jp-OutputArea [role=alert]')?.textContent.includes('kilo')")
+        page.until(
+            "document.querySelector('.jp-OutputArea [role=alert]')?.textContent.includes('kilo')"
+        )
         page.until(f"({ALTS}) === '' && {BUTTON}.disabled")
         choose("length n", "1K", "sees: dense, n = 1,024")
         assert not page.js("!!document.querySelector('.jp-OutputArea [role=alert]')")
@@ -329,5 +495,9 @@ def test_the_explorer_in_a_browser(tmp_path):
         page.until(f"!{BUTTON}.disabled")
         measured = page.js(TABLES).replace(estimated, "")
         assert page.js(WRONG) == 0
-    checked = "estimated" in measured and re.search(r"\d\.\de-0\d\s+out ≤ 5\.0e-06", measured)
-    assert checked or "below its bound" in measured, measured  # so a probe says that a busy machine disturbed
+    checked = "estimated" in measured and re.search(
+        r"\d\.\de-0\d\s+out ≤ 5\.0e-06", measured
+    )
+    assert checked or "below its bound" in measured, (
+        measured
+    )  # so a probe says that a busy machine disturbed

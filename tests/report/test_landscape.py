@@ -1,4 +1,6 @@
-"""The landscape: packages of others through their real builders and checks, and a ranking that follows the rows."""
+"""The landscape: packages of others through their real builders and checks, and a
+ranking that follows the rows.
+"""
 
 import functools
 import importlib
@@ -23,9 +25,14 @@ from ringlab.report.documents import landscape as document
 
 NAME = "landscape"
 ENTRIES = {e.name: e for e in document.FIELD}
-SPEEDS = {"BigBird": 2.2, "Local and global": 1.3, "LongNet from 256": 2.0, "FlexAttention": 1.6}  # times by its pairs
+SPEEDS = {
+    "BigBird": 2.2,
+    "Local and global": 1.3,
+    "LongNet from 256": 2.0,
+    "FlexAttention": 1.6,
+}  # times by its pairs
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # packages of others: small stand-ins under their names, whose attention is this library's or a wrong one
 
 GROUPED = """
@@ -73,7 +80,10 @@ def ring_flash_attn(q, k, v, mask=None, causal=False, bucket_size=1024):
     return {wrong} * ringlab.attention(q, k, v, ringlab.Dense(), causal=causal)
 """
 FILES = {
-    "dilated_attention_pytorch": ("dilated_attention_pytorch/dilated_attention.py", GROUPED),
+    "dilated_attention_pytorch": (
+        "dilated_attention_pytorch/dilated_attention.py",
+        GROUPED,
+    ),
     "torchscale_dilated": ("torchscale/component/dilated_attention.py", LONGNET),
     "local_attention": ("local_attention/__init__.py", LOCAL),
     "ring_attention_pytorch": ("ring_attention_pytorch/ring_flash_attention.py", RING),
@@ -83,11 +93,15 @@ SHOWN = [name for name in document.__all__ if name != "provenance"]
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """install(system, ...): a stand-in package, or another ``source``, with the metadata that pip writes."""
+    """install(system, ...): a stand-in package, or another ``source``, with the
+    metadata that pip writes.
+    """
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
 
-    def install(system: str, version="9.1", commit="", wrong=1.0, detached="pass", source=""):
+    def install(
+        system: str, version="9.1", commit="", wrong=1.0, detached="pass", source=""
+    ):
         name, template = FILES[system]
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,13 +109,18 @@ def site(tmp_path, monkeypatch):
             (folder / "__init__.py").touch()
         path.write_text(source or template.format(wrong=wrong, detached=detached))
         (path.parent / "multihead_attention.py").write_text("flash_attn_func = None\n")
-        known = tmp_path / f"{peers.PEERS[system].package.replace('-', '_')}-{version}.dist-info"
+        known = (
+            tmp_path
+            / f"{peers.PEERS[system].package.replace('-', '_')}-{version}.dist-info"
+        )
         known.mkdir()
         (known / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {peers.PEERS[system].package}\nVersion: {version}\n"
         )
         if commit:
-            (known / "direct_url.json").write_text(json.dumps({"vcs_info": {"commit_id": commit}}))
+            (known / "direct_url.json").write_text(
+                json.dumps({"vcs_info": {"commit_id": commit}})
+            )
         importlib.invalidate_caches()
 
     yield install
@@ -111,8 +130,13 @@ def site(tmp_path, monkeypatch):
 
 
 def small(system: str):
-    kept = {"torchscale_dilated": {"offsets": "block"}}.get(system, {"mixing": "head_groups", "offsets": "branch"})
-    others = {"ring_attention_pytorch": patterns.Dense(), "local_attention": sliding_window(1, block_size=16)}
+    kept = {"torchscale_dilated": {"offsets": "block"}}.get(
+        system, {"mixing": "head_groups", "offsets": "branch"}
+    )
+    others = {
+        "ring_attention_pytorch": patterns.Dense(),
+        "local_attention": sliding_window(1, block_size=16),
+    }
     return others.get(system) or patterns.Dilated([16, 64], [1, 4], **kept)
 
 
@@ -129,37 +153,97 @@ def test_a_package_that_computes_what_it_says_is_ok(site, system):
     assert peers.installed(system) == "9.1"
     for more in ({}, {"passes": "fwd+bwd"}, {"passes": "fwd+bwd", "causal": True}):
         found = prepared(system, options={"version": "9.1"}, **more)
-        assert found["status"] == "ok" and found["errors"].keys() >= {"out"}, found.get("reason")
+        assert found["status"] == "ok" and found["errors"].keys() >= {"out"}, found.get(
+            "reason"
+        )
     if system == "torchscale_dilated":
         component = importlib.import_module("torchscale.component.multihead_attention")
-        assert component.flash_attn_func is None, "the kernel that stands in is gone afterwards"
+        assert component.flash_attn_func is None, (
+            "the kernel that stands in is gone afterwards"
+        )
 
 
 OFF, BROKEN = "out is off by 1.0e-03, allowed 5.0e-06", "import no_such_thing\n"
 
 
-@pytest.mark.parametrize("system, package, point, status, said", [
-    *((system, None, {}, "unsupported", f"{p.package} is not installed: {p.how}") for system, p in peers.PEERS.items()),
-    ("torchscale_dilated", {"version": "0.3.0", "commit": "1a2b3c4d5e6f"}, {"options": {"version": "0.2.0"}},
-     "unsupported", "torchscale 0.2.0 was asked for, 0.3.0+1a2b3c4 is installed"),
-    ("dilated_attention_pytorch", {"source": BROKEN}, {}, "unsupported",
-     "cannot be imported: No module named 'no_such_thing'"),
-    ("torchscale_dilated", {}, {"pattern": patterns.Dense()}, "unsupported",
-     "computes dilated lse with offsets by block, not dense"),
-    ("torchscale_dilated", {}, {"kv_heads": 2}, "unsupported", "as many K/V heads as heads, got 2 and 4"),
-    ("ring_attention_pytorch", {}, {"pattern": small("torchscale_dilated")}, "unsupported",
-     "computes dense attention, not dilated"),
-    ("local_attention", {}, {"pattern": sliding_window(2, block_size=16)}, "unsupported",
-     "computes a window of one block either way, not"),
-    ("local_attention", {}, {"seq_len": 60}, "unsupported", "needs whole blocks of 16, got 60 positions"),
-    ("dilated_attention_pytorch", {}, {"seq_len": 96}, "unsupported", "needs whole segments of 64, got 96 positions"),
-    ("dilated_attention_pytorch", {"wrong": 1.001}, {}, "incorrect", OFF),
-    ("local_attention", {"wrong": 1.001}, {}, "incorrect", OFF),
-    ("ring_attention_pytorch", {"wrong": 1.001}, {}, "incorrect", OFF),
-    ("torchscale_dilated", {"detached": "out = out + 0.1 * (q - q.detach())"}, {"passes": "fwd+bwd"}, "incorrect",
-     "dq is off by"),
-])  # fmt: skip
-def test_an_absent_another_or_a_wrong_package_is_told_apart(site, system, package, point, status, said):
+@pytest.mark.parametrize(
+    "system, package, point, status, said",
+    [
+        *(
+            (system, None, {}, "unsupported", f"{p.package} is not installed: {p.how}")
+            for system, p in peers.PEERS.items()
+        ),
+        (
+            "torchscale_dilated",
+            {"version": "0.3.0", "commit": "1a2b3c4d5e6f"},
+            {"options": {"version": "0.2.0"}},
+            "unsupported",
+            "torchscale 0.2.0 was asked for, 0.3.0+1a2b3c4 is installed",
+        ),
+        (
+            "dilated_attention_pytorch",
+            {"source": BROKEN},
+            {},
+            "unsupported",
+            "cannot be imported: No module named 'no_such_thing'",
+        ),
+        (
+            "torchscale_dilated",
+            {},
+            {"pattern": patterns.Dense()},
+            "unsupported",
+            "computes dilated lse with offsets by block, not dense",
+        ),
+        (
+            "torchscale_dilated",
+            {},
+            {"kv_heads": 2},
+            "unsupported",
+            "as many K/V heads as heads, got 2 and 4",
+        ),
+        (
+            "ring_attention_pytorch",
+            {},
+            {"pattern": small("torchscale_dilated")},
+            "unsupported",
+            "computes dense attention, not dilated",
+        ),
+        (
+            "local_attention",
+            {},
+            {"pattern": sliding_window(2, block_size=16)},
+            "unsupported",
+            "computes a window of one block either way, not",
+        ),
+        (
+            "local_attention",
+            {},
+            {"seq_len": 60},
+            "unsupported",
+            "needs whole blocks of 16, got 60 positions",
+        ),
+        (
+            "dilated_attention_pytorch",
+            {},
+            {"seq_len": 96},
+            "unsupported",
+            "needs whole segments of 64, got 96 positions",
+        ),
+        ("dilated_attention_pytorch", {"wrong": 1.001}, {}, "incorrect", OFF),
+        ("local_attention", {"wrong": 1.001}, {}, "incorrect", OFF),
+        ("ring_attention_pytorch", {"wrong": 1.001}, {}, "incorrect", OFF),
+        (
+            "torchscale_dilated",
+            {"detached": "out = out + 0.1 * (q - q.detach())"},
+            {"passes": "fwd+bwd"},
+            "incorrect",
+            "dq is off by",
+        ),
+    ],
+)
+def test_an_absent_another_or_a_wrong_package_is_told_apart(
+    site, system, package, point, status, said
+):
     if package is not None:
         site(system, **package)
     elif peers.installed(system):
@@ -171,7 +255,15 @@ def test_an_absent_another_or_a_wrong_package_is_told_apart(site, system, packag
 
 def test_a_package_runs_on_one_device():
     with pytest.raises(ValueError, match="one device, not on 2 ranks"):
-        build(Point("torchscale_dilated", small("torchscale_dilated"), seq_len=64, world_size=2), "cpu")
+        build(
+            Point(
+                "torchscale_dilated",
+                small("torchscale_dilated"),
+                seq_len=64,
+                world_size=2,
+            ),
+            "cpu",
+        )
 
 
 def test_a_gpu_runs_the_packages_own_kernel():
@@ -180,64 +272,117 @@ def test_a_gpu_runs_the_packages_own_kernel():
         assert module.kernel == "own"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # the suite
 
 
 def the_suite(name="cpu", device="cpu", installed=(), **how) -> list[Group]:
-    """The suite as it is where these packages are installed, whatever is installed here."""
+    """The suite as it is where these packages are installed, whatever is installed
+    here.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "installed", lambda system: "9.1" if system in installed else None)
+        patch.setattr(
+            peers, "installed", lambda system: "9.1" if system in installed else None
+        )
         return suites.SUITES[NAME](hardware.get_profile(name), device=device, **how)
 
 
-@pytest.mark.parametrize("name, device", [("cpu", "cpu"), ("gtx1080", "cuda"), ("h200", "cuda")])
+@pytest.mark.parametrize(
+    "name, device", [("cpu", "cpu"), ("gtx1080", "cuda"), ("h200", "cuda")]
+)
 def test_the_suite_holds_the_field_at_a_like_number_of_keys(name, device):
     groups = the_suite(name, device)
-    assert {p.system for g in groups for p in g.points} == {"dense_sdpa", "ringlab", "flex", "generation", "packed"}, (
-        "other packages only where they are installed"
-    )
-    for p in (p for g in groups if g.name.startswith(suites.LANDSCAPE) for p in g.points):
-        like = p.pattern not in (patterns.Dense().to_dict(), ladder(p.seq_len).to_dict())  # what is advised is as it is
+    assert {p.system for g in groups for p in g.points} == {
+        "dense_sdpa",
+        "ringlab",
+        "flex",
+        "generation",
+        "packed",
+    }, "other packages only where they are installed"
+    for p in (
+        p for g in groups if g.name.startswith(suites.LANDSCAPE) for p in g.points
+    ):
+        like = p.pattern not in (
+            patterns.Dense().to_dict(),
+            ladder(p.seq_len).to_dict(),
+        )  # what is advised is as it is
         assert not like or 270 <= document.density(p) * p.seq_len <= 460, p.label()
 
 
 @pytest.mark.parametrize("rehearsal", [False, True])
-def test_an_installed_package_is_measured_with_its_version_in_turns_with_this_library(rehearsal):
-    before, after = (the_suite(installed=names, rehearsal=rehearsal) for names in ((), ("torchscale_dilated",)))
+def test_an_installed_package_is_measured_with_its_version_in_turns_with_this_library(
+    rehearsal,
+):
+    before, after = (
+        the_suite(installed=names, rehearsal=rehearsal)
+        for names in ((), ("torchscale_dilated",))
+    )
     changed = [g for g in after if g not in before]
-    assert [g.name for g in changed] == ["beside torchscale", "beside, causal"], "no other row is measured anew"
+    assert [g.name for g in changed] == ["beside torchscale", "beside, causal"], (
+        "no other row is measured anew"
+    )
     beside, causal = changed
     theirs = [p for p in beside.points if p.system == "torchscale_dilated"]
-    assert [p.but(system="ringlab", options={}) for p in theirs] == [p for p in beside.points if p not in theirs]
-    assert {p.options for p in theirs} == {(("version", "9.1"),)} and beside.timed and beside.interleave
+    assert [p.but(system="ringlab", options={}) for p in theirs] == [
+        p for p in beside.points if p not in theirs
+    ]
+    assert (
+        {p.options for p in theirs} == {(("version", "9.1"),)}
+        and beside.timed
+        and beside.interleave
+    )
     found = [(p.seq_len, p.passes) for p in theirs]
-    assert found == [(4096, "fwd"), *([] if rehearsal else [(16384, "fwd")]), (4096, "fwd+bwd")]
-    assert [(p.passes, p.causal) for p in causal.points] == [("fwd+bwd", True)] and not causal.timed
+    assert found == [
+        (4096, "fwd"),
+        *([] if rehearsal else [(16384, "fwd")]),
+        (4096, "fwd+bwd"),
+    ]
+    assert [(p.passes, p.causal) for p in causal.points] == [
+        ("fwd+bwd", True)
+    ] and not causal.timed
 
 
 def test_a_wrong_package_is_not_timed(site, tmp_path):
     for system, wrong in (("ring_attention_pytorch", 1.001), ("local_attention", 1.0)):
         site(system, wrong=wrong)
     how = {"seq_len": 64, "heads": 4, "head_dim": 8, "options": {"version": "9.1"}}
-    points = [Point(s, small(s), **how) for s in ("ring_attention_pytorch", "local_attention")]
-    off, right = measure.run([Group("beside", points)], tmp_path / "rows", profile="cpu")
-    assert off.status == "incorrect" and not off.seconds and off.median is None and OFF in off.reason
+    points = [
+        Point(s, small(s), **how) for s in ("ring_attention_pytorch", "local_attention")
+    ]
+    off, right = measure.run(
+        [Group("beside", points)], tmp_path / "rows", profile="cpu"
+    )
+    assert (
+        off.status == "incorrect"
+        and not off.seconds
+        and off.median is None
+        and OFF in off.reason
+    )
     assert right.status == "ok" and right.median > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # the page
 
 
 def row_of(point: Point, group: Group) -> Result:
-    """A made-up row; another package takes half as long again as this library on its function."""
-    row = replace(made_up(point.but(system="ringlab", options={}), group, False), point=point)
+    """A made-up row; another package takes half as long again as this library on its
+    function.
+    """
+    row = replace(
+        made_up(point.but(system="ringlab", options={}), group, False), point=point
+    )
     if point.system == "generation":
         return replace(row, memory=row.memory | {"cache_bytes": point.seq_len * 2**10})
     if point.system == "packed":
         return row if row.option("equal") else longer(row, 1.1)
-    return longer(row, next((x for name, x in SPEEDS.items() if of(name)(row)), 1.5 if row.option("version") else 1.0))
+    return longer(
+        row,
+        next(
+            (x for name, x in SPEEDS.items() if of(name)(row)),
+            1.5 if row.option("version") else 1.0,
+        ),
+    )
 
 
 LOST = {"median": None, "ci": None, "seconds": (), "rounds": (), "errors": {}}
@@ -262,12 +407,20 @@ def shown(change=None, *names: str) -> Shown:
 def of(name: str):
     """Whether a row is one of a system of the page."""
     entry = ENTRIES[name]
-    return lambda r: r.point.system == entry.system and r.point.pattern == entry.pattern(r.point.seq_len).to_dict()
+    return lambda r: (
+        r.point.system == entry.system
+        and r.point.pattern == entry.pattern(r.point.seq_len).to_dict()
+    )
 
 
 def as_fast():
-    """Local and global blocks take as long as the window at the longest length, but for a thousandth."""
-    window, other = (ENTRIES[name].at(page(), 16384).median for name in ("Sliding window", "Local and global"))
+    """Local and global blocks take as long as the window at the longest length, but for
+    a thousandth.
+    """
+    window, other = (
+        ENTRIES[name].at(page(), 16384).median
+        for name in ("Sliding window", "Local and global")
+    )
     return slower(1.001 * window / other, of("Local and global"))
 
 
@@ -278,7 +431,9 @@ def wrong_row(what: str) -> dict:
 
 def wrong(name: str, passes: str = "fwd"):
     what, picked = "out" if passes == "fwd" else "dq", of(name)
-    return lambda r: replace(r, **wrong_row(what)) if picked(r) and r.point.passes == passes else r
+    return lambda r: (
+        replace(r, **wrong_row(what)) if picked(r) and r.point.passes == passes else r
+    )
 
 
 def order(change=None, *names: str, n: int = 16384) -> list[tuple[int, str]]:
@@ -286,39 +441,77 @@ def order(change=None, *names: str, n: int = 16384) -> list[tuple[int, str]]:
 
 
 def test_the_ranking_follows_the_rows():
-    names = ["Sliding window", "Local and global", "LongNet from 256", "FlexAttention", "BigBird"]
+    names = [
+        "Sliding window",
+        "Local and global",
+        "LongNet from 256",
+        "FlexAttention",
+        "BigBird",
+    ]
     names += ["LongNet from 2,048", "Dense SDPA"]
-    assert order() == [*enumerate(names, 1), (7, "Dense, ours")]  # made-up rows of dense attention take as long
+    assert order() == [
+        *enumerate(names, 1),
+        (7, "Dense, ours"),
+    ]  # made-up rows of dense attention take as long
     assert order(slower(10, of("Sliding window")))[-4] == (5, "Sliding window")
-    assert order(slower(2, of("Dense SDPA")), n=4096)[-2:] == [(6, "Dense, ours"), (7, "Dense SDPA")]
+    assert order(slower(2, of("Dense SDPA")), n=4096)[-2:] == [
+        (6, "Dense, ours"),
+        (7, "Dense SDPA"),
+    ]
     tied = order(as_fast())
-    assert tied[:3] == [(1, "Sliding window"), (1, "Local and global"), (3, "LongNet from 256")], "one rank"
+    assert tied[:3] == [
+        (1, "Sliding window"),
+        (1, "Local and global"),
+        (3, "LongNet from 256"),
+    ], "one rank"
 
 
 def test_the_answer_follows_the_rows():
     first = document.answer(page()).lines
-    assert len(first) == 6 and first[0].startswith("**16,384 tokens, forward, measured: Sliding window takes ")
+    assert len(first) == 6 and first[0].startswith(
+        "**16,384 tokens, forward, measured: Sliding window takes "
+    )
     assert first[0].endswith("Sliding window computes 1.9 % of the query–key pairs.")
     other = document.answer(page(slower(10, of("Sliding window")))).lines
     assert "16,384 tokens, forward, measured: Local and global takes" in other[0]
     tied = document.answer(page(as_fast())).lines[0]
     assert "Local and global is within noise of it" in tied
-    dear = page(slower(3, lambda r: not any(of(name)(r) for name in ("Dense, ours", "Dense SDPA"))))
+    dear = page(
+        slower(
+            3, lambda r: not any(of(name)(r) for name in ("Dense, ours", "Dense SDPA"))
+        )
+    )
     assert "(Dense, ours; within noise)" in document.answer(dear).lines[1]
     costs = {line[0]: line[5] for line in document.ranking(page()).rows}
     assert costs["Dense, ours"].sub == "within noise" and not costs["Dense SDPA"].sub
-    assert re.search(r"\*\*A visible pair\*\* costs .* what it costs in dense SDPA, at 16,384 tokens", first[1])
-    assert document.answer(page(lambda r: replace(r, status="crashed", reason="gone"))).lines[0].endswith("was timed.")
+    assert re.search(
+        r"\*\*A visible pair\*\* costs .* what it costs in dense SDPA, at 16,384 tokens",
+        first[1],
+    )
+    assert (
+        document.answer(page(lambda r: replace(r, status="crashed", reason="gone")))
+        .lines[0]
+        .endswith("was timed.")
+    )
 
 
 def test_training_times_are_those_of_the_right_systems_beside_dense():
     lines = shown(wrong("BigBird")).table("Training").rows
     assert [line[1] for line in lines] == [1024] * 6 + [4096] * 6
-    sparse = {"Sliding window", "Local and global", "LongNet from 256", "LongNet from 2,048"}
+    sparse = {
+        "Sliding window",
+        "Local and global",
+        "LongNet from 256",
+        "LongNet from 2,048",
+    }
     assert {line[0] for line in lines} == {"Dense SDPA", "Dense, ours"} | sparse
     there = page(wrong("BigBird"))
     dense, window = (
-        next(r for r in ENTRIES[name].rows(there, group=suites.LANDSCAPE_TRAINING) if r.point.seq_len == 4096)
+        next(
+            r
+            for r in ENTRIES[name].rows(there, group=suites.LANDSCAPE_TRAINING)
+            if r.point.seq_len == 4096
+        )
         for name in ("Dense SDPA", "Sliding window")
     )
     line = next(line for line in lines if line[:2] == ["Sliding window", 4096])
@@ -333,7 +526,9 @@ def test_a_wrong_system_is_named_with_its_error_and_has_no_rank():
     found = shown(change)
     assert "wrong: BigBird" in document.answer(page(change)).lines[2]
     line = next(r for r in found.table("Without a rank").rows if r[0] == "BigBird")
-    assert line[1].text == "wrong" and "out is off by 1.3e+00, allowed 5.0e-06" in line[2]
+    assert (
+        line[1].text == "wrong" and "out is off by 1.3e+00, allowed 5.0e-06" in line[2]
+    )
     drawn = [label for labels in found.labels for label in labels]
     assert "BigBird" not in drawn and drawn.count("Sliding window") == 3
     assert [r[0] for r in found.table("Data: time").rows].count("BigBird") == 0
@@ -342,8 +537,12 @@ def test_a_wrong_system_is_named_with_its_error_and_has_no_rank():
 
 def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
     change = wrong("BigBird", "fwd+bwd")
-    assert "BigBird" in dict(map(reversed, order())) and "BigBird" not in dict(map(reversed, order(change)))
-    why = next(r for r in shown(change).table("Without a rank").rows if r[0] == "BigBird")[2]
+    assert "BigBird" in dict(map(reversed, order())) and "BigBird" not in dict(
+        map(reversed, order(change))
+    )
+    why = next(
+        r for r in shown(change).table("Without a rank").rows if r[0] == "BigBird"
+    )[2]
     assert why.startswith("output right, gradients wrong: dq is off by 1.3e+00")
 
     def one_length(r):
@@ -353,48 +552,89 @@ def test_one_wrong_length_or_gradient_costs_the_rank_at_every_length():
 
 
 def beside(change=None, *names: str) -> list[tuple]:
-    """(package, tokens, pass, check, reason or error, time ratio) of the table of packages."""
+    """(package, tokens, pass, check, reason or error, time ratio) of the table of
+    packages.
+    """
     rows = shown(change, *names).table("Beside the packages").rows
-    return [(r[0].text, r[2], r[3], r[4].text, r[4].sub, r[5] and r[5].text) for r in rows]
+    return [
+        (r[0].text, r[2], r[3], r[4].text, r[4].sub, r[5] and r[5].text) for r in rows
+    ]
 
 
 def test_a_package_is_beside_this_library_on_its_own_function():
     found = beside(None, "torchscale_dilated")
-    assert [x[:4] for x in found] == [("torchscale", n, what, "correct") for n, what in (
-        (4096, "forward"), (16384, "forward"), (4096, "training"), (4096, "training, causal"))]  # fmt: skip
-    assert [x[5] for x in found] == ["1.50×", "1.50×", "1.50×", None], "causal is checked alone"
+    assert [x[:4] for x in found] == [
+        ("torchscale", n, what, "correct")
+        for n, what in (
+            (4096, "forward"),
+            (16384, "forward"),
+            (4096, "training"),
+            (4096, "training, causal"),
+        )
+    ]
+    assert [x[5] for x in found] == ["1.50×", "1.50×", "1.50×", None], (
+        "causal is checked alone"
+    )
     note = shown(None, "torchscale_dilated").table("Beside the packages").note
     assert "torch's own kernel stands in for flash-attn in torchscale." in note
-    assert "Absent: dilated-attention-pytorch (`make report PEERS=1` installs it); local-attention (" in note
-    assert "torchscale" not in [name for _, name in order(None, "torchscale_dilated", n=4096)], "no rank"
+    assert (
+        "Absent: dilated-attention-pytorch (`make report PEERS=1` installs it); local-attention ("
+        in note
+    )
+    assert "torchscale" not in [
+        name for _, name in order(None, "torchscale_dilated", n=4096)
+    ], "no rank"
 
 
 def test_a_wrong_package_is_shown_with_its_error():
     def wrong_gradients(r):
-        return replace(r, **wrong_row("dq")) if r.option("version") and r.point.passes == "fwd+bwd" else r
+        return (
+            replace(r, **wrong_row("dq"))
+            if r.option("version") and r.point.passes == "fwd+bwd"
+            else r
+        )
 
     forward, _, training, causal = beside(wrong_gradients, "torchscale_dilated")
     assert forward[3] == "correct" and forward[5] == "1.50×"
     assert {x[3:4] + x[5:] for x in (training, causal)} == {("incorrect", None)}
     assert training[4] == "dq is off by 1.3e+00, allowed 5.0e-06"
-    notes = [shown(x, "torchscale_dilated").table("Beside the packages").note for x in (None, wrong_gradients)]
-    assert ["torchscale takes no gradient of the weights" in note for note in notes] == [False, True]
+    notes = [
+        shown(x, "torchscale_dilated").table("Beside the packages").note
+        for x in (None, wrong_gradients)
+    ]
+    assert [
+        "torchscale takes no gradient of the weights" in note for note in notes
+    ] == [False, True]
 
 
 def test_without_packages_one_line_says_how_to_get_them():
-    assert "No other package was measured: `make report PEERS=1` installs and measures dilated" in shown().text
+    assert (
+        "No other package was measured: `make report PEERS=1` installs and measures dilated"
+        in shown().text
+    )
     assert not [t for t in shown().tables if "Beside" in t.caption]
 
 
 def test_generation_and_documents_follow_the_rows():
     found = shown()
     lines = found.table("Data: a step").rows
-    assert len(lines) == 12 == len({(line[0], line[1]) for line in lines}) and lines[-1][1] == 65536
-    row = next(r for r in made() if r.point.system == "generation" and r.point.seq_len == 65520)
+    assert (
+        len(lines) == 12 == len({(line[0], line[1]) for line in lines})
+        and lines[-1][1] == 65536
+    )
+    row = next(
+        r for r in made() if r.point.system == "generation" and r.point.seq_len == 65520
+    )
     rate = STEPS / row.median
     layer = "One layer of 8 heads of 64 at position 65,536"
-    assert f"{layer}: Dense {tables.number(rate)} tokens per second, 64.0 MiB" in found.text
-    assert any(value == pytest.approx(rate) for value in found.drawn) and 65520 / 2**10 in found.drawn
+    assert (
+        f"{layer}: Dense {tables.number(rate)} tokens per second, 64.0 MiB"
+        in found.text
+    )
+    assert (
+        any(value == pytest.approx(rate) for value in found.drawn)
+        and 65520 / 2**10 in found.drawn
+    )
     ratios = [line[3] for line in found.table("Packed documents").rows]
     assert len(ratios) == 3 and all(ratio.text.startswith("1.1") for ratio in ratios)
     models, crashed = ("generation", "packed"), LOST | {"status": "crashed"}
@@ -402,11 +642,17 @@ def test_generation_and_documents_follow_the_rows():
     assert "No step of generation was measured." in lost.text
 
     def without_the_longest(r):
-        gone = r.point.system == "generation" and r.point.seq_len == 65520 and r.point.pattern["kind"] != "dense"
+        gone = (
+            r.point.system == "generation"
+            and r.point.seq_len == 65520
+            and r.point.pattern["kind"] != "dense"
+        )
         return replace(r, **LOST | {"status": "oom"}) if gone else r
 
     said = shown(without_the_longest).text
-    assert re.search(r"at position 65,536: Dense [\d,.]+ tokens per second, 64.0 MiB. A window", said)
+    assert re.search(
+        r"at position 65,536: Dense [\d,.]+ tokens per second, 64.0 MiB. A window", said
+    )
 
 
 def test_density_and_cost_of_a_pair_are_counted():
@@ -416,18 +662,36 @@ def test_density_and_cost_of_a_pair_are_counted():
     assert document.density(row.point) == count / (8 * 4096**2)
     ratio = there.ratio(row, document.DENSE.at(there, 4096)).value * 8 * 4096**2 / count
     assert document.over_dense(there, row).value == pytest.approx(ratio)
-    lost = page(lambda r: replace(r, **LOST | {"status": "oom"}) if of("Dense SDPA")(r) else r)
-    assert document.over_dense(lost, ENTRIES["Sliding window"].at(lost, 4096)) is None, "dense was not timed there"
+    lost = page(
+        lambda r: replace(r, **LOST | {"status": "oom"}) if of("Dense SDPA")(r) else r
+    )
+    assert (
+        document.over_dense(lost, ENTRIES["Sliding window"].at(lost, 4096)) is None
+    ), "dense was not timed there"
     note = document.ranking(there).note
     pairs = cost.count_pairs(suites.landscape_ladder(16384), 16384, 8)
-    assert f"LongNet from 256 shows {100 * (pairs[0] / pairs[1] - 1):.1f} % more, counting those of several" in note
+    assert (
+        f"LongNet from 256 shows {100 * (pairs[0] / pairs[1] - 1):.1f} % more, counting those of several"
+        in note
+    )
     ladder = suites.landscape_ladder(4096)
-    assert (ladder.segment_lengths, ladder.dilation_rates) == ((256, 1024, 4096), (1, 4, 16))
+    assert (ladder.segment_lengths, ladder.dilation_rates) == (
+        (256, 1024, 4096),
+        (1, 4, 16),
+    )
 
 
 def test_a_rehearsal_is_stamped_and_a_page_without_rows_stands():
-    rehearsed = study_of([replace(r, rehearsal=True) for r in made()], "gtx1080", True, NAME)
+    rehearsed = study_of(
+        [replace(r, rehearsal=True) for r in made()], "gtx1080", True, NAME
+    )
     assert {*Shown(document, rehearsed, SHOWN).stamps} == {"rehearsal"}
-    assert "computed for NVIDIA GeForce GTX 1080 in fp32" in document.answer(rehearsed).lines[0]
+    assert (
+        "computed for NVIDIA GeForce GTX 1080 in fp32"
+        in document.answer(rehearsed).lines[0]
+    )
     found = Shown(document, study_of([], suite=NAME), SHOWN)
-    assert "none, no system that passed its checks was timed" in found.text and not found.labels
+    assert (
+        "none, no system that passed its checks was timed" in found.text
+        and not found.labels
+    )

@@ -1,4 +1,6 @@
-"""PDF: a stand-in for Chromium shows what is asked of it and what its failures become; a real one prints, if here."""
+"""PDF: a stand-in for Chromium shows what is asked of it and what its failures become;
+a real one prints, if here.
+"""
 
 import os
 import re
@@ -33,7 +35,9 @@ def report(reports: Path, folder: str, *names: str) -> list[Path]:
 
 @pytest.fixture
 def browser(tmp_path, monkeypatch):
-    """A function that puts a stand-in which does something in Chromium's place, and returns what it was asked."""
+    """A function that puts a stand-in which does something in Chromium's place, and
+    returns what it was asked.
+    """
     place = tmp_path / "bin"
     place.mkdir()
 
@@ -56,7 +60,11 @@ def test_each_report_is_printed_beside_its_page_with_the_network_off(tmp_path, b
     assert all(path.read_bytes().startswith(b"%PDF-") for path in written)
     assert not list((reports / "cpu" / "tmp").iterdir()), "a scratch folder is left"
     arguments = asked.read_text().splitlines()
-    assert {"--headless", "--no-pdf-header-footer", "--host-resolver-rules=MAP * ~NOTFOUND"} <= set(arguments)
+    assert {
+        "--headless",
+        "--no-pdf-header-footer",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+    } <= set(arguments)
     assert arguments.count((reports / "cpu" / "two words.html").as_uri()) == 1
     assert ("--no-sandbox" in arguments) == (os.geteuid() == 0)
 
@@ -64,15 +72,21 @@ def test_each_report_is_printed_beside_its_page_with_the_network_off(tmp_path, b
 def test_which_reports_are_printed(tmp_path):
     reports = tmp_path / "reports"
     (rehearsed,) = report(reports, "gtx1080-rehearsal", "one")
-    assert pdf.pages("auto", reports, CPU) == [rehearsed], "all there are, where this machine has none"
+    assert pdf.pages("auto", reports, CPU) == [rehearsed], (
+        "all there are, where this machine has none"
+    )
     with pytest.raises(UsageError, match="no report in .*cpu yet"):
         pdf.pages("cpu", reports, CPU)
     (own,) = report(reports, "cpu", "one")
     assert pdf.pages("auto", reports, CPU) == [own]
     assert pdf.pages("gtx1080", reports, CPU) == [rehearsed]
     (measured,) = report(reports, "gtx1080", "one")
-    assert pdf.pages("gtx1080", reports, CPU) == [measured], "its own before its rehearsal's"
-    assert pdf.pages("gtx1080-rehearsal", reports, CPU) == [rehearsed], "or the one that is named"
+    assert pdf.pages("gtx1080", reports, CPU) == [measured], (
+        "its own before its rehearsal's"
+    )
+    assert pdf.pages("gtx1080-rehearsal", reports, CPU) == [rehearsed], (
+        "or the one that is named"
+    )
 
 
 @pytest.fixture
@@ -93,7 +107,10 @@ def test_the_command_prints_paths_or_says_what_writes_a_report(tmp_path, said, b
     browser(PRINTS)
     report(tmp_path, "cpu", "one")
     assert said() == (0, "cpu/one.pdf\n", "")
-    for profile, why in (("h100", "write it first: make report GPU=h100"), ("h1000", "did you mean 'h100'")):
+    for profile, why in (
+        ("h100", "write it first: make report GPU=h100"),
+        ("h1000", "did you mean 'h100'"),
+    ):
         code, _, err = said(profile)
         assert code == 2 and why in err
 
@@ -109,7 +126,9 @@ def test_no_browser_says_what_to_install(tmp_path, said, monkeypatch):
     assert code == 2 and "CHROMIUM=/nowhere/chrome is no program" in err
 
 
-def test_a_browser_is_found_or_named_with_options_and_spaces(tmp_path, browser, monkeypatch):
+def test_a_browser_is_found_or_named_with_options_and_spaces(
+    tmp_path, browser, monkeypatch
+):
     browser(PRINTS)
     own = tmp_path / "bin" / "chromium"
     assert pdf.chromium() == [str(own)]
@@ -120,16 +139,26 @@ def test_a_browser_is_found_or_named_with_options_and_spaces(tmp_path, browser, 
     assert pdf.chromium() == [str(spaced)]
 
 
-@pytest.mark.parametrize("does, why", [
-    (FAILS, "exit code 3; No usable sandbox!"), ("exit 0", "it wrote no whole PDF"),
-    ("printf '%%PDF-1.4 half' >\"$out\"", "it wrote no whole PDF"),
-])  # fmt: skip
-def test_a_failing_browser_is_one_line_and_keeps_the_earlier_pdf(tmp_path, said, browser, does, why):
+@pytest.mark.parametrize(
+    "does, why",
+    [
+        (FAILS, "exit code 3; No usable sandbox!"),
+        ("exit 0", "it wrote no whole PDF"),
+        ("printf '%%PDF-1.4 half' >\"$out\"", "it wrote no whole PDF"),
+    ],
+)
+def test_a_failing_browser_is_one_line_and_keeps_the_earlier_pdf(
+    tmp_path, said, browser, does, why
+):
     browser(does)
     (page,) = report(tmp_path, "cpu", "one")
     page.with_suffix(".pdf").write_text("earlier")
     code, out, err = said()
-    assert code == 1 and out == "" and re.search(f"chromium could not print .*one.html: {why}", err)
+    assert (
+        code == 1
+        and out == ""
+        and re.search(f"chromium could not print .*one.html: {why}", err)
+    )
     assert page.with_suffix(".pdf").read_text() == "earlier"
 
 
@@ -146,11 +175,19 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, said, browser):
     (page,) = report(tmp_path, "cpu", "one")
     (page.parent / "tmp").write_text("a file is in the way")
     code, out, err = said()
-    assert code == 1 and out == "" and re.search("cannot read or write .*tmp: File exists", err)
+    assert (
+        code == 1
+        and out == ""
+        and re.search("cannot read or write .*tmp: File exists", err)
+    )
 
 
 @pytest.mark.skipif(not any(map(shutil.which, pdf.NAMES)), reason="no Chromium here")
 def test_a_real_browser_prints_a_page(tmp_path):
     (page,) = report(tmp_path, "cpu", "one")
     data = pdf.print_page(page, pdf.chromium(), timeout_s=60).read_bytes()
-    assert data.startswith(b"%PDF-") and re.search(rb"/Type\s*/Page\b", data) and b"A report" in data
+    assert (
+        data.startswith(b"%PDF-")
+        and re.search(rb"/Type\s*/Page\b", data)
+        and b"A report" in data
+    )

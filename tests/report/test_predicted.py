@@ -12,30 +12,49 @@ from ringlab.report import predicted
 from ringlab.report.study import Study, rates_of
 
 DATA = Path(__file__).parent / "recorded"  # rows of reports/cpu/data, one of each kind
-OPERATORS, BLOCKS = 1000, 256  # a few rows of more calls, or longer plans, take seconds each
+OPERATORS, BLOCKS = (
+    1000,
+    256,
+)  # a few rows of more calls, or longer plans, take seconds each
 
 
 @pytest.fixture(scope="module")
 def known():
-    rows = [r for r in measure.load(DATA) if r.status == "ok" and r.memory.get("tracked_peak_bytes")
-            and r.memory.get("operator_calls", 0) <= OPERATORS
-            and r.point.seq_len // r.point.pattern.get("block_size", r.point.seq_len) <= BLOCKS]  # fmt: skip
+    rows = [
+        r
+        for r in measure.load(DATA)
+        if r.status == "ok"
+        and r.memory.get("tracked_peak_bytes")
+        and r.memory.get("operator_calls", 0) <= OPERATORS
+        and r.point.seq_len // r.point.pattern.get("block_size", r.point.seq_len)
+        <= BLOCKS
+    ]
     assert len(rows) > 40
-    with pytest.MonkeyPatch.context() as patch:  # the CPU of the rows has no products in half precision, this one may
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # the CPU of the rows has no products in half precision, this one may
         patch.setattr(torch_kernels, "has_half_units", lambda dtype: False)
         return predicted.predict(rows)
 
 
 def test_every_peak_within_5_percent_and_never_below_and_bytes_exact(known):
     for row, found in known:
-        ratio, label = found.peak_bytes / row.memory["tracked_peak_bytes"], row.point.label()
+        ratio, label = (
+            found.peak_bytes / row.memory["tracked_peak_bytes"],
+            row.point.label(),
+        )
         assert ratio <= 1 if found.at_least else 1 <= ratio <= 1.05, label
         if (ranks := row.point.world_size) > 1:
-            sent = [sum(b for (a, _), b in found.sent.items() if a == rank) for rank in range(ranks)]
+            sent = [
+                sum(b for (a, _), b in found.sent.items() if a == rank)
+                for rank in range(ranks)
+            ]
             assert sent == row.ranks["bytes_sent"], label
     exact = [row for row, found in known if not found.at_least]
     assert {row.point.world_size for row in exact} >= {1, 2, 4}
-    assert {row.point.system for row, found in known if found.at_least} <= {"BlockSparseTorchSparse"}
+    assert {row.point.system for row, found in known if found.at_least} <= {
+        "BlockSparseTorchSparse"
+    }
     assert len(exact) > 25 and len({row.point.system for row in exact}) > 6
 
 
@@ -45,7 +64,10 @@ def test_rates_come_from_the_rows_own_bounds_and_no_time_is_below_theirs(known):
         mine = [(row, found) for row, found in bounded if row.point.dtype == dtype]
         rates = rates_of([row for row, _ in mine])
         for row, found in mine:
-            share = [rate and rate / found.ranks for rate in (rates.flops_per_s, rates.bytes_per_s)]
+            share = [
+                rate and rate / found.ranks
+                for rate in (rates.flops_per_s, rates.bytes_per_s)
+            ]
             bound, label = found.bounded(Rates(*share)).bound_s, row.point.label()
             assert bound <= row.bound_seconds * (1 + 1e-9), label
             assert not row.median or bound <= row.median, label
@@ -57,39 +79,104 @@ def test_rates_come_from_the_rows_own_bounds_and_no_time_is_below_theirs(known):
 
 def test_the_sentence_of_a_report(known):
     rows = [row for row, _ in known if row.group in ("implementations", "schemes")][:12]
-    off = replace(rows[0], memory=rows[0].memory | {"tracked_peak_bytes": 2 * rows[0].memory["tracked_peak_bytes"]})
-    said, of_both = (predicted.accuracy(Study(None, some, DATA)).markdown for some in (rows, [off, *rows[1:]]))
+    off = replace(
+        rows[0],
+        memory=rows[0].memory
+        | {"tracked_peak_bytes": 2 * rows[0].memory["tracked_peak_bytes"]},
+    )
+    said, of_both = (
+        predicted.accuracy(Study(None, some, DATA)).markdown
+        for some in (rows, [off, *rows[1:]])
+    )
     count = int(re.search(r"predicts (\d+) of", said)[1])
-    assert count > 5 and f"predicts {count} of {count} peaks" in said and "not of" not in said
+    assert (
+        count > 5
+        and f"predicts {count} of {count} peaks" in said
+        and "not of" not in said
+    )
     assert f"predicts {count - 1} of {count} peaks" in of_both and "-50.0 %" in of_both
     assert f"not of {off.point.system}, " in of_both
     assert "Nothing was measured" in predicted.accuracy(Study(None, [], DATA)).markdown
 
 
 def test_the_command_line(capsys):
-    assert cli.main(["estimate", "--profile", "gtx1080", "--ranks", "2", "--seq-len", "131072"]) == 0
+    assert (
+        cli.main(
+            ["estimate", "--profile", "gtx1080", "--ranks", "2", "--seq-len", "131072"]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    assert "547.5 MiB a rank, which fits 8 GiB\n" in said and "at least 38.7 ms, by compute" in said
+    assert (
+        "547.5 MiB a rank, which fits 8 GiB\n" in said
+        and "at least 38.7 ms, by compute" in said
+    )
     assert "longest" not in said  # many runs without data, only where a memory is given
     assert cli.main(["estimate", "--profile", "gtx1080", "--memory", "8GiB"]) == 0
     assert "longest    1,010,304 tokens in 8 GiB a rank" in capsys.readouterr().out
-    assert cli.main(["estimate", "--profile", "gtx1080", "--seq-len", "65536", "--memory", "300MiB"]) == 0
+    assert (
+        cli.main(
+            [
+                "estimate",
+                "--profile",
+                "gtx1080",
+                "--seq-len",
+                "65536",
+                "--memory",
+                "300MiB",
+            ]
+        )
+        == 0
+    )
     assert "which does not fit 300 MiB\n" in capsys.readouterr().out
-    asked = ["estimate", "--profile", "gtx1080", "--pattern", "dense", "--ranks", "2", "--seq-len", "4096", "--json"]
+    asked = [
+        "estimate",
+        "--profile",
+        "gtx1080",
+        "--pattern",
+        "dense",
+        "--ranks",
+        "2",
+        "--seq-len",
+        "4096",
+        "--json",
+    ]
     assert cli.main([*asked, "--scheme", "ring", "--memory", "64MiB"]) == 0
-    assert '"binds": "compute"' in (said := capsys.readouterr().out) and '"to": 1' in said and '"longest": ' in said
+    assert (
+        '"binds": "compute"' in (said := capsys.readouterr().out)
+        and '"to": 1' in said
+        and '"longest": ' in said
+    )
 
 
-@pytest.mark.parametrize("given, why", [
-    (["--profile", "gtx180"], "unknown profile 'gtx180'"), (["--ranks", "0", "--seq-len", "8"], "got 0"),
-    (["--memory", "10KiB"], "more than the 10,240 there are"), (["--pattern", "dens"], "unknown pattern 'dens'"),
-    (["--pattern", "{"], "Expecting"), (["--memory", "0", "--seq-len", "64"], "in bytes must be a positive"),
-    (["--pattern", '{"kind": "dense"}', "--segments", "5"], "--segments and --rates belong to dilated"),
-    (["--pattern", '{"kind":"block_sparse","block_size":64,"parts":[5]}'], "is no pattern's to_dict()"),
-    (["--blocks", "bsr", "--seq-len", "64"], "--blocks says how block-sparse patterns run"),
-    (["--merge", "fuse", "--seq-len", "64"], "unknown merge 'fuse'"),
-    (["--merge", "fused", "--seq-len", "8192"], "needs compute capability 8.0 or newer, this is 6.1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        (["--profile", "gtx180"], "unknown profile 'gtx180'"),
+        (["--ranks", "0", "--seq-len", "8"], "got 0"),
+        (["--memory", "10KiB"], "more than the 10,240 there are"),
+        (["--pattern", "dens"], "unknown pattern 'dens'"),
+        (["--pattern", "{"], "Expecting"),
+        (["--memory", "0", "--seq-len", "64"], "in bytes must be a positive"),
+        (
+            ["--pattern", '{"kind": "dense"}', "--segments", "5"],
+            "--segments and --rates belong to dilated",
+        ),
+        (
+            ["--pattern", '{"kind":"block_sparse","block_size":64,"parts":[5]}'],
+            "is no pattern's to_dict()",
+        ),
+        (
+            ["--blocks", "bsr", "--seq-len", "64"],
+            "--blocks says how block-sparse patterns run",
+        ),
+        (["--merge", "fuse", "--seq-len", "64"], "unknown merge 'fuse'"),
+        (
+            ["--merge", "fused", "--seq-len", "8192"],
+            "needs compute capability 8.0 or newer, this is 6.1",
+        ),
+    ],
+)
 def test_bad_input_is_one_line_and_exit_code_2(capsys, given, why):
     assert cli.main(["estimate", "--profile", "gtx1080", *given]) == 2
     out, err = capsys.readouterr()

@@ -9,18 +9,29 @@ from ringlab import measure
 from ringlab.report import claims, driver, places, render, rows
 
 # page: the least number of its figures
-PAGES = {"cpu/optimization_results": 1, "gtx1080-rehearsal/optimization_results": 1, "cpu/claims": 0, "index": 1}
+PAGES = {
+    "cpu/optimization_results": 1,
+    "gtx1080-rehearsal/optimization_results": 1,
+    "cpu/claims": 0,
+    "index": 1,
+}
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """A folder with all cpu reports and one of a rehearsal, from made-up rows of the optimization suite."""
+    """A folder with all cpu reports and one of a rehearsal, from made-up rows of the
+    optimization suite.
+    """
     folder = tmp_path_factory.mktemp("reports")
     write_rows(folder / "cpu" / "data", made("000"))
     write_rows(folder / "gtx1080-rehearsal" / "data", made("000", "gtx1080", True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "run", lambda *a, **k: [])
-        patch.setattr(render, "execute", lambda source, given, *_, **__: run_in_this_process(source, None, given))
+        patch.setattr(
+            render,
+            "execute",
+            lambda source, given, *_, **__: run_in_this_process(source, None, given),
+        )
         patch.chdir(folder)
         driver.run("gtx1080", reports=folder, notebooks=[NOTEBOOK], machine=CPU)
         driver.run("cpu", reports=folder, machine=CPU)
@@ -36,77 +47,143 @@ def test_page_is_one_offline_file_with_alt_text(reports, page):
     assert not found(["script", "link", "iframe", "object", "embed", "video", "audio"])
     assert not found("img") and len(found("svg")) == len(found("figure")) >= PAGES[page]
     for figure in found("figure"):
-        assert figure.svg["role"] == "img" and len(figure.svg["aria-label"]) > 40 and figure.figcaption.text.strip()
+        assert (
+            figure.svg["role"] == "img"
+            and len(figure.svg["aria-label"]) > 40
+            and figure.figcaption.text.strip()
+        )
         assert figure.svg("text"), "text that a reader can search"
-        assert page == "index" or figure.find_next_sibling().name == "details", "the data under each figure"
-    assert len(found("h1")) == len(found("title")) == len(found("main")) == 1 and found.h1.text == found.title.text
+        assert page == "index" or figure.find_next_sibling().name == "details", (
+            "the data under each figure"
+        )
+    assert (
+        len(found("h1")) == len(found("title")) == len(found("main")) == 1
+        and found.h1.text == found.title.text
+    )
     levels = [int(heading.name[1]) for heading in found(re.compile("^h[1-6]$"))]
     assert all(deeper <= level + 1 for level, deeper in zip(levels, levels[1:]))
     ids = [tag["id"] for tag in found(id=True)]
     assert len(ids) == len(set(ids)) and {*re.findall(r"url\(#([^)]+)", text)} <= {*ids}
-    assert "prefers-color-scheme: dark" in text and "@media print" in text and found(attrs={"name": "viewport"})
+    assert (
+        "prefers-color-scheme: dark" in text
+        and "@media print" in text
+        and found(attrs={"name": "viewport"})
+    )
     for link in (a["href"] for a in found("a")):
-        assert found(id=link[1:]) if link.startswith("#") else ((reports / page).parent / link).is_file(), link
+        assert (
+            found(id=link[1:])
+            if link.startswith("#")
+            else ((reports / page).parent / link).is_file()
+        ), link
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_markdown_has_no_html_and_its_figures_exist(reports, page):
     path = reports / f"{page}.md"
     text = path.read_text()
-    assert not re.search(r"</?[a-zA-Z][^>]*>", re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.S))
+    assert not re.search(
+        r"</?[a-zA-Z][^>]*>", re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.S)
+    )
     figures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    assert all((path.parent / name).is_file() and "figures/" in name for name in figures)
+    assert all(
+        (path.parent / name).is_file() and "figures/" in name for name in figures
+    )
     assert len(figures) >= PAGES[page]
     for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+        assert (
+            len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()})
+            == 1
+        )
 
 
 def test_rehearsal_is_said_in_the_title_one_banner_and_the_figures(reports):
     folder = reports / "gtx1080-rehearsal"
-    html, text = ((folder / f"optimization_results.{x}").read_text() for x in ("html", "md"))
+    html, text = (
+        (folder / f"optimization_results.{x}").read_text() for x in ("html", "md")
+    )
     page = BeautifulSoup(html, "html.parser")
-    assert page.title.text.endswith(" (rehearsal)") and page.h1.text.endswith(" (rehearsal)")
+    assert page.title.text.endswith(" (rehearsal)") and page.h1.text.endswith(
+        " (rehearsal)"
+    )
     banner = [x for x in page.select(".banner") if "rehearsal" in x.text.lower()]
-    assert len(banner) == 1 and banner[0].text.startswith("Rehearsal. No NVIDIA GeForce GTX 1080 was here. ")
+    assert len(banner) == 1 and banner[0].text.startswith(
+        "Rehearsal. No NVIDIA GeForce GTX 1080 was here. "
+    )
     for figure in page("figure"):
-        assert figure.figcaption.text.startswith("Rehearsal: ") and figure.svg["aria-label"].startswith("Rehearsal: ")
+        assert figure.figcaption.text.startswith("Rehearsal: ") and figure.svg[
+            "aria-label"
+        ].startswith("Rehearsal: ")
         assert "rehearsal" in [x.text for x in figure.svg("text")]
     rest = page.select("h2, h3, nav, .caption, summary, th, td, .note, .answer")
-    assert len(rest) > 60 and not [x.text for x in rest if "rehearsal" in x.text.lower()]
-    prose = re.sub(r"```.*?```|!\[.*?\]\(.*?\)|^\*Rehearsal: .*\*$", "", text, flags=re.S | re.M)
+    assert len(rest) > 60 and not [
+        x.text for x in rest if "rehearsal" in x.text.lower()
+    ]
+    prose = re.sub(
+        r"```.*?```|!\[.*?\]\(.*?\)|^\*Rehearsal: .*\*$", "", text, flags=re.S | re.M
+    )
     said = [line for line in prose.splitlines() if "rehearsal" in line.lower()]
     assert [line.partition(" ")[0] for line in said] == [">", "#"]
     summary = (folder / "data" / "summary.csv").read_text().splitlines()
     column = summary[0].split(",").index("rehearsal")
-    assert {line.split(",")[column] for line in summary[1:] if line.count(",") == summary[0].count(",")} == {"True"}
+    assert {
+        line.split(",")[column]
+        for line in summary[1:]
+        if line.count(",") == summary[0].count(",")
+    } == {"True"}
 
 
 def test_rehearsal_says_policy_install_line_refusals_and_what_fits(reports):
     text = (reports / "gtx1080-rehearsal" / "optimization_results.md").read_text()
     assert "float32; by policy: native fp16 runs at 1/64" in text
-    assert "pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126" in text
+    assert (
+        "pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"
+        in text
+    )
     assert "needs compute capability 8.0 or newer, this is 6.1" in text
-    assert "These rows were measured on another machine (a CPU), commit 0000000000" in text
-    assert "the original needs 12 GiB a card and does not fit, this library 73.6 MiB a card and fits" in text
+    assert (
+        "These rows were measured on another machine (a CPU), commit 0000000000" in text
+    )
+    assert (
+        "the original needs 12 GiB a card and does not fit, this library 73.6 MiB a card and fits"
+        in text
+    )
     assert "'dtype': torch.float32" in text
 
 
 def test_report_answers_first_and_judges_every_claim(reports):
     text = (reports / "cpu" / "optimization_results.md").read_text()
     opening = text.split("## ")[0]
-    assert 1 <= len(re.findall(r"^- ", opening, re.M)) <= 5 and "**Optimizing pays" in opening
+    assert (
+        1 <= len(re.findall(r"^- ", opening, re.M)) <= 5
+        and "**Optimizing pays" in opening
+    )
     ledger = text.split("## Published claims")[1].split("## ")[0]
     lines = [x for x in ledger.splitlines() if x.startswith("| ")][1:]
     verdicts = [re.match(r"\| (.+?)(?: \([\d.]+× apart\))? \|", x)[1] for x in lines]
-    assert len(verdicts) == len(rows.published()["claims"]) and set(verdicts) <= set(claims.WORDS)
-    assert "contradicts itself" in verdicts and "136.52" in text and "rehearsal" not in opening
-    for section in ("Recommended configuration", "Implementations", "What this run cannot tell"):
+    assert len(verdicts) == len(rows.published()["claims"]) and set(verdicts) <= set(
+        claims.WORDS
+    )
+    assert (
+        "contradicts itself" in verdicts
+        and "136.52" in text
+        and "rehearsal" not in opening
+    )
+    for section in (
+        "Recommended configuration",
+        "Implementations",
+        "What this run cannot tell",
+    ):
         assert f"## {section}" in text
     assert "Kernels on this GPU" not in text, "there are no rows of a GPU"
     implementations = text.split("## Implementations")[1].split("## ")[0]
-    assert "Dense SDPA" in implementations and "another function" in text.split("## How to read the tables")[1][:2000]
+    assert (
+        "Dense SDPA" in implementations
+        and "another function" in text.split("## How to read the tables")[1][:2000]
+    )
 
 
 def test_without_rows_the_notebook_says_how_to_measure(tmp_path):
-    with pytest.raises(FileNotFoundError, match="python -m ringlab measure --profile h200"):
+    with pytest.raises(
+        FileNotFoundError, match="python -m ringlab measure --profile h200"
+    ):
         places.data_folder("h200", str(tmp_path))

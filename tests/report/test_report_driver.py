@@ -1,4 +1,6 @@
-"""The driver: what is current stays, what fails is named, and no page is ever half-written."""
+"""The driver: what is current stays, what fails is named, and no page is ever
+half-written.
+"""
 
 import errno
 import json
@@ -13,7 +15,15 @@ import time
 from pathlib import Path
 
 import pytest
-from reporting import CPU, NOTEBOOK, figure, notebook, run_in_this_process, two_points, write_two_rows
+from reporting import (
+    CPU,
+    NOTEBOOK,
+    figure,
+    notebook,
+    run_in_this_process,
+    two_points,
+    write_two_rows,
+)
 from ringlab import cli, measure
 from ringlab.measure import provenance, timing
 from ringlab.report import driver, index, places, render
@@ -26,56 +36,125 @@ def in_process(source, parameters, *_, **__):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A reports/ folder with rows; nothing is measured, notebooks run without a kernel, time stands still."""
+    """A reports/ folder with rows; nothing is measured, notebooks run without a kernel,
+    time stands still.
+    """
     write_two_rows(tmp_path / "reports")
     monkeypatch.setattr(measure, "run", lambda *a, **k: [])
     monkeypatch.setattr(render, "execute", in_process)
     monkeypatch.setattr(driver, "_utc", lambda: "2026-01-01T00:00:00Z")
-    provenance.engine_hash(), provenance.method_hash()  # they are cached: later tests need the true ones
+    (
+        provenance.engine_hash(),
+        provenance.method_hash(),
+    )  # they are cached: later tests need the true ones
     monkeypatch.setattr(provenance, "code_hash", lambda *_: "this code")
     return tmp_path / "reports"
 
 
 def report(place: Path, *notebooks: Path, **more) -> list[Path]:
-    return driver.run("cpu", reports=place, notebooks=notebooks, suite=lambda *a, **k: [], machine=CPU, **more)
+    return driver.run(
+        "cpu",
+        reports=place,
+        notebooks=notebooks,
+        suite=lambda *a, **k: [],
+        machine=CPU,
+        **more,
+    )
 
 
 def state(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def test_two_points_measured_run_rendered_and_then_left_alone(tmp_path, monkeypatch):
-    """The real thing, end to end: foreign kernels and templates installed, a folder name with a space and braces."""
+    """The real thing, end to end: foreign kernels and templates installed, a folder
+    name with a space and braces.
+    """
     for name in ("python3", render.KERNEL):
         spec = tmp_path / "elsewhere" / "kernels" / name / "kernel.json"
         spec.parent.mkdir(parents=True)
-        spec.write_text(json.dumps({"argv": ["/nonexistent/python"], "display_name": "bad", "language": "python"}))
-    render.write(tmp_path / "elsewhere" / "nbconvert" / "templates" / "base" / "display_priority.j2", "not ours")
+        spec.write_text(
+            json.dumps(
+                {
+                    "argv": ["/nonexistent/python"],
+                    "display_name": "bad",
+                    "language": "python",
+                }
+            )
+        )
+    render.write(
+        tmp_path
+        / "elsewhere"
+        / "nbconvert"
+        / "templates"
+        / "base"
+        / "display_priority.j2",
+        "not ours",
+    )
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "elsewhere"))
-    monkeypatch.setattr(provenance, "threads", lambda: 1)  # tiny work: a second thread only waits
+    monkeypatch.setattr(
+        provenance, "threads", lambda: 1
+    )  # tiny work: a second thread only waits
     monkeypatch.setattr(timing, "MAX_SAMPLES", timing.SAMPLES)
     reports = tmp_path / "my {reports}"
-    how = {"notebooks": [NOTEBOOK], "suite": two_points, "machine": CPU, "cell_timeout_s": 120}
+    how = {
+        "notebooks": [NOTEBOOK],
+        "suite": two_points,
+        "machine": CPU,
+        "cell_timeout_s": 120,
+    }
     written = driver.run("cpu", reports=reports, **how)
-    assert [p.name for p in written[:2]] == ["optimization_results.html", "optimization_results.md"]
+    assert [p.name for p in written[:2]] == [
+        "optimization_results.html",
+        "optimization_results.md",
+    ]
     assert [p.name for p in written[2:]] == ["index.html", "index.md"]
     found = measure.load(reports / "cpu" / "data")
     assert len(found) == 2 and all(r.seconds and r.errors for r in found)
-    assert "<main>" in written[0].read_text() and "not ours" not in written[0].read_text()
-    assert not [*reports.rglob("*.partial.ipynb"), *reports.rglob("*.lock"), *reports.rglob("*.tmp")]
-    assert not any(str(tmp_path) in p.read_text(errors="replace") for p in reports.rglob("*") if p.is_file())
+    assert (
+        "<main>" in written[0].read_text() and "not ours" not in written[0].read_text()
+    )
+    assert not [
+        *reports.rglob("*.partial.ipynb"),
+        *reports.rglob("*.lock"),
+        *reports.rglob("*.tmp"),
+    ]
+    assert not any(
+        str(tmp_path) in p.read_text(errors="replace")
+        for p in reports.rglob("*")
+        if p.is_file()
+    )
     assert os.environ["JUPYTER_PATH"] == str(tmp_path / "elsewhere")
     manifest = index.read_manifest(reports / "cpu")
-    assert list(manifest)[-1] == "complete" and manifest["complete"] is True and manifest["commit"]
-    assert manifest["made_by"]["dirty"] in (True, False, "unknown") and manifest["reports"][0]["headline"]
+    assert (
+        list(manifest)[-1] == "complete"
+        and manifest["complete"] is True
+        and manifest["commit"]
+    )
+    assert (
+        manifest["made_by"]["dirty"] in (True, False, "unknown")
+        and manifest["reports"][0]["headline"]
+    )
 
     before = state(reports)
-    monkeypatch.setattr(render, "execute", lambda *a, **k: pytest.fail("ran the notebook again"))
-    assert driver.run("cpu", reports=reports, **how) == written and state(reports) == before
+    monkeypatch.setattr(
+        render, "execute", lambda *a, **k: pytest.fail("ran the notebook again")
+    )
+    assert (
+        driver.run("cpu", reports=reports, **how) == written
+        and state(reports) == before
+    )
 
 
 def test_pages_are_run_again_only_if_something_changed(place, tmp_path, monkeypatch):
-    one, two = notebook(tmp_path / "one.ipynb", "'fine'"), notebook(tmp_path / "two.ipynb", figure(1, "two"))
+    one, two = (
+        notebook(tmp_path / "one.ipynb", "'fine'"),
+        notebook(tmp_path / "two.ipynb", figure(1, "two")),
+    )
     ran = []
 
     def recorded(source, *rest, **more):
@@ -92,8 +171,12 @@ def test_pages_are_run_again_only_if_something_changed(place, tmp_path, monkeypa
     assert runs() == both
     assert runs() == []
     one.write_text(one.read_text().replace("A section", "Another section"))
-    assert runs() == both and "Another section" in (place / "cpu" / "one.html").read_text()
-    monkeypatch.setattr(provenance, "git_state", lambda *_: ("f" * 40, True))  # a commit that changes no page
+    assert (
+        runs() == both and "Another section" in (place / "cpu" / "one.html").read_text()
+    )
+    monkeypatch.setattr(
+        provenance, "git_state", lambda *_: ("f" * 40, True)
+    )  # a commit that changes no page
     assert runs() == []
     monkeypatch.setattr(provenance, "code_hash", lambda *_: "other code")
     assert runs() == both
@@ -107,7 +190,9 @@ def test_pages_are_run_again_only_if_something_changed(place, tmp_path, monkeypa
     assert runs(force=True) == both
     assert runs() == []
     notebook(two, figure(1, "new"))
-    assert runs() == both and {p.name for p in (place / "cpu" / "figures").iterdir()} == {"new.png"}
+    assert runs() == both and {
+        p.name for p in (place / "cpu" / "figures").iterdir()
+    } == {"new.png"}
 
 
 class Killed(BaseException):
@@ -117,13 +202,17 @@ class Killed(BaseException):
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(place, tmp_path, monkeypatch):
+def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(
+    place, tmp_path, monkeypatch
+):
     page = notebook(tmp_path / "page.ipynb", figure(1))
     report(place, page)
     old = state(place)
     report(place, notebook(page, figure(2)))
     new = state(place)
-    changed = {name for name in old if old[name] != new[name]} - {"cpu/data/manifest.json"}
+    changed = {name for name in old if old[name] != new[name]} - {
+        "cpu/data/manifest.json"
+    }
     assert changed >= {"cpu/page.html", "cpu/page.md", "cpu/figures/one.png"}
     replace, stops, stopped = os.replace, 0, tmp_path / "stopped"
     report(place, notebook(page, figure(1)))
@@ -141,30 +230,49 @@ def test_a_run_stopped_at_any_write_leaves_whole_pages_and_the_next_completes(pl
                 report(place, notebook(page, figure(2)))
                 break
             except places.ReportError as error:
-                assert failure is FULL and str(error).endswith("No space left on device") and "\n" not in str(error)
+                assert (
+                    failure is FULL
+                    and str(error).endswith("No space left on device")
+                    and "\n" not in str(error)
+                )
             except Killed:
                 pass
         stops += 1
         (place / "cpu" / ".page.html.1.tmp").write_text("what a killed process leaves")
         now = state(place)
         assert all(now[name] in (old[name], new[name]) for name in changed)
-        assert json.loads(now["cpu/data/manifest.json"])["complete"] is False or all(now[n] == old[n] for n in changed)
+        assert json.loads(now["cpu/data/manifest.json"])["complete"] is False or all(
+            now[n] == old[n] for n in changed
+        )
         shutil.copytree(place, stopped)
-        for value, whole in ((2, new), (1, old)):  # gone on with, and undone: the page is then of neither version
+        for value, whole in (
+            (2, new),
+            (1, old),
+        ):  # gone on with, and undone: the page is then of neither version
             shutil.rmtree(place)
             shutil.copytree(stopped, place)
             report(place, notebook(page, figure(value)))
-            assert {n: b for n, b in state(place).items() if n in changed} == {n: whole[n] for n in changed}
-            assert index.read_manifest(place / "cpu")["complete"] is True and not list(place.rglob("*.tmp"))
+            assert {n: b for n, b in state(place).items() if n in changed} == {
+                n: whole[n] for n in changed
+            }
+            assert index.read_manifest(place / "cpu")["complete"] is True and not list(
+                place.rglob("*.tmp")
+            )
         shutil.rmtree(stopped)
     assert stops == 5, "the manifest twice, HTML, Markdown, a figure"
 
 
-@pytest.mark.parametrize("cell, said", [
-    ("raise ValueError('no luck')", "raised ValueError: no luck"),
-    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed its kernel"),
-    ("while True: pass", "did not end within 1 s"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "cell, said",
+    [
+        ("raise ValueError('no luck')", "raised ValueError: no luck"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            "killed its kernel",
+        ),
+        ("while True: pass", "did not end within 1 s"),
+    ],
+)
 def test_failures_are_told_apart(tmp_path, monkeypatch, capfd, cell, said):
     write_two_rows(tmp_path)
     monkeypatch.setattr(measure, "run", lambda *a, **k: [])
@@ -173,17 +281,26 @@ def test_failures_are_told_apart(tmp_path, monkeypatch, capfd, cell, said):
     with pytest.raises(places.ReportError, match=re.escape(said)) as error:
         report(tmp_path, source, cell_timeout_s=1)
     assert error.value.exit_code == 1
-    assert "bad.ipynb: code cell 3 under 'A section'" in str(error.value) and "\n" not in str(error.value)
+    assert "bad.ipynb: code cell 3 under 'A section'" in str(
+        error.value
+    ) and "\n" not in str(error.value)
     assert kept.read_text() == "an earlier page"
     assert index.read_manifest(tmp_path / "cpu")["complete"] is False
     listed = (tmp_path / "index.md").read_text()
-    assert said in listed and "[earlier HTML](cpu/bad.html)" in listed and "unfinished" in listed
+    assert (
+        said in listed
+        and "[earlier HTML](cpu/bad.html)" in listed
+        and "unfinished" in listed
+    )
     assert capfd.readouterr().err == ""
 
 
 def test_notebooks_share_a_kernel_but_no_names_and_a_failed_one_ends_it(tmp_path):
     ids = f"import os\nprint(os.getpid(), 'kept' in dir(), file=open('{tmp_path}/ran', 'a'))\nkept = 1"
-    good, bad = notebook(tmp_path / "good.ipynb", ids), notebook(tmp_path / "bad.ipynb", "1 / 0")
+    good, bad = (
+        notebook(tmp_path / "good.ipynb", ids),
+        notebook(tmp_path / "bad.ipynb", "1 / 0"),
+    )
     with render.Kernel(tmp_path) as kernel:
         render.execute(good, {}, kernel)
         render.execute(good, {}, kernel)
@@ -191,25 +308,46 @@ def test_notebooks_share_a_kernel_but_no_names_and_a_failed_one_ends_it(tmp_path
             render.execute(bad, {}, kernel)
         render.execute(good, {}, kernel)
     ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
-    assert ran[0] == ran[1] and ran[2][0] != ran[0][0] and {known for _, known in ran} == {"False"}
+    assert (
+        ran[0] == ran[1]
+        and ran[2][0] != ran[0][0]
+        and {known for _, known in ran} == {"False"}
+    )
     assert gone({int(pid) for pid, _ in ran}, 10)
 
 
-def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_run(place, tmp_path, monkeypatch):
-    bad, good = notebook(tmp_path / "bad.ipynb", figure(1, "a")), notebook(tmp_path / "good.ipynb", figure(1, "b"))
+def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_run(
+    place, tmp_path, monkeypatch
+):
+    bad, good = (
+        notebook(tmp_path / "bad.ipynb", figure(1, "a")),
+        notebook(tmp_path / "good.ipynb", figure(1, "b")),
+    )
 
     def fails(source, *rest, **more):
         if source.stem == "bad":
             raise render.NotebookFailed("bad.ipynb: no luck")
         return in_process(source, *rest, **more)
 
-    screen = {"title": "a CPU", "lines": ["It **was** fast."], "figures": [], "html": "", "markdown": ""}
-    index.write_manifest(place / "cpu", {"reports": [], "first_screen": screen}, complete=True)
+    screen = {
+        "title": "a CPU",
+        "lines": ["It **was** fast."],
+        "figures": [],
+        "html": "",
+        "markdown": "",
+    }
+    index.write_manifest(
+        place / "cpu", {"reports": [], "first_screen": screen}, complete=True
+    )
     monkeypatch.setattr(render, "execute", fails)
     with pytest.raises(places.ReportError, match="^bad.ipynb: no luck$"):
         report(place, bad, good)
-    assert "It <strong>was</strong> fast." in (place / "index.html").read_text(), "the earlier first screen stays"
-    assert (place / "cpu" / "good.html").is_file() and not (place / "cpu" / "bad.html").exists()
+    assert "It <strong>was</strong> fast." in (place / "index.html").read_text(), (
+        "the earlier first screen stays"
+    )
+    assert (place / "cpu" / "good.html").is_file() and not (
+        place / "cpu" / "bad.html"
+    ).exists()
     monkeypatch.setattr(render, "execute", in_process)
     report(place, bad, good)
     assert (place / "cpu" / "bad.html").is_file()
@@ -221,7 +359,9 @@ def test_an_image_without_alt_text_is_a_failure(place, tmp_path):
     from IPython.display import display
     display({"image/png": "aGVsbG8="}, raw=True)
     """
-    with pytest.raises(places.ReportError, match="page.ipynb: cell 2 shows an image without alt text"):
+    with pytest.raises(
+        places.ReportError, match="page.ipynb: cell 2 shows an image without alt text"
+    ):
         report(place, notebook(tmp_path / "page.ipynb", cell))
     assert not (place / "cpu" / "page.html").exists()
 
@@ -244,11 +384,21 @@ def test_profile_and_rows_reach_the_notebook(place, tmp_path):
     assert "for cpu, cpu/data" in (place / "cpu" / "x.md").read_text()
 
 
-def test_recorded_rows_of_an_absent_gpu_are_shown_with_their_origin(place, tmp_path, monkeypatch, capsys):
+def test_recorded_rows_of_an_absent_gpu_are_shown_with_their_origin(
+    place, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(measure, "run", lambda *a, **k: pytest.fail("measured"))
     write_two_rows(place, "gtx1080")
-    driver.run("gtx1080", reports=place, notebooks=[notebook(tmp_path / "page.ipynb", figure(1))], machine=CPU)
-    assert "measured on another machine (a CPU), commit 0000000000" in (place / "gtx1080" / "page.md").read_text()
+    driver.run(
+        "gtx1080",
+        reports=place,
+        notebooks=[notebook(tmp_path / "page.ipynb", figure(1))],
+        machine=CPU,
+    )
+    assert (
+        "measured on another machine (a CPU), commit 0000000000"
+        in (place / "gtx1080" / "page.md").read_text()
+    )
     assert "showing the rows recorded elsewhere" in capsys.readouterr().err
     assert "## gtx1080\n" in (place / "index.md").read_text()
 
@@ -266,7 +416,10 @@ def test_a_second_run_is_told_in_one_line_and_a_lock_outlives_nobody(place, tmp_
     other = fork.Process(target=hold, args=(place / "cpu", held))
     other.start()
     assert held.wait(30)
-    with pytest.raises(places.ReportError, match=f"in use by process {other.pid} on .*; wait for it or stop it$"):
+    with pytest.raises(
+        places.ReportError,
+        match=f"in use by process {other.pid} on .*; wait for it or stop it$",
+    ):
         report(place, page)
     other.kill()
     with places.locked(place / "cpu", wait=True):
@@ -276,8 +429,9 @@ def test_a_second_run_is_told_in_one_line_and_a_lock_outlives_nobody(place, tmp_
     assert not list(place.rglob("*.lock"))
 
 
-# `python -m ringlab report` on rows that are there already, with another notebook: a process for each reports/ folder,
-# forked after the imports, which take longer than all else. Prints their exit codes.
+# `python -m ringlab report` on rows that are there already, with another notebook: a
+# process for each reports/ folder, forked after the imports, which take longer than all
+# else. Prints their exit codes.
 COMMAND = """
 import functools, json, os, signal, sys
 from pathlib import Path
@@ -296,7 +450,14 @@ for reports in folders:
         sys.exit(cli.main(["report", "--profile", "cpu", "--reports", reports]))
 print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
 """
-NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]  # its mounts end with the command
+NAMESPACE = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--mount",
+    "sh",
+    "-ec",
+]  # its mounts end with the command
 DISKS = """
 for f in full read-only; do mkdir $f; mount -t tmpfs -o size=160k tmpfs $f; cp -r reports/cpu $f; done
 head -c 200k /dev/zero > full/fill 2>&- || true
@@ -306,24 +467,37 @@ exec "$@"
 
 
 def test_stopped_while_a_notebook_runs_and_on_a_full_or_read_only_disk(place, tmp_path):
-    """By Ctrl-C and by SIGKILL: one line, no orphan, earlier pages whole, and the next run completes."""
+    """By Ctrl-C and by SIGKILL: one line, no orphan, earlier pages whole, and the next
+    run completes.
+    """
     page = notebook(tmp_path / "page.ipynb", "'fine'")
     stops = {tmp_path / stop.name: stop for stop in (signal.SIGINT, signal.SIGKILL)}
     for reports in stops:
         write_two_rows(reports)
         report(reports, page)
     old = [(reports / "cpu" / "page.html").read_bytes() for reports in stops]
-    notebook(page, "import os, time; print(os.getppid(), os.getpid(), file=open('started', 'w')); time.sleep(60)")
+    notebook(
+        page,
+        "import os, time; print(os.getppid(), os.getpid(), file=open('started', 'w')); time.sleep(60)",
+    )
     command, disks = [sys.executable, "-c", COMMAND, page, *stops], []
     mount = [*NAMESPACE, f"mount -t tmpfs tmpfs {tmp_path}"]
-    if shutil.which("unshare") and not subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
+    if (
+        shutil.which("unshare")
+        and not subprocess.run(mount, stderr=subprocess.DEVNULL).returncode
+    ):
         disks = [tmp_path / "full", tmp_path / "read-only"]
         command = [*NAMESPACE, DISKS, "sh", *command, *disks]
     pipe = subprocess.PIPE
-    running = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    running = subprocess.Popen(
+        command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True
+    )
     until, kernels = time.monotonic() + 120, []
     for reports, stop in stops.items():
-        while not ((reports / "started").exists() and (reports / "started").read_text().endswith("\n")):
+        while not (
+            (reports / "started").exists()
+            and (reports / "started").read_text().endswith("\n")
+        ):
             assert time.monotonic() < until and running.poll() is None
             time.sleep(0.05)
         driver_id, kernel = map(int, (reports / "started").read_text().split())
@@ -333,7 +507,10 @@ def test_stopped_while_a_notebook_runs_and_on_a_full_or_read_only_disk(place, tm
     assert json.loads(out) == [130, -signal.SIGKILL, *(1 for _ in disks)]
     lines = sorted(x for x in err.splitlines() if x)
     why = ["No space left on device", "Read-only file system"] if disks else []
-    assert [x.rpartition(": ")[2] for x in lines] == [*why, cli.STOPPED.rpartition(": ")[2]]
+    assert [x.rpartition(": ")[2] for x in lines] == [
+        *why,
+        cli.STOPPED.rpartition(": ")[2],
+    ]
     assert all(x.startswith(f"ringlab: cannot use {tmp_path}") for x in lines[:-1])
     assert [(reports / "cpu" / "page.html").read_bytes() for reports in stops] == old
     for reports in stops:

@@ -1,4 +1,6 @@
-"""What reports are made of: tables, figures, pages, the index, and what a request for a profile comes to."""
+"""What reports are made of: tables, figures, pages, the index, and what a request for a
+profile comes to.
+"""
 
 import io
 import json
@@ -23,20 +25,29 @@ def svg_of(fig) -> str:
 
 
 ITEMS = [
-    figures.Bar("a label\n(and a part)", 1.0, 0.9, 1.1), figures.Bar("without interval", 2.0),
-]  # fmt: skip
+    figures.Bar("a label\n(and a part)", 1.0, 0.9, 1.1),
+    figures.Bar("without interval", 2.0),
+]
 
 
-LINES = {"a": [(1024, 1.0, 0.9, 1.1), (2048, 2.0, 1.9, 2.1)], "b": [(1024, 3.0, None, None)]}
+LINES = {
+    "a": [(1024, 1.0, 0.9, 1.1), (2048, 2.0, 1.9, 2.1)],
+    "b": [(1024, 3.0, None, None)],
+}
 COLORS = {"a": theme.BLUE, "b": theme.ORANGE}
 
 
-@pytest.mark.parametrize("draw", [
-    lambda: figures.bars(ITEMS, xlabel="Time (ms)"),
-    lambda: figures.bars(ITEMS, xlabel="Times faster", line=1),
-    lambda: figures.bars([], xlabel="Times faster", line=1),
-    lambda: figures.lines({"Time (ms)": LINES}, xlabel="Tokens", colors=COLORS, dashed=["b"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: figures.bars(ITEMS, xlabel="Time (ms)"),
+        lambda: figures.bars(ITEMS, xlabel="Times faster", line=1),
+        lambda: figures.bars([], xlabel="Times faster", line=1),
+        lambda: figures.lines(
+            {"Time (ms)": LINES}, xlabel="Tokens", colors=COLORS, dashed=["b"]
+        ),
+    ],
+)
 def test_figures_are_the_same_every_time_and_follow_the_scheme(draw):
     with figures.plt.rc_context({"font.size": 30}):  # a user's own settings
         svg = svg_of(draw())
@@ -44,16 +55,29 @@ def test_figures_are_the_same_every_time_and_follow_the_scheme(draw):
     assert svg_of(draw()) == svg
     figures.plt.close("all")
     shown = theme.inline(svg, 'a "figure"')
-    assert not [color for color in (*(pair[0] for pair in theme.COLORS.values()), theme.PAPER) if color in shown]
+    assert not [
+        color
+        for color in (*(pair[0] for pair in theme.COLORS.values()), theme.PAPER)
+        if color in shown
+    ]
     image = BeautifulSoup(shown, "html.parser").svg
-    assert (image["role"], image["aria-label"]) == ("img", 'a "figure"') and image("text")
+    assert (image["role"], image["aria-label"]) == ("img", 'a "figure"') and image(
+        "text"
+    )
     for name in set(re.findall(r"var\((--.*?)\)", shown)):
-        light, dark = theme.css().split("@media screen and (prefers-color-scheme: dark)")
-        assert all(f"{name}: {theme.COLORS[name[6:]][i]}" in style for i, style in enumerate((light, dark)))
+        light, dark = theme.css().split(
+            "@media screen and (prefers-color-scheme: dark)"
+        )
+        assert all(
+            f"{name}: {theme.COLORS[name[6:]][i]}" in style
+            for i, style in enumerate((light, dark))
+        )
 
 
 def test_figures_of_a_page_share_no_names():
-    """A clip path is found by its name, and the first one of a page would serve all figures."""
+    """A clip path is found by its name, and the first one of a page would serve all
+    figures.
+    """
     found = []
     for size in (1.0, 2.0):
         fig = figures.bars([figures.Bar("a", size, 0.9, 3.0)], xlabel="Time (ms)")
@@ -66,13 +90,22 @@ def test_figures_of_a_page_share_no_names():
 
 def test_colours_are_seaborns():
     safe = seaborn.color_palette("colorblind").as_hex()[:5]
-    assert [theme.COLORS[n][0] for n in ("blue", "orange", "green", "red", "purple")] == safe
+    assert [
+        theme.COLORS[n][0] for n in ("blue", "orange", "green", "red", "purple")
+    ] == safe
 
 
-@pytest.mark.parametrize("make, said", [
-    (lambda: figures.show(None, "x", "caption", " ", tables.Table("t", ["a"])), "needs alt text"),
-    (lambda: tables.Table("t", ["a", "b"], [[1]]), "has 2 columns, a row has 1"),
-], ids=["no alt text", "a ragged row"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (
+            lambda: figures.show(None, "x", "caption", " ", tables.Table("t", ["a"])),
+            "needs alt text",
+        ),
+        (lambda: tables.Table("t", ["a", "b"], [[1]]), "has 2 columns, a row has 1"),
+    ],
+    ids=["no alt text", "a ragged row"],
+)
 def test_what_cannot_be_shown_is_refused(make, said):
     with pytest.raises(ValueError, match=said):
         make()
@@ -95,7 +128,11 @@ def test_a_table_names_its_rows_aligns_numbers_and_wraps_text():
 
 @pytest.fixture
 def executed(tmp_path):
-    source = notebook(tmp_path / "page.ipynb", figure(1, "name"), "tables.Table('Shown', ['a', '>b'], [['x', 2]])")
+    source = notebook(
+        tmp_path / "page.ipynb",
+        figure(1, "name"),
+        "tables.Table('Shown', ['a', '>b'], [['x', 2]])",
+    )
     return run_in_this_process(source, None, {})
 
 
@@ -103,7 +140,10 @@ def test_stock_nbconvert_shows_tables_figures_and_their_description(executed):
     text, _ = MarkdownExporter().from_notebook_node(executed)
     assert "| x | 2 |" in text and "Alt text." in text and "<div" not in text
     html, _ = HTMLExporter().from_notebook_node(executed)
-    assert "<td>x</td>" in html.replace(' style="text-align:left"', "") and "Alt text." in html
+    assert (
+        "<td>x</td>" in html.replace(' style="text-align:left"', "")
+        and "Alt text." in html
+    )
     assert "image/svg+xml" in html or "<svg" in html
 
 
@@ -111,10 +151,17 @@ def test_our_pages_show_each_thing_once(executed, tmp_path):
     page = render.Page("page", "here", made="Made now.")
     written = render.render(executed, page, tmp_path)
     assert [p.name for p in written] == ["page.html", "page.md", "name.png"]
-    html, text = (tmp_path / "page.html").read_text(), (tmp_path / "page.md").read_text()
+    html, text = (
+        (tmp_path / "page.html").read_text(),
+        (tmp_path / "page.md").read_text(),
+    )
     assert html.count("Alt text.") == 1 and text.count("Alt text.") == 1
     assert html.count("A caption.") == 1 and text.count("A caption.") == 1
-    assert "![Alt text.](figures/name.png)" in text and "Made now." in text and "Made now." in html
+    assert (
+        "![Alt text.](figures/name.png)" in text
+        and "Made now." in text
+        and "Made now." in html
+    )
     assert 'profile: str = "cpu"' not in html + text
 
 
@@ -130,7 +177,12 @@ def test_a_dry_run_is_folded_under_its_head(executed, tmp_path):
 
 def manifest(**more) -> dict:
     report = {"name": "page", "title": "A page", "headline": "It is fast.", **more}
-    about = {"profile": "x", "device": "a CPU", "measured": "2026-01-02T03:04:05Z", "commit": "0123456789abcdef"}
+    about = {
+        "profile": "x",
+        "device": "a CPU",
+        "measured": "2026-01-02T03:04:05Z",
+        "commit": "0123456789abcdef",
+    }
     return {**about, "dirty": True, "torch": "2.13.0", "reports": [report]}
 
 
@@ -138,38 +190,79 @@ def test_index_tells_whole_failed_unfinished_and_corrupt_apart(tmp_path, capsys)
     index.write_manifest(tmp_path / "whole", manifest(), complete=True)
     for ending in ("html", "md"):
         render.write(tmp_path / "whole" / f"page.{ending}", "a page")
-    index.write_manifest(tmp_path / "b-rehearsal", manifest() | {"rehearsal": True}, complete=False)
-    index.write_manifest(tmp_path / "failed", manifest(failed="page.ipynb: code cell 2 raised | <b>"), complete=False)
+    index.write_manifest(
+        tmp_path / "b-rehearsal", manifest() | {"rehearsal": True}, complete=False
+    )
+    index.write_manifest(
+        tmp_path / "failed",
+        manifest(failed="page.ipynb: code cell 2 raised | <b>"),
+        complete=False,
+    )
     write_two_rows(tmp_path, "measured")
-    for name, text in {"cut": '{"reports": [', "list": "[]", "odd": '{"reports": [1]}', "binary": "\udc80"}.items():
+    for name, text in {
+        "cut": '{"reports": [',
+        "list": "[]",
+        "odd": '{"reports": [1]}',
+        "binary": "\udc80",
+    }.items():
         path = tmp_path / name / "data" / "manifest.json"
         path.parent.mkdir(parents=True)
         path.write_bytes(text.encode(errors="surrogateescape"))
     (tmp_path / "nothing").mkdir()
     index.write_index(tmp_path)
     notes = capsys.readouterr().err.splitlines()
-    assert len(notes) == 4 and all("manifest.json cannot be read" in note for note in notes)
+    assert len(notes) == 4 and all(
+        "manifest.json cannot be read" in note for note in notes
+    )
 
     text = (tmp_path / "index.md").read_text()
     here, absent = text.split("## Computed for GPUs that are not here\n")
     sections = {s.splitlines()[0]: s for s in here.split("## ")[1:]}
-    assert list(sections) == ["binary", "cut", "failed", "list", "measured", "odd", "whole"]
+    assert list(sections) == [
+        "binary",
+        "cut",
+        "failed",
+        "list",
+        "measured",
+        "odd",
+        "whole",
+    ]
     assert absent.count("### ") == 1 and "### b\n" in absent and "unfinished" in absent
-    assert absent.count("rehears") == 2 and "rehears" not in here, "once, and in the path of the data"
-    assert "| [A page](whole/page.md) | It is fast. | [HTML](whole/page.html)" in sections["whole"]
-    assert "a CPU · measured 2026-01-02 03:04 UTC · commit 0123456789 + changes" in sections["whole"]
+    assert absent.count("rehears") == 2 and "rehears" not in here, (
+        "once, and in the path of the data"
+    )
+    assert (
+        "| [A page](whole/page.md) | It is fast. | [HTML](whole/page.html)"
+        in sections["whole"]
+    )
+    assert (
+        "a CPU · measured 2026-01-02 03:04 UTC · commit 0123456789 + changes"
+        in sections["whole"]
+    )
     assert "unfinished" not in sections["whole"]
     assert "**failed: page.ipynb: code cell 2 raised \\| \\<b>**" in sections["failed"]
-    assert "no report yet" in sections["measured"] and "(measured/data/samples.jsonl)" in sections["measured"]
-    assert all("cannot be read" in sections[name] for name in ("cut", "list", "odd", "binary"))
+    assert (
+        "no report yet" in sections["measured"]
+        and "(measured/data/samples.jsonl)" in sections["measured"]
+    )
+    assert all(
+        "cannot be read" in sections[name] for name in ("cut", "list", "odd", "binary")
+    )
     html = (tmp_path / "index.html").read_text()
     links = [a["href"] for a in BeautifulSoup(html, "html.parser")("a")]
-    assert "whole/page.html" in links and all((tmp_path / link).is_file() for link in links)
+    assert "whole/page.html" in links and all(
+        (tmp_path / link).is_file() for link in links
+    )
     assert "<b>" not in html
     before = (tmp_path / "index.html").stat().st_mtime_ns
     index.write_index(tmp_path)
     assert (tmp_path / "index.html").stat().st_mtime_ns == before
-    assert json.loads((tmp_path / "whole" / "data" / "manifest.json").read_text())["complete"] is True
+    assert (
+        json.loads((tmp_path / "whole" / "data" / "manifest.json").read_text())[
+            "complete"
+        ]
+        is True
+    )
 
 
 def test_the_index_links_the_explorer_where_it_is(tmp_path):
@@ -178,7 +271,10 @@ def test_the_index_links_the_explorer_where_it_is(tmp_path):
         if there:
             render.write(tmp_path / "notebooks" / "explore.ipynb", "a notebook")
         pages = [p.read_text() for p in index.write_index(tmp_path / "reports")]
-        assert all(("../notebooks/explore.ipynb" in text) == there and "explore.ipynb" in text for text in pages)
+        assert all(
+            ("../notebooks/explore.ipynb" in text) == there and "explore.ipynb" in text
+            for text in pages
+        )
 
 
 def test_plan(tmp_path):
@@ -186,7 +282,9 @@ def test_plan(tmp_path):
         p = driver.plan(name, machine, reports)
         return p.folder, p.measure, p.rehearsal, p.device
 
-    gpu = hardware.Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65")
+    gpu = hardware.Gpu(
+        "NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65"
+    )
     build = {"torch": "2.13.0+cu126", "torch_cuda": "12.6", "arch_list": ("sm_60",)}
     on_card = hardware.Machine(device="cuda", gpus=(gpu,), **build)
     assert folder("auto", CPU) == ("cpu", True, False, "cpu")
@@ -196,5 +294,12 @@ def test_plan(tmp_path):
     write_two_rows(tmp_path, "gtx1080")
     assert folder("gtx1080", CPU) == ("gtx1080", False, False, "cpu")
     assert folder("gtx1080", CPU, None) == ("gtx1080-rehearsal", True, True, "cpu")
-    new_torch = replace(on_card, torch="2.13.0", torch_cuda="13.0", arch_list=("sm_75", "sm_80", "sm_90"))
-    assert folder("cpu", new_torch) == ("cpu", True, False, "cpu"), "which cannot drive the GPU"
+    new_torch = replace(
+        on_card,
+        torch="2.13.0",
+        torch_cuda="13.0",
+        arch_list=("sm_75", "sm_80", "sm_90"),
+    )
+    assert folder("cpu", new_torch) == ("cpu", True, False, "cpu"), (
+        "which cannot drive the GPU"
+    )

@@ -11,17 +11,25 @@ from ringlab.measure import Group, Point
 from ringlab.patterns import Dense, Dilated
 from ringlab.report import columns, compare, findings, study, trust
 
-CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 128)] + [Point("dense_sdpa", Dense())]
+CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 128)] + [
+    Point("dense_sdpa", Dense())
+]
 
 
 def row(point, group, seconds, run=""):
     group = Group(group, (point,)) if isinstance(group, str) else group
-    made = made_up(point, group, False, run=run or group.name, provenance={}, bound_seconds=None)
+    made = made_up(
+        point, group, False, run=run or group.name, provenance={}, bound_seconds=None
+    )
     return sampled(made, [seconds * (1 + 0.001 * i) for i in range(10)])
 
 
 def rows_at(paces, calls=CALLS):
-    return [row(p, f"group {i}", 0.1 * (j + 1) * x) for i, x in enumerate(paces) for j, p in enumerate(calls)]
+    return [
+        row(p, f"group {i}", 0.1 * (j + 1) * x)
+        for i, x in enumerate(paces)
+        for j, p in enumerate(calls)
+    ]
 
 
 def test_spread_is_that_of_the_pace():
@@ -29,16 +37,33 @@ def test_spread_is_that_of_the_pace():
     paces = [math.exp(noise.gauss(0, 0.1)) for _ in range(60)]
     assert trust.spread(rows_at(paces)) == pytest.approx(0.1, rel=0.15)
     assert trust.spread(rows_at([1.0, 1.0])) == pytest.approx(0.0, abs=1e-12)
-    assert trust.spread(rows_at([1.0, 1.2])) == pytest.approx(math.log(1.2) / math.sqrt(2) / trust.MIDDLE)
+    assert trust.spread(rows_at([1.0, 1.2])) == pytest.approx(
+        math.log(1.2) / math.sqrt(2) / trust.MIDDLE
+    )
 
 
 def test_only_the_same_call_in_another_group_counts():
     same = rows_at([1.0, 1.2])
-    other_threads = [replace(r, provenance={"threads": 1}) if r.group == "group 1" else r for r in same]
-    refused = [replace(r, status="incorrect") if r.group == "group 1" else r for r in same]
-    twins = [*same[:3], *(replace(r, point=r.point.but(options={"twin": True})) for r in same[3:])]
-    assert trust.spread(other_threads) == trust.spread(refused) == trust.spread(same[:3]) == 0.0
-    assert trust.spread(same[:2] + same[3:5]) == 0.0  # two pairs say nothing of the rest
+    other_threads = [
+        replace(r, provenance={"threads": 1}) if r.group == "group 1" else r
+        for r in same
+    ]
+    refused = [
+        replace(r, status="incorrect") if r.group == "group 1" else r for r in same
+    ]
+    twins = [
+        *same[:3],
+        *(replace(r, point=r.point.but(options={"twin": True})) for r in same[3:]),
+    ]
+    assert (
+        trust.spread(other_threads)
+        == trust.spread(refused)
+        == trust.spread(same[:3])
+        == 0.0
+    )
+    assert (
+        trust.spread(same[:2] + same[3:5]) == 0.0
+    )  # two pairs say nothing of the rest
     assert trust.spread(twins) == trust.spread(same)
 
 
@@ -46,14 +71,19 @@ def test_an_interval_is_widened_by_both_errors_together():
     one = row(CALLS[0], "group", 1.0)
     one = replace(one, ci=(one.median * math.exp(-0.03), one.median * math.exp(0.03)))
     (wide,) = trust.widened([one], 0.04 / trust.NORMAL)
-    assert [abs(math.log(end / one.median)) for end in wide.ci] == pytest.approx([0.05, 0.05])
+    assert [abs(math.log(end / one.median)) for end in wide.ci] == pytest.approx(
+        [0.05, 0.05]
+    )
 
 
 def test_a_study_shows_them_and_ratios_of_rows_that_took_turns_do_not(tmp_path):
     write_rows(tmp_path, rows_at([1.0, 1.2]))
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
     between = math.log(1.2) / math.sqrt(2) / trust.MIDDLE
-    assert found.pace == pytest.approx(between) and found.of("optimization").pace == found.pace
+    assert (
+        found.pace == pytest.approx(between)
+        and found.of("optimization").pace == found.pace
+    )
     for r in found.results:
         assert math.log(r.ci[1] / r.median) == pytest.approx(1.96 * between, rel=0.01)
     a, b = found.results[0], found.results[3]  # of two groups
@@ -65,54 +95,99 @@ def test_a_study_shows_them_and_ratios_of_rows_that_took_turns_do_not(tmp_path):
 
 
 def test_a_ratio_of_calls_that_took_turns_holds_what_two_runs_differ_by(tmp_path):
-    """The second run is slower throughout, which no ratio shows, and each call differs by a rest, which ratios show."""
-    calls = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=64 * n) for n in range(1, 121)]
+    """The second run is slower throughout, which no ratio shows, and each call differs
+    by a rest, which ratios show.
+    """
+    calls = [
+        Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=64 * n)
+        for n in range(1, 121)
+    ]
     noise, company = random.Random(3), Group("group", calls)
-    runs = [[row(p, company, 0.1 * slow * math.exp(noise.gauss(0, 0.05)), run) for p in calls]
-            for run, slow in (("one", 1.0), ("two", 1.7))]  # fmt: skip
+    runs = [
+        [
+            row(p, company, 0.1 * slow * math.exp(noise.gauss(0, 0.05)), run)
+            for p in calls
+        ]
+        for run, slow in (("one", 1.0), ("two", 1.7))
+    ]
     assert trust.turns(runs[1], runs[0]) == pytest.approx(0.05 * math.sqrt(2), rel=0.2)
     assert trust.turns(runs[1][:2], runs[0]) == trust.turns(runs[1], []) == 0.0
     write_rows(tmp_path, [r for rows in runs for r in rows])
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
     assert found.turns == pytest.approx(trust.turns(runs[1], runs[0]))
-    once, again = ([measure.ratio(a, b) for a, b in zip(rows, rows[1:])] for rows in runs)
-    wide = [[trust.apart(x, 0.0, found.turns) for x in ratios] for ratios in (once, again)]
+    once, again = (
+        [measure.ratio(a, b) for a, b in zip(rows, rows[1:])] for rows in runs
+    )
+    wide = [
+        [trust.apart(x, 0.0, found.turns) for x in ratios] for ratios in (once, again)
+    ]
 
     def meet(*sides) -> float:
-        return sum(a.low <= b.high and b.low <= a.high for a, b in zip(*sides)) / len(sides[0])
+        return sum(a.low <= b.high and b.low <= a.high for a, b in zip(*sides)) / len(
+            sides[0]
+        )
 
     assert meet(once, again) < 0.4 and meet(*wide) >= 0.93
-    assert found.ratio(*found.results[:2]) == replace(wide[1][0], noise_floor=found.noise_floor)
+    assert found.ratio(*found.results[:2]) == replace(
+        wide[1][0], noise_floor=found.noise_floor
+    )
 
 
 def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
     now = [replace(r, run="now") for r in rows_at([1.0])]
     before = [replace(r, run="before") for r in now]
     assert trust.earlier([*before, *now], now) == before
-    for change in ({"provenance": {"engine": "other"}}, {"provenance": {"crowded": True}}, {"composition": "other"},
-                   {"rehearsal": True}, {"status": "incorrect"}, {"group": "other"}, {"run": "now"}):  # fmt: skip
+    for change in (
+        {"provenance": {"engine": "other"}},
+        {"provenance": {"crowded": True}},
+        {"composition": "other"},
+        {"rehearsal": True},
+        {"status": "incorrect"},
+        {"group": "other"},
+        {"run": "now"},
+    ):
         assert trust.earlier([replace(r, **change) for r in before], now) == [], change
     assert trust.spread([*now, *before]) == pytest.approx(0.0, abs=1e-12)
-    assert trust.earlier(before, [replace(r, provenance={"crowded": True}) for r in now]) == []
+    assert (
+        trust.earlier(before, [replace(r, provenance={"crowded": True}) for r in now])
+        == []
+    )
     assert trust.earlier(before, [replace(r, status="incorrect") for r in now]) == []
-    assert trust.reproduced(now, before, 0.01) == {(r.group, r.point.id): True for r in now}
-    assert trust.reproduced(now, before, 0.0) == {}, "nothing is known of the machine's pace"
+    assert trust.reproduced(now, before, 0.01) == {
+        (r.group, r.point.id): True for r in now
+    }
+    assert trust.reproduced(now, before, 0.0) == {}, (
+        "nothing is known of the machine's pace"
+    )
 
 
-@pytest.mark.parametrize("count, factor", [(3, 1.5), (10, 1.5), (20, 1.5), (3, 100.0), (20, 100.0)])
-def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excuse_itself(tmp_path, count, factor):
-    """One of some calls took ``factor`` times as long the second time, which its own samples do not show.
+@pytest.mark.parametrize(
+    "count, factor", [(3, 1.5), (10, 1.5), (20, 1.5), (3, 100.0), (20, 100.0)]
+)
+def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excuse_itself(
+    tmp_path, count, factor
+):
+    """One of some calls took ``factor`` times as long the second time, which its own
+    samples do not show.
 
     It is marked, and the intervals of the others stay narrow.
     """
-    calls = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=64 * n) for n in range(1, count + 1)]
+    calls = [
+        Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=64 * n)
+        for n in range(1, count + 1)
+    ]
     noise, rows = random.Random(count), []
     for run, slow in (("one", 1.0), ("two", factor)):
-        paces = [0.1 * math.exp(noise.gauss(0, 0.01)) * (slow if p == calls[0] else 1) for p in calls]
+        paces = [
+            0.1 * math.exp(noise.gauss(0, 0.01)) * (slow if p == calls[0] else 1)
+            for p in calls
+        ]
         rows += [row(p, "group", x, run) for p, x in zip(calls, paces)]
     write_rows(tmp_path, rows)
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
-    assert not any(r.unstable for r in rows) and {r.run for r in found.results} == {"two"}
+    assert not any(r.unstable for r in rows) and {r.run for r in found.results} == {
+        "two"
+    }
     assert found.repeats[0] == count and found.pace < 0.05
     marked = [r.point.seq_len for r in found.results if r.unstable]
     assert 64 in marked and len(marked) <= 1 + count // 5
@@ -122,7 +197,11 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
     assert f"{count - len(marked)} of {count} times agree with an earlier run" in shown
     twice = [r.point.seq_len for r in found.results if found.again[r.group, r.point.id]]
     first = found.results[[r.point.seq_len for r in found.results].index(64)]
-    assert all(found.ratio(r, first).unstable for r in found.results if r.point.seq_len in twice)
+    assert all(
+        found.ratio(r, first).unstable
+        for r in found.results
+        if r.point.seq_len in twice
+    )
     assert f"Unstable times: {len(marked)} of {count};" in shown
     assert f"Unstable times: {len(marked)}, among them" in shown
 
@@ -130,9 +209,16 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
 def test_a_row_of_a_wide_interval_is_unstable_and_a_lone_run_says_so(tmp_path):
     rows = rows_at([1.0])
     broad = replace(rows[0], ci=(rows[0].median * 0.86, rows[0].median * 1.12))
-    write_rows(tmp_path, [sampled(broad, [0.1 * x for x in (1, 1, 1, 1.5, 1.5, 1.5)]), *rows[1:]])
+    write_rows(
+        tmp_path,
+        [sampled(broad, [0.1 * x for x in (1, 1, 1, 1.5, 1.5, 1.5)]), *rows[1:]],
+    )
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
-    assert trust.wide(broad) and not trust.wide(rows[0]) and not trust.wide(replace(broad, ci=(0.0, math.inf)))
+    assert (
+        trust.wide(broad)
+        and not trust.wide(rows[0])
+        and not trust.wide(replace(broad, ci=(0.0, math.inf)))
+    )
     assert [r.unstable for r in found.results] == [True, False, False]
     lone = "from run to run is not known: intervals are of this run"
     assert lone in findings.reading(found).markdown
@@ -140,7 +226,9 @@ def test_a_row_of_a_wide_interval_is_unstable_and_a_lone_run_says_so(tmp_path):
 
 
 def test_a_ratio_is_of_the_rows_that_are_asked_for(tmp_path):
-    """Rows that are made for one question are gone after it, and others may then have their ids."""
+    """Rows that are made for one question are gone after it, and others may then have
+    their ids.
+    """
     slow, fast = rows_at([1.0])[:2]
     shown = study.Study(hardware.get_profile("cpu"), [slow, fast], tmp_path)
     for factor in range(1, 40):
@@ -154,6 +242,12 @@ def test_rows_with_few_rounds_in_common_are_compared_by_all_their_samples(tmp_pa
     assert shown.ratio(fast, slow).paired and shown.ratio(fast, slow).rounds == 10
     apart = replace(fast, rounds=tuple(range(7, 17)))  # three rounds with the other
     found = shown.ratio(apart, slow)
-    assert not found.paired and found.significantly_slower and found.value == pytest.approx(2)
+    assert (
+        not found.paired
+        and found.significantly_slower
+        and found.value == pytest.approx(2)
+    )
     few = shown.ratio(sampled(apart, apart.seconds[:3]), slow)
-    assert (few.low, few.high) == (0.0, math.inf) and columns.times(few).sub == "fewer than 5 samples; unpaired"
+    assert (few.low, few.high) == (0.0, math.inf) and columns.times(
+        few
+    ).sub == "fewer than 5 samples; unpaired"

@@ -1,4 +1,6 @@
-"""Ranks as processes: a fault ends in time, the culprit is named in one line, and nothing is left running."""
+"""Ranks as processes: a fault ends in time, the culprit is named in one line, and
+nothing is left running.
+"""
 
 import os
 import subprocess
@@ -46,12 +48,16 @@ def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
     assert time.monotonic() - start < timeout_s + 2
     assert str(failure.value) == FAULTS[kind] and failure.value.rank == 1
     shown = "".join(getattr(failure.value, "__notes__", [])) + capfd.readouterr().err
-    assert shown.count("Traceback") == ("raised" in FAULTS[kind] or "differs" in FAULTS[kind]), "the culprit's alone"
+    assert shown.count("Traceback") == (
+        "raised" in FAULTS[kind] or "differs" in FAULTS[kind]
+    ), "the culprit's alone"
 
 
 def test_ranks_that_all_hang_end_in_time():
     start = time.monotonic()
-    with pytest.raises(RankFailed, match="hangs: after 2 s it has begun 0 exchanges, others 0"):
+    with pytest.raises(
+        RankFailed, match="hangs: after 2 s it has begun 0 exchanges, others 0"
+    ):
         launch.launch(time.sleep, 2, 1000.0, timeout_s=2.0)
     assert 2 <= time.monotonic() - start < 12
 
@@ -61,14 +67,24 @@ def test_a_rank_that_never_joins_is_named(monkeypatch):
     monkeypatch.setattr(launch, "JOIN_S", 4.0)
     with pytest.raises(RankFailed) as failure:
         launch.launch(dist.get_rank, 3)
-    assert str(failure.value) == "rank 1 has not joined within 4 s" and failure.value.rank == 1
+    assert (
+        str(failure.value) == "rank 1 has not joined within 4 s"
+        and failure.value.rank == 1
+    )
 
 
 def test_as_many_ranks_as_memory_and_open_files_allow(monkeypatch):
     assert launch.most_ranks() > 2
-    for memory, files, most in ((1 << 30, 1024, 128), (1 << 30, 64, 32), (None, 64, 32), (1 << 30, -1, 128)):
+    for memory, files, most in (
+        (1 << 30, 1024, 128),
+        (1 << 30, 64, 32),
+        (None, 64, 32),
+        (1 << 30, -1, 128),
+    ):
         monkeypatch.setattr(launch, "ram_bytes", lambda read, memory=memory: memory)
-        monkeypatch.setattr(launch.resource, "getrlimit", lambda which, files=files: (files, files))
+        monkeypatch.setattr(
+            launch.resource, "getrlimit", lambda which, files=files: (files, files)
+        )
         assert launch.most_ranks() == most
 
 
@@ -78,20 +94,45 @@ BARE = "import torch.distributed as dist\nfrom ringlab.ring.launch import launch
 def test_a_script_needs_no_guard(tmp_path):
     (tmp_path / "script.py").write_text(BARE)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
 
 
-@pytest.mark.parametrize("function, args, options, why", [
-    (lambda: 0, (), {}, "put it into a module"),
-    (inject, (lambda: 1,), {}, "the arguments cannot be sent to other processes"),
-    (np.ones((2, 2)), (), {}, r"array\(\[\[1., 1..* cannot be imported by other processes: put it into a module"),
-    (inject, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
-    (inject, (), {"ranks": 10**9}, "ranks is 1000000000: this machine has memory and open files for .* at most"),
-    *((inject, (), {"timeout_s": given}, "timeout_s must be a positive number of seconds up to 1,000,000, got ")
-      for given in (0, float("nan"), float("inf"), "9", np.ones((2, 2)))),
-    (inject, (), {"threads": True}, "threads must be a positive integer, got True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "function, args, options, why",
+    [
+        (lambda: 0, (), {}, "put it into a module"),
+        (inject, (lambda: 1,), {}, "the arguments cannot be sent to other processes"),
+        (
+            np.ones((2, 2)),
+            (),
+            {},
+            r"array\(\[\[1., 1..* cannot be imported by other processes: put it into a module",
+        ),
+        (inject, (), {"ranks": 0}, "ranks must be a positive integer, got 0"),
+        (
+            inject,
+            (),
+            {"ranks": 10**9},
+            "ranks is 1000000000: this machine has memory and open files for .* at most",
+        ),
+        *(
+            (
+                inject,
+                (),
+                {"timeout_s": given},
+                "timeout_s must be a positive number of seconds up to 1,000,000, got ",
+            )
+            for given in (0, float("nan"), float("inf"), "9", np.ones((2, 2)))
+        ),
+        (inject, (), {"threads": True}, "threads must be a positive integer, got True"),
+    ],
+)
 def test_what_cannot_be_launched_is_one_line(function, args, options, why):
     options = {"ranks": 2} | options
     with pytest.raises(ValueError, match=why) as failure:
@@ -103,7 +144,9 @@ UNSENDABLE = "^rank 1 raised TypeError: its result, of type lock, cannot be sent
 UNREADABLE = "^rank 1 returned what cannot be read back: TypeError: TwoParts"
 
 
-@pytest.mark.parametrize("kind, why", [("unsendable", UNSENDABLE), ("unreadable", UNREADABLE)])
+@pytest.mark.parametrize(
+    "kind, why", [("unsendable", UNSENDABLE), ("unreadable", UNREADABLE)]
+)
 def test_a_result_that_cannot_come_back_names_its_rank_and_why(kind, why):
     with pytest.raises(RankFailed, match=why) as failure:
         launch.launch(inject, 2, kind, case_of(2, "plan"))
@@ -112,12 +155,16 @@ def test_a_result_that_cannot_come_back_names_its_rank_and_why(kind, why):
 
 def test_what_a_rank_has_started_ends_with_it(tmp_path):
     with pytest.raises(RankFailed, match="rank 1 raised"):
-        launch.launch(inject, 2, "raise", case_of(2, "plan"), 1, 0, str(tmp_path / "child"))
+        launch.launch(
+            inject, 2, "raise", case_of(2, "plan"), 1, 0, str(tmp_path / "child")
+        )
     assert gone([int((tmp_path / "child").read_text())], 60.0)
 
 
 def test_a_group_that_is_destroyed_is_gone(tmp_path):
-    """What holds a group keeps its threads alive, and these abort the process at its end, now and then."""
+    """What holds a group keeps its threads alive, and these abort the process at its
+    end, now and then.
+    """
     (tmp_path / "script.py").write_text(
         "import gc, sys, weakref\n"
         "import torch\n"
@@ -133,5 +180,9 @@ def test_a_group_that_is_destroyed_is_gone(tmp_path):
         "assert group() is None\n"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, tmp_path / "script.py", tmp_path / "store"], env=env, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", tmp_path / "store"],
+        env=env,
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stderr.decode()

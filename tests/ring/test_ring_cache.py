@@ -1,4 +1,6 @@
-"""A cache whose rows are shared out to ranks: the answer of one device, and every live row on one rank."""
+"""A cache whose rows are shared out to ranks: the answer of one device, and every live
+row on one rank.
+"""
 
 import random
 
@@ -20,22 +22,50 @@ def test_processes_answer_as_simulated_ranks_and_as_the_reference(ranks):
     for _ in range(12):
         heads, kv_heads = rng.choice([(4, 4), (4, 2), (6, 1)])
         sizes = [rng.choice([1, 1, 7, 40]) for _ in range(rng.randint(2, 12))]
-        about = {"heads": heads, "kv_heads": kv_heads, "d": 8, "seed": rng.randrange(1 << 30)}
-        cases.append((Case(rng.choice(PATTERNS), sum(sizes), rng.choice([F64, F32]), batch=2, **about), sizes))
+        about = {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "d": 8,
+            "seed": rng.randrange(1 << 30),
+        }
+        cases.append(
+            (
+                Case(
+                    rng.choice(PATTERNS),
+                    sum(sizes),
+                    rng.choice([F64, F32]),
+                    batch=2,
+                    **about,
+                ),
+                sizes,
+            )
+        )
     everyone, simulated = launch(cached, ranks, cases), cached(cases, Simulated(ranks))
     for i, (case, _) in enumerate(cases):
         longer = (torch.cat([t, t[:, :9]], 1) for t in drawn(case)[0])
         want, _ = reference.attention(*longer, case.pattern, causal=True)
         for out, lse, _, sent in (found[i] for found in everyone):
-            assert reference.error(out, want[:, : case.n], 1.0) <= EXACT[case.dtype], case
-            assert torch.equal(out, simulated[i][0]) and torch.equal(lse, simulated[i][1])
-            assert sent == (ranks - 1) * (out.numel() + lse.numel()) * case.dtype.itemsize  # to each other
+            assert reference.error(out, want[:, : case.n], 1.0) <= EXACT[case.dtype], (
+                case
+            )
+            assert torch.equal(out, simulated[i][0]) and torch.equal(
+                lse, simulated[i][1]
+            )
+            assert (
+                sent == (ranks - 1) * (out.numel() + lse.numel()) * case.dtype.itemsize
+            )  # to each other
         for head, rows in enumerate(simulated[i][2]):
-            assert torch.cat([found[i][2][head] for found in everyone]).sort().values.equal(rows)
+            assert (
+                torch.cat([found[i][2][head] for found in everyone])
+                .sort()
+                .values.equal(rows)
+            )
 
 
 def test_no_rank_keeps_much_more_than_its_part():
-    """Of every branch, whatever its rate: hashing does not follow the residues of the pattern."""
+    """Of every branch, whatever its rate: hashing does not follow the residues of the
+    pattern.
+    """
     for pattern in (Dense(), LADDER):
         most = rules_of(pattern, 4, 4, 16384, 0, 0, 1).slots
         each = [rules_of(pattern, 4, 4, 16384, 0, rank, 4).slots for rank in range(4)]
@@ -50,5 +80,8 @@ def test_ranks_generate_the_tokens_of_one(pattern):
 
 
 def test_ranks_that_bring_different_chunks_are_told_so():
-    with pytest.raises(RankFailed, match="ranks disagree about what is computed: (positions|lengths) is"):
+    with pytest.raises(
+        RankFailed,
+        match="ranks disagree about what is computed: (positions|lengths) is",
+    ):
         launch(unequal_chunks, 2)

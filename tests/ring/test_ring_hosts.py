@@ -1,4 +1,6 @@
-"""Scheme plan over hosts of several ranks: a row crosses the link between two of them once, and values stay."""
+"""Scheme plan over hosts of several ranks: a row crosses the link between two of them
+once, and values stay.
+"""
 
 import random
 import socket
@@ -7,14 +9,34 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from matrix import BLOCK_SPARSE, DILATED, F32, F64, LADDER, Case, any_layout, drawn, errors, fits, judged
+from matrix import (
+    BLOCK_SPARSE,
+    DILATED,
+    F32,
+    F64,
+    LADDER,
+    Case,
+    any_layout,
+    drawn,
+    errors,
+    fits,
+    judged,
+)
 from ring_cases import told
 from ringlab import Dense, Simulated, attention
 from ringlab.estimate import estimate
 from ringlab.measure import links
 from ringlab.meta_run import MetaCall
 from ringlab.network import BETWEEN, INSIDE, Line, Network, predict
-from ringlab.ring import Problem, contiguous, counting, group, plan_rank, striped, zigzag
+from ringlab.ring import (
+    Problem,
+    contiguous,
+    counting,
+    group,
+    plan_rank,
+    striped,
+    zigzag,
+)
 from ringlab.ring.exchange import on_hosts, rows_moved, rows_needed
 from ringlab.ring.launch import launch
 from ringlab.ring.volume import sent_to
@@ -28,11 +50,27 @@ def cases(ranks: int, **how):
     rng = random.Random(ranks)
     for i, pattern in enumerate((Dense(), *DILATED, *BLOCK_SPARSE[:-1:2])):
         made = [contiguous(101, ranks), zigzag(103, ranks), any_layout(rng, ranks, 90)]
-        for layout in (*made, striped(70, ranks), striped(71, ranks)) if i == 0 else made[i % 3 :][:2]:
+        for layout in (
+            (*made, striped(70, ranks), striped(71, ranks))
+            if i == 0
+            else made[i % 3 :][:2]
+        ):
             causal = layout.grid is None and rng.random() < 0.7
             if fits(pattern, layout, causal, "plan"):
-                yield Case(pattern, layout.n, F64, causal, 1 + i % 2, 4, rng.choice([1, 2, 4]), 8, seed=i,
-                           layout=layout, scheme="plan", **how)  # fmt: skip
+                yield Case(
+                    pattern,
+                    layout.n,
+                    F64,
+                    causal,
+                    1 + i % 2,
+                    4,
+                    rng.choice([1, 2, 4]),
+                    8,
+                    seed=i,
+                    layout=layout,
+                    scheme="plan",
+                    **how,
+                )
 
 
 def hosts_of(ranks: int, machines: int) -> tuple[int, ...]:
@@ -40,16 +78,24 @@ def hosts_of(ranks: int, machines: int) -> tuple[int, ...]:
 
 
 def problem_of(case: Case, hosts: tuple[int, ...]) -> Problem:
-    return on_hosts(Problem(case.pattern, case.layout, case.causal, case.heads, case.kv_heads), "plan", hosts)
+    return on_hosts(
+        Problem(case.pattern, case.layout, case.causal, case.heads, case.kv_heads),
+        "plan",
+        hosts,
+    )
 
 
 def crossing(problem: Problem, hosts) -> dict[tuple[int, int], int]:
-    """By (from, to) host the distinct rows that one needs from the other, by the pattern's own definition."""
+    """By (from, to) host the distinct rows that one needs from the other, by the
+    pattern's own definition.
+    """
     ranks, found = range(problem.layout.ranks), {}
     for rank in ranks:
         for source in ranks:
             if hosts[source] != hosts[rank]:
-                found.setdefault((hosts[source], hosts[rank]), set()).update(seen(problem, rank, source))
+                found.setdefault((hosts[source], hosts[rank]), set()).update(
+                    seen(problem, rank, source)
+                )
     return {pair: len(rows) for pair, rows in found.items() if rows}
 
 
@@ -66,8 +112,17 @@ def between(sent: dict, hosts) -> dict[tuple[int, int], int]:
 def test_values_and_gradients_are_the_reference(ranks, machines):
     for case in list(cases(ranks))[ranks // machines % 2 :: 2]:
         (q, k, *rest), dout, dlse, want, bounds = judged(case)
-        apart = errors(case.run((q, k, *rest), dout, dlse, Simulated(ranks, machines)), want, q, k, dout)
-        assert all(error <= bounds[name] for name, error in apart.items()), (case, apart)
+        apart = errors(
+            case.run((q, k, *rest), dout, dlse, Simulated(ranks, machines)),
+            want,
+            q,
+            k,
+            dout,
+        )
+        assert all(error <= bounds[name] for name, error in apart.items()), (
+            case,
+            apart,
+        )
 
 
 @pytest.mark.parametrize("ranks, machines", SPLIT)
@@ -83,13 +138,21 @@ def test_each_row_crosses_once_and_no_more_moves_than_without_hosts(ranks, machi
             case.call(*given[0])
         shape = {"batch": case.batch, "head_dim": case.d, "dtype": F64}
         for traffic, passes in ((forward, "fwd"), (both, "fwd+bwd")):
-            planned = {(rank, to): size for rank in range(ranks)
-                       for to, size in sent_to(problem, rank, "plan", passes=passes, **shape).items()}  # fmt: skip
+            planned = {
+                (rank, to): size
+                for rank in range(ranks)
+                for to, size in sent_to(
+                    problem, rank, "plan", passes=passes, **shape
+                ).items()
+            }
             assert traffic.sent == planned, case
         row = 2 * case.batch * case.d * 8
         want = {pair: rows * row for pair, rows in crossing(problem, hosts).items()}
         assert between(forward.sent, hosts) == want, case
-        back = {pair: both.sent.get(pair, 0) - forward.sent.get(pair, 0) for pair in both.sent}
+        back = {
+            pair: both.sent.get(pair, 0) - forward.sent.get(pair, 0)
+            for pair in both.sent
+        }
         back = {pair: size for pair, size in between(back, hosts).items() if size}
         assert back == {(b, a): size for (a, b), size in want.items()}, case
         assert (forward.total, both.total) == (usual.total, 2 * usual.total)
@@ -103,54 +166,110 @@ def test_ranks_on_any_hosts_plan_what_is_seen():
         problem = any_problem(rng)
         ranks = range(problem.layout.ranks)
         problem = on_hosts(problem, "plan", tuple(rng.randrange(3) for _ in ranks))
-        plans, needed = [plan_rank(problem, rank) for rank in ranks], rows_needed(problem)
+        plans, needed = (
+            [plan_rank(problem, rank) for rank in ranks],
+            rows_needed(problem),
+        )
         for rank, plan in enumerate(plans):
-            rows = [(owner, head, x) for owner, block in plan.blocks for head, where in block.members() for x in where]
-            want = {(owner, *row) for owner in ranks if owner != rank for row in seen(problem, rank, owner)}
-            assert len(rows) == len(set(rows)) == plan.rows == sum(needed[rank]) and set(rows) == want, problem
+            rows = [
+                (owner, head, x)
+                for owner, block in plan.blocks
+                for head, where in block.members()
+                for x in where
+            ]
+            want = {
+                (owner, *row)
+                for owner in ranks
+                if owner != rank
+                for row in seen(problem, rank, owner)
+            }
+            assert (
+                len(rows) == len(set(rows)) == plan.rows == sum(needed[rank])
+                and set(rows) == want
+            ), problem
             for other, theirs in enumerate(plans):
                 assert plan.receive[other] == theirs.send[rank]
-                assert not problem.hosts or plan.passed[other] == theirs.onward[rank], "both ends agree"
+                assert not problem.hosts or plan.passed[other] == theirs.onward[rank], (
+                    "both ends agree"
+                )
             passed = plan.passing[0] or [0] * len(ranks)
-            assert rows_moved(problem)[rank] == [a + b for a, b in zip(plan.received, passed)], problem
+            assert rows_moved(problem)[rank] == [
+                a + b for a, b in zip(plan.received, passed)
+            ], problem
             pairs += any(passed)
     assert pairs > 20
 
 
 def test_the_ranks_of_a_host_take_turns():
-    problem = on_hosts(Problem(Dense(), contiguous(64, 8), False, 2, 2), "plan", hosts_of(8, 2))
+    problem = on_hosts(
+        Problem(Dense(), contiguous(64, 8), False, 2, 2), "plan", hosts_of(8, 2)
+    )
     assert [sum(plan_rank(problem, rank).received[4:]) for rank in range(4)] == [16] * 4
 
 
 def test_hosts_that_change_nothing_are_no_part_of_a_problem():
     problem = Problem(Dense(), contiguous(64, 4), False, 2, 2)
-    for scheme, hosts in (("plan", (5,) * 4), ("plan", (3, 2, 1, 0)), ("plan", ()), ("ring", (0, 0, 1, 1))):
+    for scheme, hosts in (
+        ("plan", (5,) * 4),
+        ("plan", (3, 2, 1, 0)),
+        ("plan", ()),
+        ("ring", (0, 0, 1, 1)),
+    ):
         assert on_hosts(problem, scheme, hosts) is problem
     assert on_hosts(problem, "plan", (7, 3, 7, 3)).hosts == (0, 1, 0, 1)
-    for machines, said in ((3, "4 ranks do not share 3 machines evenly"), (0, "machines must be a positive integer")):
+    for machines, said in (
+        (3, "4 ranks do not share 3 machines evenly"),
+        (0, "machines must be a positive integer"),
+    ):
         with pytest.raises(ValueError, match=said):
             Simulated(4, machines)
-    with pytest.raises(ValueError, match="hosts must be a tuple of 4 numbers or of none"):
+    with pytest.raises(
+        ValueError, match="hosts must be a tuple of 4 numbers or of none"
+    ):
         MetaCall(Dense(), ranks=4, hosts=(0, 1))
 
 
 def test_an_estimate_knows_the_machines_of_a_network():
     beta, hosts, n = 1e8, hosts_of(4, 2), 256
     free = Line((0, 1), (0.0, 0.0))
-    network = Network(hosts, {BETWEEN: Line((0, beta), (0.0, 1.0)), INSIDE: free}, {"float32": (free, free)})
-    call = {"heads": 4, "head_dim": 8, "ranks": 4, "scheme": "plan", "passes": "fwd+bwd"}
-    case = Case(Dense(), n, F32, heads=4, kv_heads=4, d=8, lse_cotangent=False, layout=contiguous(n, 4), scheme="plan")
+    network = Network(
+        hosts,
+        {BETWEEN: Line((0, beta), (0.0, 1.0)), INSIDE: free},
+        {"float32": (free, free)},
+    )
+    call = {
+        "heads": 4,
+        "head_dim": 8,
+        "ranks": 4,
+        "scheme": "plan",
+        "passes": "fwd+bwd",
+    }
+    case = Case(
+        Dense(),
+        n,
+        F32,
+        heads=4,
+        kv_heads=4,
+        d=8,
+        lse_cotangent=False,
+        layout=contiguous(n, 4),
+        scheme="plan",
+    )
     with counting() as traffic:
         case.run(*drawn(case), Simulated(4, 2))
     found = estimate(Dense(), seq_len=n, network=network, **call)
-    assert found.sent == traffic.sent == estimate(Dense(), seq_len=n, hosts=hosts, **call).sent
+    assert (
+        found.sent
+        == traffic.sent
+        == estimate(Dense(), seq_len=n, hosts=hosts, **call).sent
+    )
     crossed = between(traffic.sent, hosts)[0, 1]  # equally much each way, in each pass
     agreed = 2 * 2 * 2 * 24  # to two ranks, from two, in two passes
     assert found.predicted.exchange_s == pytest.approx((crossed + agreed) / beta)
     assert found.predicted == predict(MetaCall(Dense(), **call), n, network)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # real processes
 
 
@@ -174,9 +293,17 @@ def on_machines(cases, names):
 
 @pytest.mark.parametrize("names", ["aabb", "abbb"])
 def test_gloo_ranks_find_their_machines(names):
-    """Of equal machines the bits are those of simulated ones; and three ranks of one beside one of another."""
-    some = [case for case in cases(4) if case.pattern in (Dense(), LADDER, BLOCK_SPARSE[2])][::2]
-    some = [*some, replace(some[0], scheme="ring"), replace(some[1], lse_cotangent=False, seed=1)]
+    """Of equal machines the bits are those of simulated ones; and three ranks of one
+    beside one of another.
+    """
+    some = [
+        case for case in cases(4) if case.pattern in (Dense(), LADDER, BLOCK_SPARSE[2])
+    ][::2]
+    some = [
+        *some,
+        replace(some[0], scheme="ring"),
+        replace(some[1], lse_cotangent=False, seed=1),
+    ]
     everyone = launch(on_machines, 4, some, names)
     for i, case in enumerate(some):
         found = case.joined([each[i][0] for each in everyone])
@@ -184,27 +311,64 @@ def test_gloo_ranks_find_their_machines(names):
         if names == "aabb":
             with counting() as traffic:
                 want = case.run(*drawn(case), Simulated(4, 2))
-            assert all(torch.equal(found[name], t) for name, t in want.items()) and sent == traffic.sent, case
+            assert (
+                all(torch.equal(found[name], t) for name, t in want.items())
+                and sent == traffic.sent
+            ), case
             continue
         (q, k, _), dout, _, want, bounds = judged(case)
-        assert all(e <= bounds[name] for name, e in errors(found, want, q, k, dout).items()), case
+        assert all(
+            e <= bounds[name] for name, e in errors(found, want, q, k, dout).items()
+        ), case
         if not case.lse_cotangent:
-            shape = {"batch": case.batch, "head_dim": case.d, "dtype": F64, "passes": "fwd+bwd"}
-            each = (sent_to(problem_of(case, (0, 1, 1, 1)), rank, "plan", **shape).items() for rank in range(4))
-            assert sent == {(rank, to): size for rank, some in enumerate(each) for to, size in some}
+            shape = {
+                "batch": case.batch,
+                "head_dim": case.d,
+                "dtype": F64,
+                "passes": "fwd+bwd",
+            }
+            each = (
+                sent_to(problem_of(case, (0, 1, 1, 1)), rank, "plan", **shape).items()
+                for rank in range(4)
+            )
+            assert sent == {
+                (rank, to): size for rank, some in enumerate(each) for to, size in some
+            }
     header, hosts = 2 * 24 * 3, 8 * 3
-    assert [[control for *_, control in each][:2] for each in everyone] == [[header + hosts, header]] * 4
+    assert [[control for *_, control in each][:2] for each in everyone] == [
+        [header + hosts, header]
+    ] * 4
 
 
 def unlike(hosts):
-    """What this rank is told: in its first call, of documents on one rank alone; then with ``hosts`` by rank."""
-    q, rank, how = torch.zeros(1, 8, 2, 8), dist.get_rank(), {"group": dist.group.WORLD, "scheme": "plan"}
-    first = told(attention, q, q, q, Dense(), **how, **({"cu_seqlens": [0, 5, 24]} if rank == 0 else {}))
+    """What this rank is told: in its first call, of documents on one rank alone; then
+    with ``hosts`` by rank.
+    """
+    q, rank, how = (
+        torch.zeros(1, 8, 2, 8),
+        dist.get_rank(),
+        {"group": dist.group.WORLD, "scheme": "plan"},
+    )
+    first = told(
+        attention,
+        q,
+        q,
+        q,
+        Dense(),
+        **how,
+        **({"cu_seqlens": [0, 5, 24]} if rank == 0 else {}),
+    )
     group._hosts[dist.group.WORLD] = hosts[rank]
     return first, told(attention, q, q, q, Dense(), **how)
 
 
 def test_ranks_whose_first_calls_or_machines_differ_are_told():
-    what = "pass is documents on rank 0, forward on the others", "hosts is (0, 1, 0) on rank 2, (0, 0, 2) on the others"
+    what = (
+        "pass is documents on rank 0, forward on the others",
+        "hosts is (0, 1, 0) on rank 2, (0, 0, 2) on the others",
+    )
     said = tuple(f"ranks disagree about what is computed: {each}" for each in what)
-    assert launch(unlike, 3, [(0, 0, 2), (0, 0, 2), (0, 1, 0)], timeout_s=30.0) == [said] * 3
+    assert (
+        launch(unlike, 3, [(0, 0, 2), (0, 0, 2), (0, 1, 0)], timeout_s=30.0)
+        == [said] * 3
+    )

@@ -32,13 +32,17 @@ def test_bounds_evict_the_least_recently_used_and_a_value_above_them_is_not_stor
         store.get(name, filler(100))
     store.get("a", filler(100))  # a hit: "a" is now the most recently used
     store.get("d", filler(100))
-    assert store.stats() == CacheStats(hits=1, misses=4, evictions=1, entries=3, bytes=300)
+    assert store.stats() == CacheStats(
+        hits=1, misses=4, evictions=1, entries=3, bytes=300
+    )
     for name in "acd":
         store.get(name, lambda: pytest.fail("was evicted"))
     store.get("large", filler(250))  # evicts as many as it needs
     for _ in range(2):
         assert store.get("too large", filler(301)).numel() == 301
-    assert store.stats() == CacheStats(hits=4, misses=7, evictions=4, entries=1, bytes=250)
+    assert store.stats() == CacheStats(
+        hits=4, misses=7, evictions=4, entries=1, bytes=250
+    )
     store = PatternCache(max_entries=3)
     for i in range(10):
         store.get(i, lambda: (1, 2, 3))
@@ -50,17 +54,30 @@ BASE = torch.zeros(100, dtype=torch.float64)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("make, expected", [
-    (lambda: BASE[:1], 800),  # a view keeps the whole storage
-    (lambda: (BASE, BASE[3:], [BASE.view(10, 10)]), 800),
-    (lambda: {"a": {"b": (torch.zeros(3, dtype=torch.uint8),)}, "c": (1, 2)}, 3),
-    (lambda: SimpleNamespace(tensors=[torch.zeros(7)]), 28),
-    (lambda: torch.eye(8).to_sparse_coo(), 2 * 8 * 8 + 8 * 4),
-    (lambda: torch.sparse_csr_tensor(torch.arange(9), torch.arange(8), torch.ones(8), (8, 8)), 9 * 8 + 8 * 8 + 8 * 4),
-    (lambda: torch.sparse_bsr_tensor(torch.arange(3), torch.arange(2), torch.ones(2, 4, 4), (8, 8)), 40 + 32 * 4),
-    (lambda: torch.zeros(9, device="meta"), 0),
-    (lambda: None, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, expected",
+    [
+        (lambda: BASE[:1], 800),  # a view keeps the whole storage
+        (lambda: (BASE, BASE[3:], [BASE.view(10, 10)]), 800),
+        (lambda: {"a": {"b": (torch.zeros(3, dtype=torch.uint8),)}, "c": (1, 2)}, 3),
+        (lambda: SimpleNamespace(tensors=[torch.zeros(7)]), 28),
+        (lambda: torch.eye(8).to_sparse_coo(), 2 * 8 * 8 + 8 * 4),
+        (
+            lambda: torch.sparse_csr_tensor(
+                torch.arange(9), torch.arange(8), torch.ones(8), (8, 8)
+            ),
+            9 * 8 + 8 * 8 + 8 * 4,
+        ),
+        (
+            lambda: torch.sparse_bsr_tensor(
+                torch.arange(3), torch.arange(2), torch.ones(2, 4, 4), (8, 8)
+            ),
+            40 + 32 * 4,
+        ),
+        (lambda: torch.zeros(9, device="meta"), 0),
+        (lambda: None, 0),
+    ],
+)
 def test_bytes_are_those_of_the_storages_each_once(make, expected):
     store = PatternCache()
     value = store.get("k", make)
@@ -68,17 +85,23 @@ def test_bytes_are_those_of_the_storages_each_once(make, expected):
     assert store.stats() == CacheStats(hits=1, misses=1, entries=1, bytes=expected)
 
 
-@pytest.mark.parametrize("build", [lambda: [].pop(), lambda: [torch.ones(3, requires_grad=True) * 2]])
+@pytest.mark.parametrize(
+    "build", [lambda: [].pop(), lambda: [torch.ones(3, requires_grad=True) * 2]]
+)
 def test_a_failed_build_and_a_value_that_requires_grad_are_not_stored(build):
     store = PatternCache()
     with pytest.raises((IndexError, ValueError)):
         store.get("k", build)
     assert store.stats() == CacheStats(misses=1)
-    assert store.get("k", lambda: 7) == 7 and store.stats() == CacheStats(misses=2, entries=1)
+    assert store.get("k", lambda: 7) == 7 and store.stats() == CacheStats(
+        misses=2, entries=1
+    )
 
 
 def test_a_value_may_grow_while_its_bytes_are_counted():
-    """As an object does whose properties are computed, and kept, when another thread first asks for them."""
+    """As an object does whose properties are computed, and kept, when another thread
+    first asks for them.
+    """
 
     class Grows:
         @property
@@ -97,7 +120,11 @@ def test_clear_drops_entries_and_counts_and_copies_have_the_same_bounds():
         store.get("a", filler(8))
         assert store.stats() == CacheStats(misses=1, entries=1, bytes=8)
         for made in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
-            assert (made.max_bytes, made.max_entries, made.stats()) == (100, 7, CacheStats())
+            assert (made.max_bytes, made.max_entries, made.stats()) == (
+                100,
+                7,
+                CacheStats(),
+            )
         store.clear()
     assert store.stats() == CacheStats() and cache.GLOBAL.max_bytes == 64 << 20
 
@@ -107,7 +134,9 @@ def test_built_in_inference_mode_serves_training():
     with torch.inference_mode():
         index = store.get("rows", lambda: torch.arange(3) * 1.5)
     weight = torch.ones(3, requires_grad=True)
-    (weight * store.get("rows", lambda: pytest.fail("rebuilt"))).sum().backward()  # saves the cached tensor
+    (
+        weight * store.get("rows", lambda: pytest.fail("rebuilt"))
+    ).sum().backward()  # saves the cached tensor
     assert not index.is_inference() and weight.grad.tolist() == [0.0, 1.5, 3.0]
 
 
@@ -159,7 +188,12 @@ def test_a_build_does_not_block_other_keys():
         if i == 0:
             return store.get("slow", slow)
         started.wait(20)
-        got = store.get("sum", lambda: store.get("a", lambda: 1) + store.get("b", lambda: 2)), store.stats().entries
+        got = (
+            store.get(
+                "sum", lambda: store.get("a", lambda: 1) + store.get("b", lambda: 2)
+            ),
+            store.stats().entries,
+        )
         release.set()
         return got
 
@@ -167,7 +201,9 @@ def test_a_build_does_not_block_other_keys():
 
 
 def test_eight_threads(frequent_switches):
-    """Random keys, sizes, failures and nested builds: values right, bound kept, counts add up."""
+    """Random keys, sizes, failures and nested builds: values right, bound kept, counts
+    add up.
+    """
     store, stop = PatternCache(max_bytes=64 << 10), time.monotonic() + 1
 
     def work(i):
@@ -178,7 +214,9 @@ def test_eight_threads(frequent_switches):
             def build(size=size):
                 if size > 150:
                     store.get(("part", size - 150), filler(size - 150))
-                return [].pop() if rng.random() < 0.02 else torch.full((size * 10,), size)
+                return (
+                    [].pop() if rng.random() < 0.02 else torch.full((size * 10,), size)
+                )
 
             with contextlib.suppress(IndexError):
                 value, stats = store.get(("size", size), build), store.stats()
@@ -189,5 +227,7 @@ def test_eight_threads(frequent_switches):
 
     calls = run_threads(8, work)
     assert min(calls) > 10 and store.stats().hits + store.stats().misses >= sum(calls)
-    store.get("all of it", filler(64 << 10))  # fits only if every other entry's bytes were counted rightly
+    store.get(
+        "all of it", filler(64 << 10)
+    )  # fits only if every other entry's bytes were counted rightly
     assert (store.stats().entries, store.stats().bytes) == (1, 64 << 10)

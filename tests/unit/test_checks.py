@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 import ringlab
 import torch
-from ringlab import Dense, Dilated, Simulated, blocks, cache, checks, estimate, kernels, memory, patterns, ring
+from ringlab import (
+    Dense,
+    Dilated,
+    Simulated,
+    blocks,
+    cache,
+    checks,
+    estimate,
+    kernels,
+    memory,
+    patterns,
+    ring,
+)
 from ringlab.nn import LanguageModel, MultiheadAttention
 
 PACKAGE = Path(checks.__file__).parent
@@ -23,14 +35,35 @@ def one_line(call, error=(TypeError, ValueError, NotImplementedError)) -> str:
     return str(failure.value)
 
 
-@pytest.mark.parametrize("value", [None, "1", 1.0, -1, True, 2**41, [], np.array([1, 2]), np.True_, np.float64(1),
-                                   torch.ones(3, 3), torch.tensor(True), torch.float32, object()])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "1",
+        1.0,
+        -1,
+        True,
+        2**41,
+        [],
+        np.array([1, 2]),
+        np.True_,
+        np.float64(1),
+        torch.ones(3, 3),
+        torch.tensor(True),
+        torch.float32,
+        object(),
+    ],
+)
 def test_wrong_values_are_one_line(value):
     said = one_line(lambda: checks.check_int("n", value, most=checks.LARGEST))
     assert said.startswith("n must be a positive integer up to 2**40, got ")
-    assert one_line(lambda: checks.check_choice("way", value, ("a", "b"))).endswith("; known: a, b")
+    assert one_line(lambda: checks.check_choice("way", value, ("a", "b"))).endswith(
+        "; known: a, b"
+    )
     if value is not True:
-        assert one_line(lambda: checks.check_bool("switch", value)).startswith("switch must be True or False, got ")
+        assert one_line(lambda: checks.check_bool("switch", value)).startswith(
+            "switch must be True or False, got "
+        )
     if value is not torch.float32:
         said = one_line(lambda: checks.check_float_dtype(value))
         assert said.startswith("dtype must be float64, float32, bfloat16 or float16")
@@ -38,109 +71,344 @@ def test_wrong_values_are_one_line(value):
 
 @pytest.mark.parametrize("kind", [int, np.int64, np.uint8, torch.tensor])
 def test_integers_of_every_kind_are_taken_as_pythons(kind):
-    assert type(checks.check_int("n", kind(3))) is int and checks.check_int("seed", kind(0), 0) == 0
-    assert checks.is_int(kind(1)) and not checks.is_int(kind(0)) and checks.is_real(-1.5) and not checks.is_real(True)
-    pattern = ringlab.BlockSparse([blocks.Window(kind(1)), blocks.Random(kind(2), kind(0))], kind(8))
-    assert json.loads(json.dumps(pattern.to_dict()))["block_size"] == 8 and pattern.density(kind(64)) <= 1
-    assert str(Simulated(kind(4), kind(2))) == "Simulated(ranks=4, machines=2)" and Dilated(
-        [kind(4)], [kind(2)]
-    ) == Dilated([4], [2])
+    assert (
+        type(checks.check_int("n", kind(3))) is int
+        and checks.check_int("seed", kind(0), 0) == 0
+    )
+    assert (
+        checks.is_int(kind(1))
+        and not checks.is_int(kind(0))
+        and checks.is_real(-1.5)
+        and not checks.is_real(True)
+    )
+    pattern = ringlab.BlockSparse(
+        [blocks.Window(kind(1)), blocks.Random(kind(2), kind(0))], kind(8)
+    )
+    assert (
+        json.loads(json.dumps(pattern.to_dict()))["block_size"] == 8
+        and pattern.density(kind(64)) <= 1
+    )
+    assert str(
+        Simulated(kind(4), kind(2))
+    ) == "Simulated(ranks=4, machines=2)" and Dilated([kind(4)], [kind(2)]) == Dilated(
+        [4], [2]
+    )
     assert ringlab.Ladder((kind(8), kind(4))).tiles == (8, 4)
     assert str(ring.hilbert(kind(4), kind(8), kind(2)).grid) == "(4, 8)"
     assert repr(ring.uneven([kind(3), kind(4)])) == repr(ring.uneven([3, 4]))
     for layout in (ring.contiguous, ring.zigzag, ring.striped):
         assert str(layout(kind(12), kind(2))) == str(layout(12, 2))
         assert layout(kind(12), kind(2)).ranges(kind(1)) == layout(12, 2).ranges(1)
-    problem = ring.Problem(Dilated([6], [2]), ring.zigzag(kind(12), kind(2)), False, 2, 2)
-    assert ring.plan_rank(problem, kind(1)).received == ring.plan_rank(problem, 1).received
-    assert ringlab.Adaptive(kind(8), kind(2)).pairs(kind(64)) == ringlab.Adaptive(8, 2).pairs(64)
-    found, want = (estimate(Dense(), seq_len=of(64), heads=of(2), head_dim=of(8), ranks=of(2)) for of in (kind, int))
+    problem = ring.Problem(
+        Dilated([6], [2]), ring.zigzag(kind(12), kind(2)), False, 2, 2
+    )
+    assert (
+        ring.plan_rank(problem, kind(1)).received == ring.plan_rank(problem, 1).received
+    )
+    assert ringlab.Adaptive(kind(8), kind(2)).pairs(kind(64)) == ringlab.Adaptive(
+        8, 2
+    ).pairs(64)
+    found, want = (
+        estimate(Dense(), seq_len=of(64), heads=of(2), head_dim=of(8), ranks=of(2))
+        for of in (kind, int)
+    )
     assert repr(found) == repr(want)
-    assert MultiheadAttention(kind(32), kind(4), PATTERN, num_kv_heads=kind(2)).num_kv_heads == 2
-    assert ringlab.RingDilatedAttentionV2([4], [2], ring_size=kind(2)).group == Simulated(2)
+    assert (
+        MultiheadAttention(
+            kind(32), kind(4), PATTERN, num_kv_heads=kind(2)
+        ).num_kv_heads
+        == 2
+    )
+    assert ringlab.RingDilatedAttentionV2(
+        [4], [2], ring_size=kind(2)
+    ).group == Simulated(2)
 
 
 Q, X = torch.zeros(1, 32, 4, 8), torch.zeros(1, 16, 32)
 PATTERN, BLOCKS = Dilated([8, 16], [1, 2]), blocks.sliding_window(1, block_size=8)
 WRONG = [
-    None, "x", 1.5, float("nan"), -1, 0, True, 10**30, b"x", [], ["x"], [None], {}, {1}, ("x", 1), int, object(),
-    np.array([1, 2]), torch.ones(2, 2),
-]  # fmt: skip
+    None,
+    "x",
+    1.5,
+    float("nan"),
+    -1,
+    0,
+    True,
+    10**30,
+    b"x",
+    [],
+    ["x"],
+    [None],
+    {},
+    {1},
+    ("x", 1),
+    int,
+    object(),
+    np.array([1, 2]),
+    torch.ones(2, 2),
+]
 SHAPE = {"seq_len": 32, "heads": 4, "head_dim": 8, "batch": 1, "kv_heads": 2}
 CACHE = {"batch": 1, "heads": 4, "kv_heads": 2, "head_dim": 8, "max_seq_len": 32}
-ENGINE = {"scheme": "auto", "layout": "contiguous", "backend": "auto", "execution": ringlab.Execution()}
+ENGINE = {
+    "scheme": "auto",
+    "layout": "contiguous",
+    "backend": "auto",
+    "execution": ringlab.Execution(),
+}
 TENSORS = {"q": Q, "k": Q, "v": Q}
-PUBLISHED = {"segment_lengths": [16], "dilation_rates": [2], "ring_size": None, "device": None, "dtype": None,
-             "use_pattern_cache": True, "enable_memory_pool": False, "memory_pool_threshold_mb": 16.0,
-             "use_flash_attention": True, "use_gradient_checkpointing": False, "block_size": None, "density": None,
-             "group": None, "config": None}  # fmt: skip
-DICT = {"kind": "dilated", "segment_lengths": [4], "dilation_rates": [2], "mixing": "lse", "offsets": "head"}
+PUBLISHED = {
+    "segment_lengths": [16],
+    "dilation_rates": [2],
+    "ring_size": None,
+    "device": None,
+    "dtype": None,
+    "use_pattern_cache": True,
+    "enable_memory_pool": False,
+    "memory_pool_threshold_mb": 16.0,
+    "use_flash_attention": True,
+    "use_gradient_checkpointing": False,
+    "block_size": None,
+    "density": None,
+    "group": None,
+    "config": None,
+}
+DICT = {
+    "kind": "dilated",
+    "segment_lengths": [4],
+    "dilation_rates": [2],
+    "mixing": "lse",
+    "offsets": "head",
+}
 PARTS = {
-    blocks.Window: {"before": 1, "after": 1}, blocks.Strided: {"rate": 1, "steps": 1},
-    blocks.Segment: {"length": 1, "rate": 1}, blocks.Global: {"count": 1, "rows": True, "columns": True},
-    blocks.Random: {"count": 1, "seed": 0}, blocks.Coarse: {"stride": 1, "reach": 1}, blocks.Given: {"rows": ("1",)},
-}  # fmt: skip
+    blocks.Window: {"before": 1, "after": 1},
+    blocks.Strided: {"rate": 1, "steps": 1},
+    blocks.Segment: {"length": 1, "rate": 1},
+    blocks.Global: {"count": 1, "rows": True, "columns": True},
+    blocks.Random: {"count": 1, "seed": 0},
+    blocks.Coarse: {"stride": 1, "reach": 1},
+    blocks.Given: {"rows": ("1",)},
+}
 FITTING = [
-    *[(lambda part=part, **given: blocks.BlockSparse([part(**given)], 8), given) for part, given in PARTS.items()],
+    *[
+        (lambda part=part, **given: blocks.BlockSparse([part(**given)], 8), given)
+        for part, given in PARTS.items()
+    ],
     (ringlab.Adaptive, {"block_size": 8, "top_k": 2}),
     (ringlab.Adaptive(8, 2).pairs, {"n": 32, "causal": False}),
-    (ringlab.AdaptiveBlockSparse, {"head_dim": 8, "block_size": 8, "top_k": 2, "backend": "auto", "group": None,
-                                   "device": None, "dtype": None}),
+    (
+        ringlab.AdaptiveBlockSparse,
+        {
+            "head_dim": 8,
+            "block_size": 8,
+            "top_k": 2,
+            "backend": "auto",
+            "group": None,
+            "device": None,
+            "dtype": None,
+        },
+    ),
     (ringlab.AdaptiveBlockSparse(8, 8, 2), TENSORS | {"is_causal": False}),
     (ringlab.AdaptiveBlockSparse(8, 8, 2).logits, {"q": Q, "k": Q, "causal": False}),
-    (ringlab.adaptive_attention, TENSORS | {"pattern": ringlab.Adaptive(8, 2), "z": None, "causal": False,
-                                            "scale": None, "backend": "auto", "group": None, "return_lse": False}),
+    (
+        ringlab.adaptive_attention,
+        TENSORS
+        | {
+            "pattern": ringlab.Adaptive(8, 2),
+            "z": None,
+            "causal": False,
+            "scale": None,
+            "backend": "auto",
+            "group": None,
+            "return_lse": False,
+        },
+    ),
     (ringlab.BlockSparse, {"parts": [blocks.Window(1)], "block_size": 8}),
-    (BLOCKS.pairs, {"n": 32, "causal": False}), (BLOCKS.density, {"n": 32, "causal": False}),
+    (BLOCKS.pairs, {"n": 32, "causal": False}),
+    (BLOCKS.density, {"n": 32, "causal": False}),
     (BLOCKS.with_density, {"density": 0.5, "n": 32, "causal": False}),
-    (blocks.sliding_window, {"before": 1, "block_size": 8}), (blocks.hierarchical, {"levels": [(1, 1)]}),
-    (blocks.bigbird, {"before": 1, "count": 1, "random": 1, "seed": 0, "block_size": 8}),
+    (blocks.sliding_window, {"before": 1, "block_size": 8}),
+    (blocks.hierarchical, {"levels": [(1, 1)]}),
+    (
+        blocks.bigbird,
+        {"before": 1, "count": 1, "random": 1, "seed": 0, "block_size": 8},
+    ),
     (blocks.from_mask, {"mask": torch.ones(4, 4) > 0, "block_size": 8}),
     (Dilated, {name: value for name, value in DICT.items() if name != "kind"}),
-    (lambda **fields: patterns.from_dict(fields), DICT), (patterns.from_dict, {"data": DICT}),
+    (lambda **fields: patterns.from_dict(fields), DICT),
+    (patterns.from_dict, {"data": DICT}),
     (lambda **fields: patterns.from_dict(fields), BLOCKS.to_dict()),
-    (patterns.show, {"pattern": PATTERN, "n": 32, "width": 8, "causal": False, "head": 0, "heads": 1}),
-    (ringlab.Execution, dict(vars(ringlab.Execution()))), (ringlab.Ladder, {"tiles": (8, 4)}),
+    (
+        patterns.show,
+        {
+            "pattern": PATTERN,
+            "n": 32,
+            "width": 8,
+            "causal": False,
+            "head": 0,
+            "heads": 1,
+        },
+    ),
+    (ringlab.Execution, dict(vars(ringlab.Execution()))),
+    (ringlab.Ladder, {"tiles": (8, 4)}),
     (Simulated, {"ranks": 2, "machines": 1}),
-    (ringlab.attention, TENSORS | {"pattern": PATTERN, "causal": False, "scale": None, "group": None,
-                                   "cu_seqlens": None, "lengths": None, "return_lse": False} | ENGINE),
-    (ringlab.attention, TENSORS | {"pattern": BLOCKS, "group": Simulated(2), "exchange_dtype": None} | ENGINE),
-    (estimate, {"pattern": PATTERN, "dtype": torch.float32, "causal": False, "passes": "fwd", "ranks": 1,
-                "profile": None} | SHAPE | ENGINE),
-    (estimate, {"pattern": BLOCKS, "ranks": 2, "hosts": (), "exchange_dtype": torch.bfloat16, "profile": "gtx1080"}
-     | SHAPE | ENGINE),
-    (ringlab.KVCache, {"pattern": PATTERN, "max_crop": 0, "dtype": torch.float32, "device": "cpu"} | CACHE),
-    (ringlab.cache_bytes, {"pattern": BLOCKS, "max_crop": 1, "dtype": torch.bfloat16} | CACHE),
-    (ringlab.attention, TENSORS | {"pattern": PATTERN, "causal": True, "cache": None, "lengths": None}),
-    (ringlab.longest, {"pattern": PATTERN, "memory_bytes": 1 << 20, "heads": 4, "head_dim": 8, "ranks": 1}),
-    (ringlab.advise, {"profile": "gtx1080", "ranks": 2, "causal": False, "passes": "fwd", "layers": 1,
-                      "pattern": "dense", "dtype": None, "layout": None, "memory_bytes": None, "seconds": None,
-                      "estimates": False, "rows": ()} | SHAPE),
-    (MultiheadAttention, {"embed_dim": 32, "num_heads": 4, "pattern": PATTERN, "num_kv_heads": 2, "bias": True,
-                          "causal": False, "group": None, "use_gradient_checkpointing": False, "config": None,
-                          "rotary_base": None, "device": None, "dtype": None} | ENGINE),
+    (
+        ringlab.attention,
+        TENSORS
+        | {
+            "pattern": PATTERN,
+            "causal": False,
+            "scale": None,
+            "group": None,
+            "cu_seqlens": None,
+            "lengths": None,
+            "return_lse": False,
+        }
+        | ENGINE,
+    ),
+    (
+        ringlab.attention,
+        TENSORS
+        | {"pattern": BLOCKS, "group": Simulated(2), "exchange_dtype": None}
+        | ENGINE,
+    ),
+    (
+        estimate,
+        {
+            "pattern": PATTERN,
+            "dtype": torch.float32,
+            "causal": False,
+            "passes": "fwd",
+            "ranks": 1,
+            "profile": None,
+        }
+        | SHAPE
+        | ENGINE,
+    ),
+    (
+        estimate,
+        {
+            "pattern": BLOCKS,
+            "ranks": 2,
+            "hosts": (),
+            "exchange_dtype": torch.bfloat16,
+            "profile": "gtx1080",
+        }
+        | SHAPE
+        | ENGINE,
+    ),
+    (
+        ringlab.KVCache,
+        {"pattern": PATTERN, "max_crop": 0, "dtype": torch.float32, "device": "cpu"}
+        | CACHE,
+    ),
+    (
+        ringlab.cache_bytes,
+        {"pattern": BLOCKS, "max_crop": 1, "dtype": torch.bfloat16} | CACHE,
+    ),
+    (
+        ringlab.attention,
+        TENSORS | {"pattern": PATTERN, "causal": True, "cache": None, "lengths": None},
+    ),
+    (
+        ringlab.longest,
+        {
+            "pattern": PATTERN,
+            "memory_bytes": 1 << 20,
+            "heads": 4,
+            "head_dim": 8,
+            "ranks": 1,
+        },
+    ),
+    (
+        ringlab.advise,
+        {
+            "profile": "gtx1080",
+            "ranks": 2,
+            "causal": False,
+            "passes": "fwd",
+            "layers": 1,
+            "pattern": "dense",
+            "dtype": None,
+            "layout": None,
+            "memory_bytes": None,
+            "seconds": None,
+            "estimates": False,
+            "rows": (),
+        }
+        | SHAPE,
+    ),
+    (
+        MultiheadAttention,
+        {
+            "embed_dim": 32,
+            "num_heads": 4,
+            "pattern": PATTERN,
+            "num_kv_heads": 2,
+            "bias": True,
+            "causal": False,
+            "group": None,
+            "use_gradient_checkpointing": False,
+            "config": None,
+            "rotary_base": None,
+            "device": None,
+            "dtype": None,
+        }
+        | ENGINE,
+    ),
     (MultiheadAttention(32, 4, PATTERN), {"x": X}),
-    (kernels.choose, {"device": "cpu", "dtype": torch.float32, "head_dim": 8, "causal": False, "backward": False,
-                      "backend": "auto"}),
-    (kernels.table, {"device": "cpu", "dtype": torch.float32, "head_dim": 8, "causal": False, "backward": True}),
-    (ring.contiguous, {"n": 32, "ranks": 2}), (ring.zigzag, {"n": 32, "ranks": 2}), (ring.uneven, {"sizes": [16, 16]}),
-    (ring.striped, {"n": 32, "ranks": 2}), (ring.hilbert, {"height": 4, "width": 8, "ranks": 2}),
+    (
+        kernels.choose,
+        {
+            "device": "cpu",
+            "dtype": torch.float32,
+            "head_dim": 8,
+            "causal": False,
+            "backward": False,
+            "backend": "auto",
+        },
+    ),
+    (
+        kernels.table,
+        {
+            "device": "cpu",
+            "dtype": torch.float32,
+            "head_dim": 8,
+            "causal": False,
+            "backward": True,
+        },
+    ),
+    (ring.contiguous, {"n": 32, "ranks": 2}),
+    (ring.zigzag, {"n": 32, "ranks": 2}),
+    (ring.uneven, {"sizes": [16, 16]}),
+    (ring.striped, {"n": 32, "ranks": 2}),
+    (ring.hilbert, {"height": 4, "width": 8, "ranks": 2}),
     (ring.group_size, {"group": Simulated(2)}),
     (memory.MemoryPool, {"max_bytes": 64, "threshold_bytes": 0, "waste": 2.0}),
-    (memory.MemoryPool().lend, {"shape": (2,), "dtype": torch.float32, "device": "cpu"}),
+    (
+        memory.MemoryPool().lend,
+        {"shape": (2,), "dtype": torch.float32, "device": "cpu"},
+    ),
     (cache.PatternCache, {"max_bytes": 64, "max_entries": 8}),
-    (ringlab.DilatedAttention, PUBLISHED), (ringlab.RingDilatedAttentionV2Flash, PUBLISHED),
+    (ringlab.DilatedAttention, PUBLISHED),
+    (ringlab.RingDilatedAttentionV2Flash, PUBLISHED),
     (ringlab.RingDilatedAttentionHilbertGPUOptimized, PUBLISHED),
     (ringlab.DilatedAttention([8, 16], [1, 2]), TENSORS | {"is_causal": False}),
     (ringlab.BlockSparseOptimized, PUBLISHED | {"block_size": 8}),
     (ringlab.BlockSparseOptimized, {"density": 0.5, "block_size": 8}),
     (ringlab.BlockSparseOptimized, {"pattern": BLOCKS}),
-    (ringlab.BlockSparseOptimized(density=0.5, block_size=8).pattern_for, {"n": 32, "causal": False}),
-]  # fmt: skip
+    (
+        ringlab.BlockSparseOptimized(density=0.5, block_size=8).pattern_for,
+        {"n": 32, "causal": False},
+    ),
+]
 
 
-@pytest.mark.parametrize("call, fitting", FITTING, ids=[str(i) for i in range(len(FITTING))])
-def test_every_argument_takes_a_wrong_value_or_refuses_it_in_one_line_of_the_library(call, fitting):
+@pytest.mark.parametrize(
+    "call, fitting", FITTING, ids=[str(i) for i in range(len(FITTING))]
+)
+def test_every_argument_takes_a_wrong_value_or_refuses_it_in_one_line_of_the_library(
+    call, fitting
+):
     call(**fitting)
     found = []
     for name, value in ((name, value) for name in fitting for value in WRONG):
@@ -148,24 +416,42 @@ def test_every_argument_takes_a_wrong_value_or_refuses_it_in_one_line_of_the_lib
             call(**fitting | {name: value})
         except Exception as error:  # noqa: BLE001  whichever comes is judged
             last = traceback.extract_tb(error.__traceback__)[-1]
-            own = PACKAGE in Path(last.filename).parents and last.line.startswith("raise ")
+            own = PACKAGE in Path(last.filename).parents and last.line.startswith(
+                "raise "
+            )
             if not own or "\n" in str(error):
-                found.append(f"{name}={checks.short_repr(value)}: {type(error).__name__}: {error}")
+                found.append(
+                    f"{name}={checks.short_repr(value)}: {type(error).__name__}: {error}"
+                )
     assert found == []
 
 
 def test_all_public_callables_are_tried_with_wrong_values():
-    results = {"Advice", "Estimate", "Evidence"}  # what calls return, and rows of the report
+    results = {
+        "Advice",
+        "Estimate",
+        "Evidence",
+    }  # what calls return, and rows of the report
     no_arguments = {"Dense", "Pattern"}
-    modules = {name for name in ringlab.__all__ if inspect.ismodule(getattr(ringlab, name))}
+    modules = {
+        name for name in ringlab.__all__ if inspect.ismodule(getattr(ringlab, name))
+    }
     tried = {call for call, _ in FITTING}
-    alike = {name for name in ringlab.__all__ if name.startswith(("Ring", "Improved", "BlockSparse"))}
+    alike = {
+        name
+        for name in ringlab.__all__
+        if name.startswith(("Ring", "Improved", "BlockSparse"))
+    }
     left = set(ringlab.__all__) - results - no_arguments - modules - alike
     assert [name for name in left if getattr(ringlab, name) not in tried] == []
 
 
 T, TOP2 = torch.zeros(1, 20, 2, 8), ringlab.Adaptive(8, 2)
-OTHER = {"seq_len": 4096, "ranks": 2, "layout": ring.zigzag(64, 2)}  # a layout of another length
+OTHER = {
+    "seq_len": 4096,
+    "ranks": 2,
+    "layout": ring.zigzag(64, 2),
+}  # a layout of another length
 X = torch.randn(1, 8, 16)
 
 
@@ -174,7 +460,10 @@ def taken_over(**options):
     return MultiheadAttention.from_torch(theirs, Dense())
 
 
-MODULE, LAYER = ringlab.DilatedAttention([16], [2]), MultiheadAttention(16, 4, Dense(), dropout=0.0)
+MODULE, LAYER = (
+    ringlab.DilatedAttention([16], [2]),
+    MultiheadAttention(16, 4, Dense(), dropout=0.0),
+)
 
 
 def published(**more):
@@ -186,75 +475,259 @@ def adaptive(*more, **options):
 
 
 REFUSED = [
-    (lambda: memory.MemoryPool().lend((2,), "float"), TypeError, "dtype must be a torch.dtype, .* got 'float'"),
-    (lambda: memory.MemoryPool().lend(2.5), TypeError, "a shape must be a sequence of integers, got 2.5"),
+    (
+        lambda: memory.MemoryPool().lend((2,), "float"),
+        TypeError,
+        "dtype must be a torch.dtype, .* got 'float'",
+    ),
+    (
+        lambda: memory.MemoryPool().lend(2.5),
+        TypeError,
+        "a shape must be a sequence of integers, got 2.5",
+    ),
     (lambda: memory.MemoryPool().lend((2, -3)), ValueError, r"got \(2, -3\)"),
     (lambda: memory.MemoryPool(waste=0.5), ValueError, "memory pool: .* got"),
     (lambda: cache.PatternCache(max_entries=-1), ValueError, "must be >= 0"),
     (lambda: Dilated([4, 8], [1]), ValueError, "differ in length"),
-    (lambda: Dilated([], []), ValueError, r"segment_lengths must be a list of .*, got \[\]"),
+    (
+        lambda: Dilated([], []),
+        ValueError,
+        r"segment_lengths must be a list of .*, got \[\]",
+    ),
     (lambda: Dilated([4], [5]), ValueError, "rate 5 exceeds its segment length 4"),
-    (lambda: Dilated([4.0], [1]), ValueError, "segment_lengths must be a positive integer up to 2..40, got 4.0"),
+    (
+        lambda: Dilated([4.0], [1]),
+        ValueError,
+        "segment_lengths must be a positive integer up to 2..40, got 4.0",
+    ),
     (lambda: Dilated([10**5000], [1]), ValueError, "got a int too long to show"),
     (lambda: Dilated([4], [1], "mean"), ValueError, "unknown mixing 'mean'"),
-    (lambda: patterns.from_dict({"kind": "ring"}), ValueError, "unknown pattern kind 'ring'"),
-    (lambda: patterns.from_dict({"kind": "dilated"}), ValueError, "'dilated': .*missing 2 .*'segment_lengths'"),
-    (lambda: ring.contiguous(8, 10**9), ValueError, "ranks must be a positive integer up to 2..20, got 1000000000"),
-    (lambda: ringlab.longest(Dense(), 10**30), ValueError, "in bytes must be .* up to 2..50, got 10000"),
-    (lambda: estimate(Dense(), seq_len=64, heads=10**30), ValueError, "heads . head_dim must be .* up to 2..35"),
-    (lambda: ringlab.Adaptive(8, 0), ValueError, "top_k must be a positive integer up to 2..40, got 0"),
-    (lambda: ringlab.AdaptiveBlockSparse(0), ValueError, "head_dim must be a positive integer up to 2..40, got 0"),
-    (lambda: ringlab.AdaptiveBlockSparse(8, group=object()), TypeError, "group must be a ProcessGroup, a 1-D Devi"),
-    (lambda: ringlab.AdaptiveBlockSparse(4, 8, 2)(T, T, T), ValueError, "the scorer is for head_dim 4, got 8"),
-    (lambda: adaptive(ringlab.Adaptive(8, 4)), ValueError, "top_k 4 exceeds the 3 blocks of n = 20"),
-    (lambda: adaptive(TOP2, torch.zeros(1, 2, 3, 2)), ValueError,
-     r"z must be \(batch, heads, blocks, blocks\) = \(1, 2, 3, 3\), floats on cpu; got \(1, 2, 3, 2\)"),
+    (
+        lambda: patterns.from_dict({"kind": "ring"}),
+        ValueError,
+        "unknown pattern kind 'ring'",
+    ),
+    (
+        lambda: patterns.from_dict({"kind": "dilated"}),
+        ValueError,
+        "'dilated': .*missing 2 .*'segment_lengths'",
+    ),
+    (
+        lambda: ring.contiguous(8, 10**9),
+        ValueError,
+        "ranks must be a positive integer up to 2..20, got 1000000000",
+    ),
+    (
+        lambda: ringlab.longest(Dense(), 10**30),
+        ValueError,
+        "in bytes must be .* up to 2..50, got 10000",
+    ),
+    (
+        lambda: estimate(Dense(), seq_len=64, heads=10**30),
+        ValueError,
+        "heads . head_dim must be .* up to 2..35",
+    ),
+    (
+        lambda: ringlab.Adaptive(8, 0),
+        ValueError,
+        "top_k must be a positive integer up to 2..40, got 0",
+    ),
+    (
+        lambda: ringlab.AdaptiveBlockSparse(0),
+        ValueError,
+        "head_dim must be a positive integer up to 2..40, got 0",
+    ),
+    (
+        lambda: ringlab.AdaptiveBlockSparse(8, group=object()),
+        TypeError,
+        "group must be a ProcessGroup, a 1-D Devi",
+    ),
+    (
+        lambda: ringlab.AdaptiveBlockSparse(4, 8, 2)(T, T, T),
+        ValueError,
+        "the scorer is for head_dim 4, got 8",
+    ),
+    (
+        lambda: adaptive(ringlab.Adaptive(8, 4)),
+        ValueError,
+        "top_k 4 exceeds the 3 blocks of n = 20",
+    ),
+    (
+        lambda: adaptive(TOP2, torch.zeros(1, 2, 3, 2)),
+        ValueError,
+        r"z must be \(batch, heads, blocks, blocks\) = \(1, 2, 3, 3\), floats on cpu; got \(1, 2, 3, 2\)",
+    ),
     (lambda: adaptive(TOP2, T.long()), ValueError, "torch.int64 on cpu"),
     (lambda: adaptive(TOP2, scale=float("nan")), ValueError, "a finite number"),
     (lambda: adaptive(TOP2, backend="fast"), ValueError, "unknown backend 'fast'"),
     (lambda: adaptive(Dense()), TypeError, "must be a ringlab.Adaptive, got Dense"),
-    (lambda: MultiheadAttention(16, 4, Dense(), dropout=0.1), TypeError,
-     "cannot honour 'dropout': attention dropout is not supported"),
-    (lambda: MultiheadAttention(16, 4, Dense(), rotary_base=-1), ValueError, "rotary_base must be a positive number"),
-    (lambda: MultiheadAttention(12, 4, Dense(), rotary_base=10), ValueError, "needs an even head_dim, got 3"),
-    (lambda: LanguageModel(9, 16, 4, [Dense()], num_layers=2), ValueError, "one, or 2 for the layers, got 1"),
-    (lambda: LanguageModel(9, 16, 4, Dense(), num_layers=0), ValueError, "num_layers must be a positive"),
-    (lambda: MultiheadAttention(16, 4, Dense(), batch_first=False), ValueError, "batch_first must be True"),
+    (
+        lambda: MultiheadAttention(16, 4, Dense(), dropout=0.1),
+        TypeError,
+        "cannot honour 'dropout': attention dropout is not supported",
+    ),
+    (
+        lambda: MultiheadAttention(16, 4, Dense(), rotary_base=-1),
+        ValueError,
+        "rotary_base must be a positive number",
+    ),
+    (
+        lambda: MultiheadAttention(12, 4, Dense(), rotary_base=10),
+        ValueError,
+        "needs an even head_dim, got 3",
+    ),
+    (
+        lambda: LanguageModel(9, 16, 4, [Dense()], num_layers=2),
+        ValueError,
+        "one, or 2 for the layers, got 1",
+    ),
+    (
+        lambda: LanguageModel(9, 16, 4, Dense(), num_layers=0),
+        ValueError,
+        "num_layers must be a positive",
+    ),
+    (
+        lambda: MultiheadAttention(16, 4, Dense(), batch_first=False),
+        ValueError,
+        "batch_first must be True",
+    ),
     (lambda: LAYER(X, X, X, need_weights=True), TypeError, "it computes no weights"),
-    (lambda: LAYER(X, X, X + 1), ValueError, "must be one tensor: the layer is self-attention alone"),
-    (lambda: LAYER(X, attn_mask=torch.zeros(8, 8)), TypeError, "'attn_mask': masks are not arguments"),
-    (lambda: LAYER(X, key_padding_mask=torch.eye(1, 8) > 0), ValueError, "must hide the end of rows: pad on the right"),
-    (lambda: LAYER(X, key_padding_mask=torch.ones(1, 8)), ValueError, "must be of bools, or of 0 and -inf"),
-    (lambda: LAYER(X, key_padding_mask=torch.ones(8) > 0), ValueError, "key_padding_mask must be a tensor .1, 8., got"),
-    (lambda: LAYER(X, attn_mask=torch.eye(8), is_causal=True), TypeError, "'attn_mask': masks are not arguments"),
-    (lambda: LAYER(X, attn_mask=torch.ones(8, 8).triu(1).byte()), TypeError, "'attn_mask': masks are not arguments"),
-    (lambda: taken_over(dropout=0.1), ValueError, "attention dropout 0.1 is not supported"),
+    (
+        lambda: LAYER(X, X, X + 1),
+        ValueError,
+        "must be one tensor: the layer is self-attention alone",
+    ),
+    (
+        lambda: LAYER(X, attn_mask=torch.zeros(8, 8)),
+        TypeError,
+        "'attn_mask': masks are not arguments",
+    ),
+    (
+        lambda: LAYER(X, key_padding_mask=torch.eye(1, 8) > 0),
+        ValueError,
+        "must hide the end of rows: pad on the right",
+    ),
+    (
+        lambda: LAYER(X, key_padding_mask=torch.ones(1, 8)),
+        ValueError,
+        "must be of bools, or of 0 and -inf",
+    ),
+    (
+        lambda: LAYER(X, key_padding_mask=torch.ones(8) > 0),
+        ValueError,
+        "key_padding_mask must be a tensor .1, 8., got",
+    ),
+    (
+        lambda: LAYER(X, attn_mask=torch.eye(8), is_causal=True),
+        TypeError,
+        "'attn_mask': masks are not arguments",
+    ),
+    (
+        lambda: LAYER(X, attn_mask=torch.ones(8, 8).triu(1).byte()),
+        TypeError,
+        "'attn_mask': masks are not arguments",
+    ),
+    (
+        lambda: taken_over(dropout=0.1),
+        ValueError,
+        "attention dropout 0.1 is not supported",
+    ),
     (lambda: taken_over(kdim=8), ValueError, "takes no layer with kdim"),
-    (lambda: taken_over(batch_first=False), ValueError, "make it with batch_first=True"),
-    (lambda: MultiheadAttention.from_torch(LAYER, Dense()), TypeError, "takes a torch.nn.MultiheadAttention"),
-    (lambda: LanguageModel(9, 16, 4, Dense())(torch.ones(1, 8).int(), cu_seqlens=[0, 9]), ValueError, "ascend from 0"),
-    (lambda: MultiheadAttention(16, 4, Dense(), num_kv_heads=3), ValueError,
-     "num_heads must divide embed_dim and num_kv_heads num_heads, got 16, 4, 3"),
-    (lambda: MultiheadAttention(16, 4, Dense(), layout="zigzag"), ValueError, "a layout is for several ranks"),
-    (lambda: LAYER(torch.randn(1, 8, 12)), ValueError, r"x must be \(batch, seq, 16\), got shape \(1, 8, 12\)"),
-    (lambda: published(sparsity_ratio=0.9), TypeError, "'sparsity_ratio': it changed nothing in the original"),
+    (
+        lambda: taken_over(batch_first=False),
+        ValueError,
+        "make it with batch_first=True",
+    ),
+    (
+        lambda: MultiheadAttention.from_torch(LAYER, Dense()),
+        TypeError,
+        "takes a torch.nn.MultiheadAttention",
+    ),
+    (
+        lambda: LanguageModel(9, 16, 4, Dense())(
+            torch.ones(1, 8).int(), cu_seqlens=[0, 9]
+        ),
+        ValueError,
+        "ascend from 0",
+    ),
+    (
+        lambda: MultiheadAttention(16, 4, Dense(), num_kv_heads=3),
+        ValueError,
+        "num_heads must divide embed_dim and num_kv_heads num_heads, got 16, 4, 3",
+    ),
+    (
+        lambda: MultiheadAttention(16, 4, Dense(), layout="zigzag"),
+        ValueError,
+        "a layout is for several ranks",
+    ),
+    (
+        lambda: LAYER(torch.randn(1, 8, 12)),
+        ValueError,
+        r"x must be \(batch, seq, 16\), got shape \(1, 8, 12\)",
+    ),
+    (
+        lambda: published(sparsity_ratio=0.9),
+        TypeError,
+        "'sparsity_ratio': it changed nothing in the original",
+    ),
     (lambda: published(dropout=0.1), TypeError, "attention dropout is not supported"),
-    (lambda: published(block_size=64), TypeError, "'block_size': it belongs to the block-sparse systems"),
+    (
+        lambda: published(block_size=64),
+        TypeError,
+        "'block_size': it belongs to the block-sparse systems",
+    ),
     (lambda: published(ring_size=2), NotImplementedError, "ring_size must be 1"),
-    (lambda: published(memory_pool_threshold_mb=float("nan")), ValueError, "finite and not negative"),
-    (lambda: published(device=3.5), ValueError, "device must be a torch.device or its name"),
-    (lambda: published(is_causal=True), TypeError, "'is_causal': forward takes is_causal=True"),
-    (lambda: MODULE(T, T, T, attention_mask=T), TypeError,
-     "DilatedAttention cannot honour 'attention_mask': masks are not arguments"),
-    (lambda: MODULE(T, T, T, causal=True), TypeError, "'causal': forward takes is_causal=True"),
-    (lambda: published(dtype=torch.float32)(*[T.double()] * 3), ValueError, "pass dtype=torch.float64"),
-    (lambda: published().type(torch.int32), ValueError, "dtype must be float64, .*, got torch.int32"),
-    (lambda: ringlab.advise(profile="gtx1080", **OTHER), ValueError, "the layout is for 64 positions, the"),
-    (lambda: estimate(Dense(), **OTHER), ValueError, "^the layout is for 64 positions, the sequence has 4096$"),
-]  # fmt: skip
+    (
+        lambda: published(memory_pool_threshold_mb=float("nan")),
+        ValueError,
+        "finite and not negative",
+    ),
+    (
+        lambda: published(device=3.5),
+        ValueError,
+        "device must be a torch.device or its name",
+    ),
+    (
+        lambda: published(is_causal=True),
+        TypeError,
+        "'is_causal': forward takes is_causal=True",
+    ),
+    (
+        lambda: MODULE(T, T, T, attention_mask=T),
+        TypeError,
+        "DilatedAttention cannot honour 'attention_mask': masks are not arguments",
+    ),
+    (
+        lambda: MODULE(T, T, T, causal=True),
+        TypeError,
+        "'causal': forward takes is_causal=True",
+    ),
+    (
+        lambda: published(dtype=torch.float32)(*[T.double()] * 3),
+        ValueError,
+        "pass dtype=torch.float64",
+    ),
+    (
+        lambda: published().type(torch.int32),
+        ValueError,
+        "dtype must be float64, .*, got torch.int32",
+    ),
+    (
+        lambda: ringlab.advise(profile="gtx1080", **OTHER),
+        ValueError,
+        "the layout is for 64 positions, the",
+    ),
+    (
+        lambda: estimate(Dense(), **OTHER),
+        ValueError,
+        "^the layout is for 64 positions, the sequence has 4096$",
+    ),
+]
 
 
-@pytest.mark.parametrize("call, error, why", REFUSED, ids=[str(i) for i in range(len(REFUSED))])
+@pytest.mark.parametrize(
+    "call, error, why", REFUSED, ids=[str(i) for i in range(len(REFUSED))]
+)
 def test_what_is_wrong_is_refused_by_name_in_one_line(call, error, why):
     said = one_line(call, error)
     assert re.search(why, said), said
@@ -262,20 +735,46 @@ def test_what_is_wrong_is_refused_by_name_in_one_line(call, error, why):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_one_line():
-    for ask in (lambda: ringlab.RingDilatedAttentionV2Flash([16], [2], device="cuda"), lambda: MODULE.backends("cuda")):
+    for ask in (
+        lambda: ringlab.RingDilatedAttentionV2Flash([16], [2], device="cuda"),
+        lambda: MODULE.backends("cuda"),
+    ):
         assert "device is 'cuda', but torch finds no GPU here" in one_line(ask)
 
 
 def test_ranges_generators_and_numpys_numbers_are_taken():
-    assert ring.uneven(x for x in [3, 4]) == ring.uneven([3, 4]) == ring.uneven(dict(a=3, b=4).values())
-    assert cache.PatternCache(max_bytes=np.int64(64), max_entries=float("inf")).max_bytes == 64
+    assert (
+        ring.uneven(x for x in [3, 4])
+        == ring.uneven([3, 4])
+        == ring.uneven(dict(a=3, b=4).values())
+    )
+    assert (
+        cache.PatternCache(max_bytes=np.int64(64), max_entries=float("inf")).max_bytes
+        == 64
+    )
     assert memory.MemoryPool(np.int64(64), waste=np.float32(2)).waste == 2
     for names in (["auto"], ("auto",)):
-        assert kernels.choose("cpu", torch.float32, np.int64(8), backend=names).kernel is not None
-        assert estimate(Dense(), seq_len=64, heads=1, head_dim=8, backend=names).peak_bytes > 0
-        assert ringlab.attention(Q, Q, Q, PATTERN, backend=names, scale=np.float32(0.5)).shape == Q.shape
+        assert (
+            kernels.choose("cpu", torch.float32, np.int64(8), backend=names).kernel
+            is not None
+        )
+        assert (
+            estimate(Dense(), seq_len=64, heads=1, head_dim=8, backend=names).peak_bytes
+            > 0
+        )
+        assert (
+            ringlab.attention(
+                Q, Q, Q, PATTERN, backend=names, scale=np.float32(0.5)
+            ).shape
+            == Q.shape
+        )
     assert ringlab.Adaptive(8, 2).count(np.int64(64)) == 8
     assert ringlab.Ladder(range(512, 0, -256)).tiles == (512, 256)
-    assert ringlab.BlockSparseOptimized(range(16, 33, 16), range(1, 3), block_size=8).pattern.block_size == 8
+    assert (
+        ringlab.BlockSparseOptimized(
+            range(16, 33, 16), range(1, 3), block_size=8
+        ).pattern.block_size
+        == 8
+    )
     assert MultiheadAttention(32, 4, PATTERN, bias=0).q_proj.bias is None
     assert patterns.show(PATTERN, 32, head=2).count("\n") == 31

@@ -1,4 +1,6 @@
-"""The command line: exit codes, one line for what a user can cause, and torch alone where that is promised."""
+"""The command line: exit codes, one line for what a user can cause, and torch alone
+where that is promised.
+"""
 
 import tomllib
 from pathlib import Path
@@ -11,7 +13,12 @@ from ringlab.ring.launch import launch
 
 LIB = Path(cli.__file__).resolve().parents[1]
 PASCAL = hardware.Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65")
-UNDRIVABLE = hardware.Machine(gpus=(PASCAL,), torch="2.13.0", torch_cuda="13.0", arch_list=("sm_75", "sm_80", "sm_90"))
+UNDRIVABLE = hardware.Machine(
+    gpus=(PASCAL,),
+    torch="2.13.0",
+    torch_cuda="13.0",
+    arch_list=("sm_75", "sm_80", "sm_90"),
+)
 
 
 def said(capsys, *argv):
@@ -20,93 +27,189 @@ def said(capsys, *argv):
     return code, out, err
 
 
-@pytest.mark.parametrize("command, rows", [("report", "--reports"), ("measure", "--data")])
-def test_profiles_that_cannot_be_measured_here(capsys, monkeypatch, tmp_path, command, rows):
+@pytest.mark.parametrize(
+    "command, rows", [("report", "--reports"), ("measure", "--data")]
+)
+def test_profiles_that_cannot_be_measured_here(
+    capsys, monkeypatch, tmp_path, command, rows
+):
     def refused(*argv):
         code, out, err = said(capsys, command, rows, str(tmp_path), "--profile", *argv)
-        assert (code, out, list(tmp_path.iterdir())) == (2, "", []) and "Traceback" not in err
+        assert (code, out, list(tmp_path.iterdir())) == (
+            2,
+            "",
+            [],
+        ) and "Traceback" not in err
         return err
 
     err = refused("gtx180")
-    assert "unknown profile 'gtx180'" in err and all(name in err for name in hardware.profiles())
-    monkeypatch.setattr(hardware, "detect", lambda probe=None: hardware.Machine(cpu_model="a CPU"))
+    assert "unknown profile 'gtx180'" in err and all(
+        name in err for name in hardware.profiles()
+    )
+    monkeypatch.setattr(
+        hardware, "detect", lambda probe=None: hardware.Machine(cpu_model="a CPU")
+    )
     err = refused("gtx1080", "--strict")
     assert err.count("\n") == 1 and "strict" in err and "no GPU here" in err
     monkeypatch.setenv("STRICT", "1")
     assert refused("gtx1080") == err
     monkeypatch.setattr(hardware, "detect", lambda probe=None: UNDRIVABLE)
     err = refused("auto")
-    assert len(err.splitlines()) < 12 and "pip install torch==2.13.0+cu126 --extra-index-url https://download" in err
+    assert (
+        len(err.splitlines()) < 12
+        and "pip install torch==2.13.0+cu126 --extra-index-url https://download" in err
+    )
 
 
 def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(hardware, "detect", lambda probe=None: hardware.Machine(cpu_model="a CPU", cores=2))
+    monkeypatch.setattr(
+        hardware,
+        "detect",
+        lambda probe=None: hardware.Machine(cpu_model="a CPU", cores=2),
+    )
     code, out, err = said(capsys, "profiles")
     lines = {line.split()[0]: line for line in out.splitlines()[1:] if line}
     assert code == 0 and set(hardware.profiles()) <= set(lines)
-    assert "sm_61" in lines["gtx1080"] and "float32" in lines["gtx1080"] and "8 GiB" in lines["gtx1080"]
+    assert (
+        "sm_61" in lines["gtx1080"]
+        and "float32" in lines["gtx1080"]
+        and "8 GiB" in lines["gtx1080"]
+    )
     assert "no: needs NVIDIA GeForce GTX 1080" in lines["gtx1080"]
     (tmp_path / "cpu.toml").write_text("name = cpu")
-    monkeypatch.setattr(hardware, "profiles", lambda: {"cpu": load(tmp_path / "cpu.toml")})
+    monkeypatch.setattr(
+        hardware, "profiles", lambda: {"cpu": load(tmp_path / "cpu.toml")}
+    )
     code, out, err = said(capsys, "profiles")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "cpu.toml is no profile: Invalid value" in err
+    assert (code, out, err.count("\n")) == (
+        2,
+        "",
+        1,
+    ) and "cpu.toml is no profile: Invalid value" in err
 
 
-@pytest.mark.parametrize("argv, message", [
-    ([], "the following arguments are required: command; see python -m ringlab --help"),
-    (["reprot"], "invalid choice: 'reprot'"),
-    (["profiles", "x"], "unrecognized arguments: x"),
-    (["measure", "--minutes", "soon"], "argument --minutes: invalid float value: 'soon'"),
-    (["estimate", "--rates", "1;2"], "argument --rates: not numbers and commas, as 2048,4096: '1;2'"),
-    (["estimate", "--dtype", "nn"], "argument --dtype: invalid choice: 'nn' (choose from 'float64', 'float32',"),
-    (["report", "--profile"], "argument --profile: expected one argument; see python -m ringlab report --help"),
-    (["measure", "--data", __file__], "test_cli.py is a file, not a folder"),
-    (["measure", "--data", " "], "a folder needs a name"),
-    (["measure", "--group=--"], "argument --group: expected one argument"),
-    (["check", "cpu", "--tolerance=--"], "argument --tolerance: expected one argument"),
-    (["advise", "--seq-len", "1", "--memory", "9" * 5000], "invalid size_in_bytes value"),
-    (["pdf", "--profile=--"], "argument --profile: expected one argument"),
-    (["estimate", "--pattern=--"], "argument --pattern: expected one argument"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (
+            [],
+            "the following arguments are required: command; see python -m ringlab --help",
+        ),
+        (["reprot"], "invalid choice: 'reprot'"),
+        (["profiles", "x"], "unrecognized arguments: x"),
+        (
+            ["measure", "--minutes", "soon"],
+            "argument --minutes: invalid float value: 'soon'",
+        ),
+        (
+            ["estimate", "--rates", "1;2"],
+            "argument --rates: not numbers and commas, as 2048,4096: '1;2'",
+        ),
+        (
+            ["estimate", "--dtype", "nn"],
+            "argument --dtype: invalid choice: 'nn' (choose from 'float64', 'float32',",
+        ),
+        (
+            ["report", "--profile"],
+            "argument --profile: expected one argument; see python -m ringlab report --help",
+        ),
+        (["measure", "--data", __file__], "test_cli.py is a file, not a folder"),
+        (["measure", "--data", " "], "a folder needs a name"),
+        (["measure", "--group=--"], "argument --group: expected one argument"),
+        (
+            ["check", "cpu", "--tolerance=--"],
+            "argument --tolerance: expected one argument",
+        ),
+        (
+            ["advise", "--seq-len", "1", "--memory", "9" * 5000],
+            "invalid size_in_bytes value",
+        ),
+        (["pdf", "--profile=--"], "argument --profile: expected one argument"),
+        (["estimate", "--pattern=--"], "argument --pattern: expected one argument"),
+    ],
+)
 def test_a_wrong_call_is_one_line_that_names_the_help(capsys, argv, message):
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
     out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
+    assert (
+        stop.value.code == 2 and out == "" and err.count("\n") == 1 and message in err
+    )
 
 
-@pytest.mark.parametrize("name", ["seq-len", "batch", "heads", "kv-heads", "head-dim", "ranks"])
+@pytest.mark.parametrize(
+    "name", ["seq-len", "batch", "heads", "kv-heads", "head-dim", "ranks"]
+)
 @pytest.mark.parametrize("command", ["estimate", "advise"])
 def test_an_absurd_number_is_refused_in_one_line(capsys, command, name):
     """Of hundreds of digits, which no float holds."""
-    code, out, err = said(capsys, command, "--profile", "gtx1080", "--seq-len", "64", f"--{name}", "9" * 300)
-    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("ringlab: ") and len(err) < 500
+    code, out, err = said(
+        capsys,
+        command,
+        "--profile",
+        "gtx1080",
+        "--seq-len",
+        "64",
+        f"--{name}",
+        "9" * 300,
+    )
+    assert (
+        (code, out, err.count("\n")) == (2, "", 1)
+        and err.startswith("ringlab: ")
+        and len(err) < 500
+    )
 
 
-@pytest.mark.parametrize("command", ["report", "measure", "compare", "check", "pdf", "estimate", "network", "tune"])
+@pytest.mark.parametrize(
+    "command",
+    ["report", "measure", "compare", "check", "pdf", "estimate", "network", "tune"],
+)
 def test_help_shows_the_default_of_every_option(capsys, command):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
-    options = " ".join(capsys.readouterr().out.split("options:")[1].split()).split(" --")[2:]
+    options = " ".join(capsys.readouterr().out.split("options:")[1].split()).split(
+        " --"
+    )[2:]
     assert options and all("(default: " in option for option in options), options
 
 
 def test_measure_takes_suites_groups_and_minutes(capsys, monkeypatch, tmp_path):
     asked = []
-    run = lambda groups, data, **how: asked.append(([g.name for g in groups], data, how["minutes"]))  # noqa: E731
+
+    def run(groups, data, **how):
+        asked.append(([g.name for g in groups], data, how["minutes"]))
+
     monkeypatch.setattr(measure, "run", run)
-    monkeypatch.setattr(suites.peers, "installed", lambda name: None)  # each that is there adds a group
+    monkeypatch.setattr(
+        suites.peers, "installed", lambda name: None
+    )  # each that is there adds a group
     how = ["measure", "--profile", "cpu", "--data", str(tmp_path)]
     chosen = ["--group", "lengths", "--group", "implementations"]
     for more in ([], chosen, ["--suite", "landscape", "--minutes", "8.5"]):
         assert said(capsys, *how, *more)[0] == 0
-    every = sum(len(make(hardware.get_profile("cpu"), device="cpu")) for make in suites.SUITES.values())
-    assert len(asked[0][0]) == every > 20 and asked[1] == (["implementations", "lengths"], tmp_path, None)
+    every = sum(
+        len(make(hardware.get_profile("cpu"), device="cpu"))
+        for make in suites.SUITES.values()
+    )
+    assert len(asked[0][0]) == every > 20 and asked[1] == (
+        ["implementations", "lengths"],
+        tmp_path,
+        None,
+    )
     assert len(asked[2][0]) == 5 and asked[2][2] == 8.5
     for more, message in (
-        (["--group", "length"], "unknown group 'length'; known here: implementations; lengths; "),
-        (["--suite", "kernels"], "suite 'kernels' has no points for 'cpu' here: it is for a GPU"),
-        (["--suite", "nothing"], "unknown suite 'nothing'; known: all, kernels, optimization"),
+        (
+            ["--group", "length"],
+            "unknown group 'length'; known here: implementations; lengths; ",
+        ),
+        (
+            ["--suite", "kernels"],
+            "suite 'kernels' has no points for 'cpu' here: it is for a GPU",
+        ),
+        (
+            ["--suite", "nothing"],
+            "unknown suite 'nothing'; known: all, kernels, optimization",
+        ),
     ):
         code, _, err = said(capsys, *how, *more)
         assert code == 2 and message in err and err.count("\n") == 1
@@ -120,14 +223,18 @@ def test_report_packages_are_those_that_the_extra_installs():
 
 def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
     def stop(*_, **__):
-        raise measure.Interrupted("interrupted: 3 points measured are kept; run again to go on")
+        raise measure.Interrupted(
+            "interrupted: 3 points measured are kept; run again to go on"
+        )
 
     monkeypatch.setattr(measure, "run", stop)
     code, _, err = said(capsys, "measure", "--profile", "cpu", "--data", str(tmp_path))
     assert code == 130 and "run again" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("command, rows", [("report", "--reports"), ("measure", "--data")])
+@pytest.mark.parametrize(
+    "command, rows", [("report", "--reports"), ("measure", "--data")]
+)
 def test_a_folder_in_use_is_one_line(capsys, monkeypatch, tmp_path, command, rows):
     def busy(*_, **__):
         raise measure.Busy("it is in use by another measurement")
@@ -139,10 +246,22 @@ def test_a_folder_in_use_is_one_line(capsys, monkeypatch, tmp_path, command, row
 
 def test_a_network_is_measured_written_and_used(capsys, monkeypatch, tmp_path):
     path = tmp_path / "network.json"
-    monkeypatch.setattr(cli, "launch", lambda measure, ranks: launch(measure, ranks, 0.2, ("float32",)))
+    monkeypatch.setattr(
+        cli, "launch", lambda measure, ranks: launch(measure, ranks, 0.2, ("float32",))
+    )
     assert cli.main(["network", "--file", str(path)]) == 0
     assert "ranks of one host: " in capsys.readouterr().out
-    call = ["--network", str(path), "--seq-len", "512", "--profile", "generic", "--causal", "--dtype", "float32"]
+    call = [
+        "--network",
+        str(path),
+        "--seq-len",
+        "512",
+        "--profile",
+        "generic",
+        "--causal",
+        "--dtype",
+        "float32",
+    ]
     assert cli.main(["estimate", "--ranks", "3", *call]) == 2
     assert "measured with 2 ranks, the call has 3" in capsys.readouterr().err
     path.write_text("{}")

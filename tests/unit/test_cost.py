@@ -12,26 +12,44 @@ def test_pairs_equal_the_multiplicity_matrix():
         n, kv_heads = rng.randint(1, 60), rng.randint(1, 4)
         heads = kv_heads * rng.choice([1, 2])
         p, causal, x = any_dilated(rng), rng.random() < 0.5, torch.arange(n)
-        m = torch.stack([p.multiplicity(x, x, head=h, heads=heads, kv_heads=kv_heads) for h in range(heads)])
+        m = torch.stack(
+            [
+                p.multiplicity(x, x, head=h, heads=heads, kv_heads=kv_heads)
+                for h in range(heads)
+            ]
+        )
         m = m * (x[None] <= x[:, None]) if causal else m
-        assert cost.count_pairs(p, n, heads, kv_heads, causal) == (int(m.sum()), int((m > 0).sum())), p
+        assert cost.count_pairs(p, n, heads, kv_heads, causal) == (
+            int(m.sum()),
+            int((m > 0).sum()),
+        ), p
 
 
 def test_branches_that_do_not_nest_are_counted_or_refused():
-    lengths, rates = [30, 42, 70, 8, 12, 90, 51], [4, 3, 5, 8, 5, 7, 2]  # 8 divides 30 and 42 in neither way
+    lengths, rates = (
+        [30, 42, 70, 8, 12, 90, 51],
+        [4, 3, 5, 8, 5, 7, 2],
+    )  # 8 divides 30 and 42 in neither way
     p, x = Dilated(lengths, rates, offsets="kv_head"), torch.arange(700)
     m = p.multiplicity(x, x, head=0, heads=1)
     assert cost.count_pairs(p, 700, 1) == (int(m.sum()), int((m > 0).sum()))
-    long = Dilated([2048 << i for i in range(25)], [1 << i for i in range(25)])  # nested, over 2**36 positions
+    long = Dilated(
+        [2048 << i for i in range(25)], [1 << i for i in range(25)]
+    )  # nested, over 2**36 positions
     pairs, distinct = cost.count_pairs(long, 2**36, 1)
     assert distinct == pairs - sum(2**36 * 2048 >> i + 2 for i in range(24))
     odd = Dilated([2 * i + 101 for i in range(25)], [1 + i % 7 for i in range(25)])
-    with pytest.raises(ValueError, match="^25 branches that do not nest have too many pairs in common[^\n]*$"):
+    with pytest.raises(
+        ValueError,
+        match="^25 branches that do not nest have too many pairs in common[^\n]*$",
+    ):
         cost.count_pairs(odd, 8192, 8)
 
 
 def test_flops_and_bytes_by_hand():
-    shape = dict(batch=2, seq_len=64, heads=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16)
+    shape = dict(
+        batch=2, seq_len=64, heads=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16
+    )
     forward = cost.count(Dense(), **shape)
     assert forward.pairs == 2 * 4 * 64 * 64
     assert forward.flops == forward.folded_flops == 4 * 16 * forward.pairs
@@ -44,9 +62,13 @@ def test_flops_and_bytes_by_hand():
 
 
 def test_published_configuration():
-    """Document 000: 8192 tokens, 8 heads of 64 in two groups: 25.8 GFLOP, so at least 2.9 ms at 8.87 TFLOP/s."""
+    """Document 000: 8192 tokens, 8 heads of 64 in two groups: 25.8 GFLOP, so at least
+    2.9 ms at 8.87 TFLOP/s.
+    """
     pattern = Dilated([2048, 4096], [1, 2], "head_groups", "branch")
-    c = cost.count(pattern, batch=1, seq_len=8192, heads=8, head_dim=64, dtype=torch.float32)
+    c = cost.count(
+        pattern, batch=1, seq_len=8192, heads=8, head_dim=64, dtype=torch.float32
+    )
     assert c.seconds(8.87e12, 320e9) == pytest.approx(2.905e-3, rel=1e-3)
     assert c.seconds(None, 320e9) == c.floor_bytes / 320e9
     assert c.seconds(None, None) == 0.0
@@ -54,8 +76,34 @@ def test_published_configuration():
 
 def test_times_and_sizes_are_never_in_exponent_form():
     times = [2e-9, 2.5e-7, 9.999e-4, 0.0213, 0.9999, 1.0, 999.4, 999.6, 86400.0]
-    said = ["0.002 µs", "0.25 µs", "1,000 µs", "21.3 ms", "1,000 ms", "1 s", "999 s", "1,000 s", "86,400 s"]
+    said = [
+        "0.002 µs",
+        "0.25 µs",
+        "1,000 µs",
+        "21.3 ms",
+        "1,000 ms",
+        "1 s",
+        "999 s",
+        "1,000 s",
+        "86,400 s",
+    ]
     assert [cost.format_seconds(x) for x in times] == said
-    sizes = [7, 1536, 660.8 * 2**20, 1.002 * 2**30, 9999.4 * 2**30, 9999.6 * 2**30, 2**50]
-    said = ["7 B", "1.5 KiB", "660.8 MiB", "1.002 GiB", "9999 GiB", "10,000 GiB", "1,048,576 GiB"]
+    sizes = [
+        7,
+        1536,
+        660.8 * 2**20,
+        1.002 * 2**30,
+        9999.4 * 2**30,
+        9999.6 * 2**30,
+        2**50,
+    ]
+    said = [
+        "7 B",
+        "1.5 KiB",
+        "660.8 MiB",
+        "1.002 GiB",
+        "9999 GiB",
+        "10,000 GiB",
+        "1,048,576 GiB",
+    ]
     assert [cost.format_bytes(x) for x in sizes] == said

@@ -30,15 +30,23 @@ def small_pool(**options) -> MemoryPool:
 def flags_of(address: int) -> list[str]:
     """What Linux says of the pages at an address, see proc(5)."""
     smaps = Path("/proc/self/smaps").read_text()
-    for start, stop, flags in re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", smaps, re.M | re.S):
+    for start, stop, flags in re.findall(
+        r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$", smaps, re.M | re.S
+    ):
         if int(start, 16) <= address < int(stop, 16):
             return flags.split()
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this system has no huge pages",
+)
 def test_large_lent_memory_is_in_huge_pages():
     lent, plain = small_pool().lend((64 * MIB,), U8), torch.empty(64 * MIB, dtype=U8)
-    assert ["hg" in flags_of(t.data_ptr() + 32 * MIB) for t in (lent, plain)] == [True, False]
+    assert ["hg" in flags_of(t.data_ptr() + 32 * MIB) for t in (lent, plain)] == [
+        True,
+        False,
+    ]
 
 
 # --- pool: what is lent, reuse and bounds
@@ -46,13 +54,25 @@ def test_large_lent_memory_is_in_huge_pages():
 
 def test_lent_tensors_are_contiguous_without_history_and_of_the_current_mode():
     pool = small_pool()
-    for shape, dtype in [((3, 5, 7), torch.float16), ((1,), torch.float64), ((2, 9), torch.bool), ((), torch.int64)]:
+    for shape, dtype in [
+        ((3, 5, 7), torch.float16),
+        ((1,), torch.float64),
+        ((2, 9), torch.bool),
+        ((), torch.int64),
+    ]:
         for _ in range(2):
             t = pool.lend(shape, dtype).zero_()
-            assert t.shape == torch.Size(shape) and t.dtype is dtype and t.is_contiguous() and t.data_ptr() % 64 == 0
+            assert (
+                t.shape == torch.Size(shape)
+                and t.dtype is dtype
+                and t.is_contiguous()
+                and t.data_ptr() % 64 == 0
+            )
             assert t.is_leaf and not t.requires_grad and t._base is None
             del t
-    assert pool.stats() == PoolStats(borrows=8, reuses=5, allocations=3, idle_bytes=210 + 8 + 18)
+    assert pool.stats() == PoolStats(
+        borrows=8, reuses=5, allocations=3, idle_bytes=210 + 8 + 18
+    )
     with torch.inference_mode():
         assert pool.lend((3,)).is_inference()
     assert not pool.lend((3,)).is_inference()
@@ -60,40 +80,73 @@ def test_lent_tensors_are_contiguous_without_history_and_of_the_current_mode():
 
 def test_the_smallest_idle_buffer_that_fits_is_lent_within_the_waste():
     for waste, last in ((2.0, 3200), (1.0, 6400)):
-        for nbytes, reused in [(6401, False), (6400, True), (last, True), (last - 1, False)]:
+        for nbytes, reused in [
+            (6401, False),
+            (6400, True),
+            (last, True),
+            (last - 1, False),
+        ]:
             pool = small_pool(waste=waste)
             first = pool.lend((40, 40)).data_ptr()
             t = pool.lend((nbytes,), U8)
-            assert pool.stats().reuses == reused == (t.data_ptr() == first and t.untyped_storage().nbytes() == 6400)
+            assert (
+                pool.stats().reuses
+                == reused
+                == (t.data_ptr() == first and t.untyped_storage().nbytes() == 6400)
+            )
     pool = small_pool()
     large, small = pool.lend((6400,), U8), pool.lend((4480,), U8)
     expected = small.data_ptr()
     del large, small
     assert pool.lend((4000,), U8).data_ptr() == expected
-    assert memory.RESULTS.waste == 1  # so that saving a result saves no more than its bytes
+    assert (
+        memory.RESULTS.waste == 1
+    )  # so that saving a result saves no more than its bytes
 
 
 def test_small_requests_and_those_without_data_are_served_by_torch():
     pool = MemoryPool()
-    assert pool.threshold_bytes == memory.GLOBAL_POOL.threshold_bytes == memory.RESULTS.threshold_bytes == 16 << 20
+    assert (
+        pool.threshold_bytes
+        == memory.GLOBAL_POOL.threshold_bytes
+        == memory.RESULTS.threshold_bytes
+        == 16 << 20
+    )
     below, at = pool.lend((4 * MIB - 1,)), pool.lend((4 * MIB,))
-    assert pool.lend((0, 3)).shape == (0, 3) and pool.lend((8 * MIB,), device="meta").is_meta
+    assert (
+        pool.lend((0, 3)).shape == (0, 3)
+        and pool.lend((8 * MIB,), device="meta").is_meta
+    )
     assert below.numel() == at.numel() - 1
-    assert pool.stats() == PoolStats(borrows=4, allocations=1, bypassed=3, held_bytes=16 << 20)
+    assert pool.stats() == PoolStats(
+        borrows=4, allocations=1, bypassed=3, held_bytes=16 << 20
+    )
 
 
 def test_the_least_recently_lent_buffer_goes_first_and_what_is_too_large_is_not_kept():
     pool = small_pool(max_bytes=3 * 1024 + 4096, waste=1)
-    for size in (1024, 1088, 1152, 1024, 4096, 20_000):  # 1024 is lent again: the oldest, not the least recently used
+    for size in (
+        1024,
+        1088,
+        1152,
+        1024,
+        4096,
+        20_000,
+    ):  # 1024 is lent again: the oldest, not the least recently used
         pool.lend((size,), U8)
-    assert pool.stats() == PoolStats(borrows=6, reuses=1, allocations=5, idle_bytes=1024 + 1152 + 4096)
+    assert pool.stats() == PoolStats(
+        borrows=6, reuses=1, allocations=5, idle_bytes=1024 + 1152 + 4096
+    )
     for size, reused in [(1024, 1), (1152, 1), (1088, 0)]:
         before = pool.stats().reuses
         pool.lend((size,), U8)
         assert pool.stats().reuses - before == reused, size
 
 
-@pytest.mark.parametrize("kind, says", [(torch.OutOfMemoryError, "injected"), (RuntimeError, "can't allocate memory")])
+@pytest.mark.parametrize(
+    "kind, says",
+    [(torch.OutOfMemoryError, "injected"), (RuntimeError, "can't allocate memory")],
+)
 def test_out_of_memory_first_gives_up_what_is_idle(kind, says, monkeypatch):
     pool, failures, empty = small_pool(), [], torch.empty
 
@@ -108,7 +161,10 @@ def test_out_of_memory_first_gives_up_what_is_idle(kind, says, monkeypatch):
     pool.lend((1024,))
     assert pool.stats().idle_bytes == 4096
     held = pool.lend((1024,))
-    for error in (kind(says), RuntimeError("no lack of memory")):  # nothing is idle; not about memory
+    for error in (
+        kind(says),
+        RuntimeError("no lack of memory"),
+    ):  # nothing is idle; not about memory
         failures.append(error)
         with pytest.raises(type(error), match=str(error)):
             pool.lend((1024,))
@@ -124,7 +180,12 @@ def test_clear_and_copies():
     pool = MemoryPool(100, 7, 1.5)
     pool.lend((25,))
     for made in (copy.deepcopy(pool), pickle.loads(pickle.dumps(pool))):
-        assert (made.max_bytes, made.threshold_bytes, made.waste, made.stats()) == (100, 7, 1.5, PoolStats())
+        assert (made.max_bytes, made.threshold_bytes, made.waste, made.stats()) == (
+            100,
+            7,
+            1.5,
+            PoolStats(),
+        )
 
 
 # --- pool: nothing that is referred to is lent again
@@ -159,12 +220,17 @@ REFERENCES = {
 
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_bytes_are_not_lent_again_until_they_are_let_go(reference):
-    pool, given_up = small_pool(), reference == "numpy"  # memory that NumPy has seen never comes back
+    pool, given_up = (
+        small_pool(),
+        reference == "numpy",
+    )  # memory that NumPy has seen never comes back
     t = pool.lend((8, 8)).fill_(1)
     address, kept = t.data_ptr(), REFERENCES[reference](t)
     del t
     other = pool.lend((8, 8)).fill_(2)
-    assert other.data_ptr() != address and pool.stats().held_bytes == (256 if given_up else 512)
+    assert other.data_ptr() != address and pool.stats().held_bytes == (
+        256 if given_up else 512
+    )
     if "saved" in reference:
         (grad,) = torch.autograd.grad(kept.sum(), WEIGHT)
         assert grad.eq(1).all()
@@ -173,16 +239,25 @@ def test_bytes_are_not_lent_again_until_they_are_let_go(reference):
     assert pool.stats().reuses == (not given_up) and other.eq(2).all()
 
 
-@pytest.mark.parametrize("change, idle", [
-    (lambda t: t.resize_(4096), 0), (lambda t: t.share_memory_(), 0),
-    (lambda t: t.set_(torch.ones(3)), 32), (lambda t: setattr(t, "data", torch.ones(3)), 32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, idle",
+    [
+        (lambda t: t.resize_(4096), 0),
+        (lambda t: t.share_memory_(), 0),
+        (lambda t: t.set_(torch.ones(3)), 32),
+        (lambda t: setattr(t, "data", torch.ones(3)), 32),
+    ],
+)
 def test_changed_storages_are_given_up(change, idle):
     pool = small_pool()
     t = pool.lend((8,))
     change(t)
     assert pool.stats().idle_bytes == idle and pool.stats().held_bytes == 0
-    assert idle == 0 or t.tolist() == [1, 1, 1]  # it has other bytes now, the pool's are free
+    assert idle == 0 or t.tolist() == [
+        1,
+        1,
+        1,
+    ]  # it has other bytes now, the pool's are free
 
 
 def test_tracers_get_no_memory_of_the_pool():
@@ -211,13 +286,18 @@ def test_where_references_cannot_be_counted_all_memory_is_fresh(monkeypatch):
 
 
 def test_eight_threads(frequent_switches):
-    """Random sizes, views that stay, clears: contents stay the holder's and bounds hold."""
+    """Random sizes, views that stay, clears: contents stay the holder's and bounds
+    hold.
+    """
     pool, stop = small_pool(max_bytes=4 * MIB), time.monotonic() + 1
 
     def work(i):
         rng, mark, kept, loops = random.Random(i), i + 1, [], 0
         while time.monotonic() < stop:
-            t = pool.lend((rng.randrange(1, 60_000),), rng.choice([F32, torch.float16, torch.int64])).fill_(mark)
+            t = pool.lend(
+                (rng.randrange(1, 60_000),),
+                rng.choice([F32, torch.float16, torch.int64]),
+            ).fill_(mark)
             inner = pool.lend((rng.randrange(1, 60_000),)).fill_(mark + 8)
             assert inner.min() == inner.max() == mark + 8 and t.min() == t.max() == mark
             kept.append(t[-1:])

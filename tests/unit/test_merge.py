@@ -17,7 +17,14 @@ def in_place(outs, lses):
 
 @pytest.mark.parametrize("join", [merge, in_place])
 @pytest.mark.parametrize(
-    "a, b, out, lse", [(0, 800, 1, 800), (800, 0, 0, 800), (-INF, 3, 1, 3), (3, -INF, 0, 3), (-INF, -INF, 0, -INF)]
+    "a, b, out, lse",
+    [
+        (0, 800, 1, 800),
+        (800, 0, 0, 800),
+        (-INF, 3, 1, 3),
+        (3, -INF, 0, 3),
+        (-INF, -INF, 0, -INF),
+    ],
 )
 def test_extreme_differences_do_not_overflow(join, a, b, out, lse):
     one = torch.ones(1, 1, 1, 1)

@@ -1,4 +1,6 @@
-"""The project itself: dependencies agree, imports go down, the engine needs torch alone, the tree is tidy."""
+"""The project itself: dependencies agree, imports go down, the engine needs torch
+alone, the tree is tidy.
+"""
 
 import ast
 import json
@@ -14,13 +16,16 @@ from pathlib import Path
 
 import pytest
 from ringlab.hardware.profiles import TORCH
+from size import size_of
 from started import make
 
 ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT / "lib"
 PACKAGE = LIB / "ringlab"
+MOST_TOKENS = 244_200  # of lib/ringlab
+MOST_TOKENS_A_LINE = 8.1
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # dependencies: pyproject says what, constraints says which, environment.yml points to both
 
 
@@ -33,8 +38,14 @@ def name_of(requirement: str) -> str:
 
 
 def pins() -> dict[str, str]:
-    lines = [line for line in (LIB / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
-    parsed = [re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][0-9A-Za-z.]*)", line) for line in lines]
+    lines = [
+        line
+        for line in (LIB / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    parsed = [
+        re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][0-9A-Za-z.]*)", line) for line in lines
+    ]
     bad = [line for line, match in zip(lines, parsed) if match is None]
     assert not bad, f"not an exact pin without local label or address: {bad}"
     return {name_of(match[1]): match[2] for match in parsed}
@@ -42,10 +53,16 @@ def pins() -> dict[str, str]:
 
 def test_every_requirement_is_named_once_and_pinned_in_constraints():
     assert [name_of(r) for r in project()["dependencies"]] == ["torch"]
-    required = [r for extra in project()["optional-dependencies"].values() for r in extra] + ["torch"]
+    required = [
+        r for extra in project()["optional-dependencies"].values() for r in extra
+    ] + ["torch"]
     for requirement in required:
-        assert name_of(requirement) in pins(), f"{requirement} has no pin in constraints.txt"
-        assert "==" not in requirement.split(";")[0], f"{requirement}: versions are pinned in constraints.txt"
+        assert name_of(requirement) in pins(), (
+            f"{requirement} has no pin in constraints.txt"
+        )
+        assert "==" not in requirement.split(";")[0], (
+            f"{requirement}: versions are pinned in constraints.txt"
+        )
     names = [name_of(r) for r in required]
     assert len(set(names)) == len(names) and pins()["torch"] == TORCH == "2.13.0"
     cuda = [name for name in pins() if name.startswith(("nvidia", "cuda"))]
@@ -56,36 +73,61 @@ def test_environment_names_python_pip_and_the_library():
     yaml = pytest.importorskip("yaml")
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     python, pip, section = environment["dependencies"]
-    assert re.fullmatch(r"python=3\.\d+", python) and pip == "pip" and list(section) == ["pip"]
+    assert (
+        re.fullmatch(r"python=3\.\d+", python)
+        and pip == "pip"
+        and list(section) == ["pip"]
+    )
     constraints, library = section["pip"]
     assert constraints == "-c lib/constraints.txt"
     extras = re.fullmatch(r"-e \./lib\[([a-z,]+)\]", library)[1].split(",")
-    assert {*extras, "peers"} == {*project()["optional-dependencies"]}, "one environment for all but other packages"
-    assert f"./lib[{','.join(extras)}]" in (LIB / "setup.sh").read_text(), "conda and make install the same"
+    assert {*extras, "peers"} == {*project()["optional-dependencies"]}, (
+        "one environment for all but other packages"
+    )
+    assert f"./lib[{','.join(extras)}]" in (LIB / "setup.sh").read_text(), (
+        "conda and make install the same"
+    )
 
 
 def test_installed_versions_are_the_pinned_ones_where_set_up_made_the_environment():
-    """A .venv made by `make` holds exactly the pins (any local label, as +cpu, is fine)."""
+    """A .venv made by `make` holds exactly the pins (any local label, as +cpu, is
+    fine).
+    """
     if Path(sys.prefix).resolve() != ROOT / ".venv":
         pytest.skip("not running in the .venv that make builds")
     # The path alone: the compiler's setuptools adds packages of its own to sys.path.
-    have = {name_of(d.name): d.version.split("+")[0] for d in distributions(path=[sysconfig.get_path("purelib")])}
-    free = ("ringlab", "pip", "nvidia", "cuda", "torchscale")  # torchscale's commit is in setup.sh
-    wrong = {n: v for n, v in have.items() if pins().get(n) != v and not n.startswith(free)}
+    have = {
+        name_of(d.name): d.version.split("+")[0]
+        for d in distributions(path=[sysconfig.get_path("purelib")])
+    }
+    free = (
+        "ringlab",
+        "pip",
+        "nvidia",
+        "cuda",
+        "torchscale",
+    )  # torchscale's commit is in setup.sh
+    wrong = {
+        n: v for n, v in have.items() if pins().get(n) != v and not n.startswith(free)
+    }
     assert not wrong, f"installed, but not as pinned: {wrong}"
 
 
 def test_pins_allow_the_oldest_python_that_the_library_allows():
-    """Distributions stay at an early patch release (Debian 12: 3.11.2); a pin that refuses it breaks set-up there."""
+    """Distributions stay at an early patch release (Debian 12: 3.11.2); a pin that
+    refuses it breaks set-up there.
+    """
     specifiers = pytest.importorskip("packaging.specifiers")
     oldest = re.fullmatch(r">=(3\.\d+)", project()["requires-python"])[1] + ".0"
     for found in distributions():
         if pins().get(name_of(found.name)) == found.version:
             wants = found.metadata.get("Requires-Python", "")
-            assert specifiers.SpecifierSet(wants).contains(oldest), f"{found.name} {found.version} wants Python {wants}"
+            assert specifiers.SpecifierSet(wants).contains(oldest), (
+                f"{found.name} {found.version} wants Python {wants}"
+            )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # set-up: run lib/setup.sh with a stand-in for Python that writes down what it is asked
 
 STAND_IN = """#!/bin/sh
@@ -100,25 +142,53 @@ esac
 """
 
 
-def set_up(folder: Path, capability=None, index="", version="3.12.1", old=0, no_venv=0, pip_fails=0, peers=""):
+def set_up(
+    folder: Path,
+    capability=None,
+    index="",
+    version="3.12.1",
+    old=0,
+    no_venv=0,
+    pip_fails=0,
+    peers="",
+):
     (folder / "lib").mkdir(exist_ok=True)
     for name in ("setup.sh", "constraints.txt"):
         shutil.copy(LIB / name, folder / "lib" / name)
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
     python, smi = tools / "python", tools / "nvidia-smi"
-    python.write_text(STAND_IN.format(version=version, old=old, no_venv=no_venv, pip_fails=pip_fails))
-    smi.write_text(f"#!/bin/sh\necho {capability}\n" if capability else "#!/bin/sh\nexit 9\n")
+    python.write_text(
+        STAND_IN.format(version=version, old=old, no_venv=no_venv, pip_fails=pip_fails)
+    )
+    smi.write_text(
+        f"#!/bin/sh\necho {capability}\n" if capability else "#!/bin/sh\nexit 9\n"
+    )
     for tool in (python, smi):
         tool.chmod(0o755)
-    env = {"PATH": f"{tools}:/usr/bin:/bin", "PYTHON": str(python), "TORCH_INDEX": index, "PEERS": peers}
-    done = subprocess.run(["sh", "lib/setup.sh", ".venv/.ready-x"], cwd=folder, env=env, capture_output=True, text=True)
+    env = {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "PYTHON": str(python),
+        "TORCH_INDEX": index,
+        "PEERS": peers,
+    }
+    done = subprocess.run(
+        ["sh", "lib/setup.sh", ".venv/.ready-x"],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     calls = (folder / "calls").read_text() if (folder / "calls").exists() else ""
     return done, calls, (folder / ".venv" / ".ready-x").exists()
 
 
-@pytest.mark.parametrize("capability, old", [("6.1", 1), ("7.0", 1), ("7.5", 0), ("10.0", 0), (None, 0)])
-def test_old_gpus_get_the_torch_build_that_drives_them_and_a_chosen_index_wins(tmp_path, capability, old):
+@pytest.mark.parametrize(
+    "capability, old", [("6.1", 1), ("7.0", 1), ("7.5", 0), ("10.0", 0), (None, 0)]
+)
+def test_old_gpus_get_the_torch_build_that_drives_them_and_a_chosen_index_wins(
+    tmp_path, capability, old
+):
     done, calls, ready = set_up(tmp_path, capability)
     assert done.returncode == 0 and ready, done.stderr
     assert ("torch==2.13.0+cu126" in calls and "whl/cu126" in calls) == old
@@ -128,19 +198,28 @@ def test_old_gpus_get_the_torch_build_that_drives_them_and_a_chosen_index_wins(t
     assert "torch==2.13.0+cpu" in calls and "cu126" not in calls
 
 
-def test_other_packages_are_installed_on_request_alone_and_one_that_cannot_be_is_named(tmp_path):
+def test_other_packages_are_installed_on_request_alone_and_one_that_cannot_be_is_named(
+    tmp_path,
+):
     done, calls, ready = set_up(tmp_path)
     assert ready and "peers" not in calls and "--no-deps" not in calls
     done, calls, ready = set_up(tmp_path, peers="peers")
     assert done.returncode == 0 and ready and "-e ./lib[peers]" in calls, done.stderr
-    assert "--no-deps dilated-attention-pytorch" in calls and "dilated-attention-pytorch" in pins()
+    assert (
+        "--no-deps dilated-attention-pytorch" in calls
+        and "dilated-attention-pytorch" in pins()
+    )
     assert "torchscale cannot be installed from GitHub" in done.stdout.splitlines()[-1]
     assert (tmp_path / ".venv" / ".ready-x").read_text() == " peers\n"
 
 
-@pytest.mark.parametrize("trouble, said", [
-    (dict(version="3.9.2", old=1), "Python 3.11 or newer is needed"), (dict(no_venv=1), "apt install python3-venv"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "trouble, said",
+    [
+        (dict(version="3.9.2", old=1), "Python 3.11 or newer is needed"),
+        (dict(no_venv=1), "apt install python3-venv"),
+    ],
+)
 def test_unfit_python_is_refused_in_one_line(tmp_path, trouble, said):
     done, calls, ready = set_up(tmp_path, **trouble)
     assert done.returncode != 0 and not ready and not calls
@@ -160,24 +239,55 @@ def test_failed_set_up_shows_the_log_and_leaves_what_is_there_in_use(tmp_path):
 
 def test_make_help_lists_every_target():
     listed = make("help").stdout
-    for target in ("report", "compare", "check", "pdf", "test", "lab", "profiles", "env", "lint", "clean", "help"):
-        assert re.search(rf"^  {target} ", listed, re.M), f"make help does not list {target}"
+    for target in (
+        "report",
+        "compare",
+        "check",
+        "pdf",
+        "test",
+        "lab",
+        "profiles",
+        "env",
+        "lint",
+        "clean",
+        "help",
+    ):
+        assert re.search(rf"^  {target} ", listed, re.M), (
+            f"make help does not list {target}"
+        )
 
 
-@pytest.mark.parametrize("target, missing, extra", [
-    ("report", "torch", "[report]"),
-    ("report PEERS=1", "torch, local_attention, ring_attention_pytorch", "[report,peers]"),
-    ("pdf", "torch", ""), ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
-    ("test", "torch, papermill, nbconvert, pandas, pytest, xdist", "[report,test]"), ("lint", "ruff", "[test]"),
-])  # fmt: skip
-def test_an_interpreter_that_lacks_something_is_one_line(tmp_path, target, missing, extra):
+@pytest.mark.parametrize(
+    "target, missing, extra",
+    [
+        ("report", "torch", "[report]"),
+        (
+            "report PEERS=1",
+            "torch, local_attention, ring_attention_pytorch",
+            "[report,peers]",
+        ),
+        ("pdf", "torch", ""),
+        ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
+        ("test", "torch, papermill, nbconvert, pandas, pytest, xdist", "[report,test]"),
+        ("lint", "ruff", "[test]"),
+    ],
+)
+def test_an_interpreter_that_lacks_something_is_one_line(
+    tmp_path, target, missing, extra
+):
     bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')  # this interpreter without its packages
+    bare.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n'
+    )  # this interpreter without its packages
     bare.chmod(0o755)
     done = make(*target.split(), "NOENV=1", f"PYTHON={bare}")
     line, makes_own = done.stderr.splitlines()
-    assert done.returncode == 2 and done.stdout == "" and makes_own.startswith("make: ***")
-    assert line.startswith(f"ringlab: '{bare}' has no {missing}; run: {bare} -m pip install")
+    assert (
+        done.returncode == 2 and done.stdout == "" and makes_own.startswith("make: ***")
+    )
+    assert line.startswith(
+        f"ringlab: '{bare}' has no {missing}; run: {bare} -m pip install"
+    )
     assert f"-e './lib{extra}'" in line
 
 
@@ -185,13 +295,25 @@ def test_an_interpreter_that_is_none_or_too_old_is_one_line(tmp_path):
     old = tmp_path / "python"
     old.write_text("#!/bin/sh\necho is Python 3.9.2, and 3.11 or newer is needed\n")
     old.chmod(0o755)
-    for python, said in (("nowhere/python", "is not a working Python; name one"), (old, "is Python 3.9.2, and 3.11")):
+    for python, said in (
+        ("nowhere/python", "is not a working Python; name one"),
+        (old, "is Python 3.9.2, and 3.11"),
+    ):
         done = make("env", "NOENV=1", f"PYTHON={python}")
-        assert done.returncode == 2 and f"ringlab: '{python}' {said}" in done.stderr and done.stderr.count("\n") == 2
+        assert (
+            done.returncode == 2
+            and f"ringlab: '{python}' {said}" in done.stderr
+            and done.stderr.count("\n") == 2
+        )
 
 
 def test_gpu_names_the_profile_and_nothing_else_does():
-    for given, profile in ((), "auto"), (("GPU=",), "auto"), (("GPU= h100 ",), "h100"), (("GPU=a b",), "a b"):
+    for given, profile in (
+        ((), "auto"),
+        (("GPU=",), "auto"),
+        (("GPU= h100 ",), "h100"),
+        (("GPU=a b",), "a b"),
+    ):
         shown = make("-n", "report", "pdf", "NOENV=1", *given).stdout
         assert shown.count(f'--profile "{profile}"') == 2, shown
     for given in ("gpu=h100", "PROFILE=h100"):
@@ -200,20 +322,45 @@ def test_gpu_names_the_profile_and_nothing_else_does():
         assert "a profile is chosen by GPU=name" in done.stderr
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # layers: a module imports its own layer and those below
 
 LAYERS = [
-    {"patterns", "block_patterns", "cost", "reference", "cache", "memory", "tracking", "checks", "hardware", "native"},
+    {
+        "patterns",
+        "block_patterns",
+        "cost",
+        "reference",
+        "cache",
+        "memory",
+        "tracking",
+        "checks",
+        "hardware",
+        "native",
+    },
     {"kernels"},
     {"engine"},
     {"attention", "ring", "kv_cache"},
-    {"estimate", "meta_run", "network", "advise", "adaptive", "compat", "nn", "integrations"},
+    {
+        "estimate",
+        "meta_run",
+        "network",
+        "advise",
+        "adaptive",
+        "compat",
+        "nn",
+        "integrations",
+    },
     {"measure"},
     {"report", "cli", "__main__"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
-PROBED = {"xformers", "flash_attn", "flash_attn_interface", "triton"}  # in kernels/ and hardware/ only
+PROBED = {
+    "xformers",
+    "flash_attn",
+    "flash_attn_interface",
+    "triton",
+}  # in kernels/ and hardware/ only
 TORCH_ALONE = set().union(*LAYERS[:6]) - {"integrations"}
 
 
@@ -234,7 +381,11 @@ def imports(path: Path):
         elif isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level] if node.level else ()
             dotted = ".".join([*base, *([node.module] if node.module else [])])
-            names = [f"{dotted}.{alias.name}" for alias in node.names] if dotted == "ringlab" else [dotted]
+            names = (
+                [f"{dotted}.{alias.name}" for alias in node.names]
+                if dotted == "ringlab"
+                else [dotted]
+            )
         else:
             continue
         for name in names:
@@ -253,7 +404,12 @@ def test_imports_go_down_only_and_the_engine_and_measuring_import_torch_and_the_
             else:
                 probe = top in PROBED and module in ("kernels", "hardware")
                 alone = module in TORCH_ALONE | {"__init__"}
-                fits = not alone or top == "torch" or top in sys.stdlib_module_names or probe
+                fits = (
+                    not alone
+                    or top == "torch"
+                    or top in sys.stdlib_module_names
+                    or probe
+                )
             if not fits:
                 wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
@@ -261,8 +417,13 @@ def test_imports_go_down_only_and_the_engine_and_measuring_import_torch_and_the_
 
 
 def test_all_but_reports_need_torch_alone(tmp_path):
-    """With every other package blocked, all that measures is imported, and points are measured and listed."""
-    absent = [*PROBED, *"numpy pandas matplotlib seaborn papermill nbconvert nbformat nbclient yaml".split()]
+    """With every other package blocked, all that measures is imported, and points are
+    measured and listed.
+    """
+    absent = [
+        *PROBED,
+        *"numpy pandas matplotlib seaborn papermill nbconvert nbformat nbclient yaml".split(),
+    ]
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({absent}))
@@ -278,27 +439,63 @@ assert cli.main(["compare", "nowhere", "cpu"]) == 2
 assert cli.main(["pdf", "--profile", "h100", "--reports", {str(tmp_path)!r}]) == 2
 """
     env = {"PYTHONPATH": str(LIB)}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
     assert done.returncode == 0, done.stderr
     assert "groups for cpu" in done.stdout
-    assert "matplotlib, nbclient, nbconvert, " in done.stderr and "; pip install -e './lib[report]'" in done.stderr
+    assert (
+        "matplotlib, nbclient, nbconvert, " in done.stderr
+        and "; pip install -e './lib[report]'" in done.stderr
+    )
     assert "no rows of 'nowhere'" in done.stderr
-    assert "no report in" in done.stderr and done.stderr.count("ringlab: ") == 3 and "Traceback" not in done.stderr
+    assert (
+        "no report in" in done.stderr
+        and done.stderr.count("ringlab: ") == 3
+        and "Traceback" not in done.stderr
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # the tree
 
 
 def tracked() -> list[str]:
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True
+    )
     if done.returncode != 0:
         pytest.skip("not a git checkout")
     return [name for name in done.stdout.split("\0") if name and (ROOT / name).exists()]
 
 
+def test_size_is_counted_alike_by_every_python():
+    text = '"""Doc."""\n# Comment.\nx = f"{a + b} and {c!r}" + "d"\n'
+    assert size_of(text) == (5, 1)
+
+
+def test_the_library_is_no_larger_and_no_denser():
+    """Size in tokens, not in lines: the formatter decides the layout."""
+    sizes = [size_of(path.read_text(encoding="utf-8")) for path in modules()]
+    tokens, lines = map(sum, zip(*sizes))
+    assert tokens <= MOST_TOKENS, f"{tokens:,} tokens"
+    assert tokens / lines <= MOST_TOKENS_A_LINE, f"{tokens / lines:.2f} a code line"
+
+
 def test_top_level_holds_only_what_was_agreed():
-    allowed = {"environment.yml", "Makefile", "README.md", "LICENSE", "lib", "notebooks", "reports", "tests"}
+    allowed = {
+        "environment.yml",
+        "Makefile",
+        "README.md",
+        "LICENSE",
+        "lib",
+        "notebooks",
+        "reports",
+        "tests",
+    }
     allowed |= {".ci", ".gitattributes", ".gitignore", ".pytest.ini", ".ruff.toml"}
     extra = {name.split("/")[0] for name in tracked()} - allowed
     assert not extra, f"not in the agreed top level: {sorted(extra)}"
@@ -317,8 +514,12 @@ def test_readme_examples_run(tmp_path, monkeypatch):
     """As written but for the length."""
     data = tmp_path / "reports" / "cpu" / "data"
     data.mkdir(parents=True)
-    (data / "summary.csv").write_text("system,median\nringlab,0.1\n")  # what `make report` writes
-    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
+    (data / "summary.csv").write_text(
+        "system,median\nringlab,0.1\n"
+    )  # what `make report` writes
+    code = "\n".join(
+        re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    )
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(code.replace("8192", "2048"), names)
@@ -327,7 +528,9 @@ def test_readme_examples_run(tmp_path, monkeypatch):
 
 
 def test_tracked_files_hold_no_path_of_a_machine():
-    private = re.compile(rb"(?<![\w.~-])/(?:home|root|Users|work)/[\w.]|/tmp/ipykernel_")
+    private = re.compile(
+        rb"(?<![\w.~-])/(?:home|root|Users|work)/[\w.]|/tmp/ipykernel_"
+    )
     here = os.fsencode(str(ROOT) + "/") if len(ROOT.parts) > 2 else None
     wrong = []
     for name in tracked():
@@ -340,7 +543,10 @@ def test_tracked_files_hold_no_path_of_a_machine():
     assert not wrong, f"a path of somebody's machine in {wrong[:10]}"
 
 
-NOTEBOOKS = [*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "notebooks" / "tutorials").glob("*.ipynb")]
+NOTEBOOKS = [
+    *(ROOT / "notebooks").glob("*.ipynb"),
+    *(ROOT / "notebooks" / "tutorials").glob("*.ipynb"),
+]
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS), ids=lambda path: path.stem)
@@ -357,4 +563,6 @@ def test_notebook_is_committed_clean(path):
     for cell in cells:
         assert not {"papermill", "execution"} & set(cell["metadata"]), "run metadata"
         if cell["cell_type"] == "code":
-            assert cell["outputs"] == [] and cell["execution_count"] is None, "clear the outputs before committing"
+            assert cell["outputs"] == [] and cell["execution_count"] is None, (
+                "clear the outputs before committing"
+            )

@@ -33,7 +33,9 @@ def test_peak_of_a_chain_of_ops_is_the_hand_computed_one():
         f = torch.ones(4000)[3:4]  # a view keeps its whole storage alive
         assert tracker.current_bytes == tracker.peak_bytes == 16000
         del f
-        for i in range(1, 200):  # addresses given away again are not taken for the old storages
+        for i in range(
+            1, 200
+        ):  # addresses given away again are not taken for the old storages
             t = torch.ones(i)
             assert tracker.current_bytes == 4 * i
             del t
@@ -70,8 +72,12 @@ def test_out_arguments_resizes_constructors_and_sparse_tensors():
         torch.split(torch.ones(1000), 10)  # many outputs, one storage
         assert tracker.peak_bytes == 12000
         del empty
-        s = torch.sparse_coo_tensor(torch.zeros(2, 5, dtype=torch.int64), torch.ones(5), (4, 4))
-        assert tracker.current_bytes == 2 * 5 * 8 + 5 * 4, "all parts of a sparse tensor"
+        s = torch.sparse_coo_tensor(
+            torch.zeros(2, 5, dtype=torch.int64), torch.ones(5), (4, 4)
+        )
+        assert tracker.current_bytes == 2 * 5 * 8 + 5 * 4, (
+            "all parts of a sparse tensor"
+        )
         del s
         assert tracker.current_bytes == 0
 
@@ -116,14 +122,21 @@ def test_pool_memory_is_seen_by_the_tracker():
         assert tracker.current_bytes == 0
 
 
-@pytest.mark.skipif(not tracking.reset_high_water(), reason="the system has no resettable high-water mark")
+@pytest.mark.skipif(
+    not tracking.reset_high_water(),
+    reason="the system has no resettable high-water mark",
+)
 def test_high_water_mark_rises_with_touched_memory_and_resets():
     nbytes = 64 * MIB
     assert tracking.reset_high_water()
     start = tracking.high_water_bytes()
     assert abs(start - tracking.resident_bytes()) < 4 * MIB
-    with mmap.mmap(-1, nbytes) as fresh:  # torch may take pages that an earlier test has touched
-        assert tracking.high_water_bytes() - start < nbytes / 4  # untouched memory costs nothing
+    with mmap.mmap(
+        -1, nbytes
+    ) as fresh:  # torch may take pages that an earlier test has touched
+        assert (
+            tracking.high_water_bytes() - start < nbytes / 4
+        )  # untouched memory costs nothing
         fresh[:: mmap.PAGESIZE] = bytes(nbytes // mmap.PAGESIZE)
     assert nbytes * 0.95 < tracking.high_water_bytes() - start < nbytes * 1.25
     assert tracking.reset_high_water()
@@ -134,10 +147,17 @@ def test_high_water_mark_says_when_it_cannot_tell(monkeypatch, tmp_path):
     monkeypatch.setattr(tracking, "_PROC", tmp_path / "absent")
     assert tracking.reset_high_water() is False
     assert tracking.high_water_bytes() is None and tracking.resident_bytes() is None
-    monkeypatch.setattr(tracking, "_PROC", tmp_path)  # /proc without VmHWM, as some sandboxes have it
+    monkeypatch.setattr(
+        tracking, "_PROC", tmp_path
+    )  # /proc without VmHWM, as some sandboxes have it
     (tmp_path / "status").write_text("Name:\tx\nVmRSS:\t     512 kB\n")
     assert tracking.reset_high_water() is False
-    assert tracking.high_water_bytes() is None and tracking.resident_bytes() == 512 * 1024
+    assert (
+        tracking.high_water_bytes() is None and tracking.resident_bytes() == 512 * 1024
+    )
     (tmp_path / "status").write_text("VmHWM:\t    1024 kB\nVmRSS:\t     512 kB\n")
-    assert tracking.reset_high_water() is True and (tmp_path / "clear_refs").read_text() == "5"
+    assert (
+        tracking.reset_high_water() is True
+        and (tmp_path / "clear_refs").read_text() == "5"
+    )
     assert tracking.high_water_bytes() == 1 << 20

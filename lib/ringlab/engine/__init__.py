@@ -1,4 +1,6 @@
-"""Attention on one device: a pattern becomes a plan of dense calls, which one executor runs and merges."""
+"""Attention on one device: a pattern becomes a plan of dense calls, which one executor
+runs and merges.
+"""
 
 from __future__ import annotations
 
@@ -50,16 +52,27 @@ class Execution:
         if (tile := as_int(self.tile)) is not None:
             object.__setattr__(self, "tile", tile)
         pool = bool | memory.MemoryPool
-        kinds = {"gather": bool, "cache": bool | caches.PatternCache, "pool": pool, "results": pool}
+        kinds = {
+            "gather": bool,
+            "cache": bool | caches.PatternCache,
+            "pool": pool,
+            "results": pool,
+        }
         for name, kind in (kinds | {"tile": int | OOMBackoff | None}).items():
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"Execution: {name} cannot be {short_repr(getattr(self, name))}")
+                raise TypeError(
+                    f"Execution: {name} cannot be {short_repr(getattr(self, name))}"
+                )
         for name, names in (("blocks", blocks.WAYS), ("merge", MERGES)):
             check_choice(name, getattr(self, name), names)
         if self.gather and self.merge == "fused":
-            raise ValueError("Execution: merge='fused' joins strided views, and gather=True makes copies")
+            raise ValueError(
+                "Execution: merge='fused' joins strided views, and gather=True makes copies"
+            )
         if isinstance(self.tile, int) and not is_int(self.tile):
-            raise ValueError(f"Execution: tile must be a positive number of rows, got {self.tile!r}")
+            raise ValueError(
+                f"Execution: tile must be a positive number of rows, got {self.tile!r}"
+            )
 
     def cached(self, key, build):
         """The value of a key from the cache in use, or what ``build`` makes."""
@@ -72,10 +85,19 @@ class Execution:
         return memory.GLOBAL_POOL if self.pool is True else self.pool or None
 
     def results_of(self, q: Tensor) -> memory.MemoryPool | None:
-        """The pool for results like q: on a CPU, where it lends and keeps that much. None for subclasses of tensors."""
+        """The pool for results like q: on a CPU, where it lends and keeps that much.
+        None for subclasses of tensors.
+        """
         pool = memory.RESULTS if self.results is True else self.results or None
-        large = pool is not None and pool.threshold_bytes <= q.numel() * q.element_size() <= pool.max_bytes
-        return pool if large and device_type_of(q) == "cpu" and type(q) in (Tensor, Parameter) else None
+        large = (
+            pool is not None
+            and pool.threshold_bytes <= q.numel() * q.element_size() <= pool.max_bytes
+        )
+        return (
+            pool
+            if large and device_type_of(q) == "cpu" and type(q) in (Tensor, Parameter)
+            else None
+        )
 
     def tiled(self, kernel: kernels.Kernel) -> kernels.Kernel | ChunkedKernel:
         """The kernel, in tiles where ``tile`` asks for them."""
@@ -83,5 +105,12 @@ class Execution:
 
     @property
     def plain(self) -> bool:
-        """Whether a kernel that runs whole patterns can take the call: nothing is asked for that cuts it up."""
-        return not self.gather and self.merge != "fused" and self.tile is None and self.blocks == "auto"
+        """Whether a kernel that runs whole patterns can take the call: nothing is asked
+        for that cuts it up.
+        """
+        return (
+            not self.gather
+            and self.merge != "fused"
+            and self.tile is None
+            and self.blocks == "auto"
+        )

@@ -1,9 +1,11 @@
-"""The calls of a block-sparse pattern: index arithmetic alone, without tensors; and which way a pattern runs.
+"""The calls of a block-sparse pattern: index arithmetic alone, without tensors; and
+which way a pattern runs.
 
-Kernels are slow on short keys and on few queries, so neighbouring blocks of queries are joined in a binary tree. A node
-of the tree takes the keys that all of its blocks see and no larger node has taken, hence every pair is computed once.
-Only those levels of the tree are used that make the calls cheapest. Equal nodes in arithmetic progression are one call
-over a strided view; scattered blocks of keys are copied together first.
+Kernels are slow on short keys and on few queries, so neighbouring blocks of queries are
+joined in a binary tree. A node of the tree takes the keys that all of its blocks see
+and no larger node has taken, hence every pair is computed once. Only those levels of
+the tree are used that make the calls cheapest. Equal nodes in arithmetic progression
+are one call over a strided view; scattered blocks of keys are copied together first.
 """
 
 from __future__ import annotations
@@ -31,43 +33,89 @@ WAYS = {
 }
 
 
-def forward(q, k, v, pattern: BlockSparse, causal: bool, scale: float, kernel: Kernel, execution, results=None):
-    """out (b, n, h, d), lse (b, h, n) in the way that ``execution.blocks`` asks for; ``results`` lends out.
+def forward(
+    q,
+    k,
+    v,
+    pattern: BlockSparse,
+    causal: bool,
+    scale: float,
+    kernel: Kernel,
+    execution,
+    results=None,
+):
+    """out (b, n, h, d), lse (b, h, n) in the way that ``execution.blocks`` asks for;
+    ``results`` lends out.
 
-    "flex" on a CPU runs views too, for the lse that torch's kernel does not return there.
+    "flex" on a CPU runs views too, for the lse that torch's kernel does not return
+    there.
     """
     n, way = q.shape[1], execution.blocks
     if way == "bsr":
-        return torch_sparse.bsr_forward(q, k, v, _bsr_index(pattern, n, causal, q, execution), causal, scale)
+        return torch_sparse.bsr_forward(
+            q, k, v, _bsr_index(pattern, n, causal, q, execution), causal, scale
+        )
     if way == "flex":
-        torch_sparse.refuse(way, torch_sparse.refusal(q.device, q.dtype, q.shape[3], pattern.block_size))
+        torch_sparse.refuse(
+            way, torch_sparse.refusal(q.device, q.dtype, q.shape[3], pattern.block_size)
+        )
         key = "flex", pattern, n, causal, q.device
-        mask = execution.cached(key, lambda: torch_sparse.flex_prepare(pattern, n, causal, q.device))
+        mask = execution.cached(
+            key, lambda: torch_sparse.flex_prepare(pattern, n, causal, q.device)
+        )
         out, lse = torch_sparse.flex_forward(q, k, v, mask, scale, with_lse=True)
         if lse is not None:
             return out, lse
     plan = plan_for(q, k, pattern, causal, kernel, execution, backward=False)
     pool = execution.scratch()
-    found = execute.forward(q, k, v, plan, causal, scale, kernel, pool=pool, results=results)
+    found = execute.forward(
+        q, k, v, plan, causal, scale, kernel, pool=pool, results=results
+    )
     return found if way != "flex" else (out, found[1])
 
 
-def backward(dout, q, k, v, out, lse, pattern: BlockSparse, causal: bool, scale: float, kernel: Kernel, execution):
-    """dq (b, n, h, d), dk, dv (b, n, h_kv, d), for the final out and lse (b, h, n) of any way."""
+def backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    pattern: BlockSparse,
+    causal: bool,
+    scale: float,
+    kernel: Kernel,
+    execution,
+):
+    """dq (b, n, h, d), dk, dv (b, n, h_kv, d), for the final out and lse (b, h, n) of
+    any way.
+    """
     if execution.blocks == "bsr":
         index = _bsr_index(pattern, q.shape[1], causal, q, execution)
         return torch_sparse.bsr_backward(dout, q, k, v, out, lse, index, causal, scale)
     plan = plan_for(q, k, pattern, causal, kernel, execution, backward=True)
-    return execute.backward(dout, q, k, v, out, lse, plan, causal, scale, kernel, pool=execution.scratch())
+    return execute.backward(
+        dout, q, k, v, out, lse, plan, causal, scale, kernel, pool=execution.scratch()
+    )
 
 
-def _bsr_index(pattern: BlockSparse, n: int, causal: bool, q: Tensor, execution) -> torch_sparse.Index:
+def _bsr_index(
+    pattern: BlockSparse, n: int, causal: bool, q: Tensor, execution
+) -> torch_sparse.Index:
     key = "bsr", pattern, n, causal, q.device
-    return execution.cached(key, lambda: torch_sparse.bsr_prepare(pattern, n, causal, q.device))
+    return execution.cached(
+        key, lambda: torch_sparse.bsr_prepare(pattern, n, causal, q.device)
+    )
 
 
 def plan_for(
-    q: Tensor, k: Tensor, pattern: BlockSparse, causal: bool, kernel: Kernel, execution, backward: bool
+    q: Tensor,
+    k: Tensor,
+    pattern: BlockSparse,
+    causal: bool,
+    kernel: Kernel,
+    execution,
+    backward: bool,
 ) -> Plan:
     """The plan for tensors q (b, n, h, d) and k, by views or by copied keys."""
     way = execution.blocks if execution.blocks in ("batched", "rows") else "views"
@@ -79,19 +127,30 @@ def plan_for(
     def build() -> Plan:
         size = pattern.block_size
         whole = pattern.count(n) * size
-        if n == whole or LONG % size:  # a call of LONG keys from inside a block might lie wholly behind n
+        if (
+            n == whole or LONG % size
+        ):  # a call of LONG keys from inside a block might lie wholly behind n
             return make_plan(*key(n)[1:])
-        # Sequences of as many blocks share a plan: documents of a batch have hundreds of lengths.
-        return execution.cached(key(whole), lambda: make_plan(*key(whole)[1:])).before(n)
+        # Sequences of as many blocks share a plan: documents of a batch have hundreds
+        # of lengths.
+        return execution.cached(key(whole), lambda: make_plan(*key(whole)[1:])).before(
+            n
+        )
 
     return in_head_blocks(key(n), build, q, kv_heads, backward, execution.cached)
 
 
 def make_plan(
-    pattern: BlockSparse, n: int, heads: int = 1, kv_heads: int = 1, causal: bool = False, way: str = "views",
+    pattern: BlockSparse,
+    n: int,
+    heads: int = 1,
+    kv_heads: int = 1,
+    causal: bool = False,
+    way: str = "views",
     kernel: Kernel | None = None,
-) -> Plan:  # fmt: skip
-    """The calls for ``n`` positions of queries and of keys, for any kernel or those that are cheapest for ``kernel``.
+) -> Plan:
+    """The calls for ``n`` positions of queries and of keys, for any kernel or those
+    that are cheapest for ``kernel``.
 
     ``way``: "views", "batched" or "rows".
 
@@ -105,14 +164,20 @@ def make_plan(
     return plan_between(pattern, n, whole, whole, heads, kv_heads, **how)
 
 
-def layers_of(pattern: BlockSparse) -> Iterator[tuple[BlockSparse, BlockSparse | None, bool]]:
-    """(pattern, another, whether its keys are copied): disjoint layers, each what the other pattern does not show.
+def layers_of(
+    pattern: BlockSparse,
+) -> Iterator[tuple[BlockSparse, BlockSparse | None, bool]]:
+    """(pattern, another, whether its keys are copied): disjoint layers, each what the
+    other pattern does not show.
 
-    First the parts that have an order, then what random blocks, which have no neighbours to be read with, add to them.
+    First the parts that have an order, then what random blocks, which have no
+    neighbours to be read with, add to them.
     """
     random = tuple(p for p in pattern.parts if isinstance(p, Random))
     regular = tuple(p for p in pattern.parts if p not in random)
-    first, second = (BlockSparse(x, pattern.block_size) if x else None for x in (regular, random))
+    first, second = (
+        BlockSparse(x, pattern.block_size) if x else None for x in (regular, random)
+    )
     if first is not None:
         yield first, None, False
     if second is not None:
@@ -128,8 +193,9 @@ assert AT_ONCE % 2**MOST_LEVELS == 0  # chunks of whole nodes
 class Layer:
     """Blocks that are seen, and whether those of keys are copied together.
 
-    ``seen``: for a range of blocks of queries bool (rows, c), and the numbers (c,) of the blocks of keys, in which
-    neighbours that are both seen are neighbours; what is left out is not seen.
+    ``seen``: for a range of blocks of queries bool (rows, c), and the numbers (c,) of
+    the blocks of keys, in which neighbours that are both seen are neighbours; what is
+    left out is not seen.
     """
 
     seen: Callable[[range], tuple[Tensor, Tensor]]
@@ -138,7 +204,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where blocks begin in a tensor's rows: ``starts`` (blocks,) and ``lengths`` (blocks,), one behind the other."""
+    """Where blocks begin in a tensor's rows: ``starts`` (blocks,) and ``lengths``
+    (blocks,), one behind the other.
+    """
 
     starts: Tensor
     lengths: Tensor
@@ -146,7 +214,9 @@ class Cuts:
 
 @dataclass(frozen=True)
 class BlockParts:
-    """Chunks cut where blocks end, in the order of their rows: ``blocks``, ``starts`` and ``stops`` (parts,)."""
+    """Chunks cut where blocks end, in the order of their rows: ``blocks``, ``starts``
+    and ``stops`` (parts,).
+    """
 
     blocks: Tensor
     starts: Tensor
@@ -155,7 +225,9 @@ class BlockParts:
     @classmethod
     def of(cls, ranges: Sequence[range], size: int) -> BlockParts:
         """Ranges of positions cut at multiples of ``size``."""
-        blocks = [torch.arange(r.start // size, (r.stop - 1) // size + 1) for r in ranges]
+        blocks = [
+            torch.arange(r.start // size, (r.stop - 1) // size + 1) for r in ranges
+        ]
         starts = [(b * size).clamp(min=r.start) for b, r in zip(blocks, ranges)]
         stops = [((b + 1) * size).clamp(max=r.stop) for b, r in zip(blocks, ranges)]
         none = torch.empty(0, dtype=torch.long)
@@ -170,7 +242,9 @@ class BlockParts:
         return BlockParts(self.blocks[which], self.starts[which], self.stops[which])
 
     def near(self, pattern: BlockSparse, queries: Tensor, n: int) -> Tensor:
-        """Numbers of the parts (c,) outside of which the blocks ``queries`` see nothing; the same as in the pattern."""
+        """Numbers of the parts (c,) outside of which the blocks ``queries`` see
+        nothing; the same as in the pattern.
+        """
         near = torch.zeros(pattern.count(n) + 1, dtype=torch.bool)
         near[pattern.near(queries, n)] = True
         found = near[self.blocks]
@@ -183,12 +257,23 @@ class BlockParts:
 
 
 def plan_between(
-    pattern: BlockSparse, n: int, mine: BlockParts, theirs: BlockParts, heads: int, kv_heads: int, *, causal: bool,
-    itself: bool, kernel: Kernel | None, way: str = "views",
-) -> Plan:  # fmt: skip
-    """The plan of the queries ``mine``, in this order of rows, on the keys ``theirs``, of ``n`` positions.
+    pattern: BlockSparse,
+    n: int,
+    mine: BlockParts,
+    theirs: BlockParts,
+    heads: int,
+    kv_heads: int,
+    *,
+    causal: bool,
+    itself: bool,
+    kernel: Kernel | None,
+    way: str = "views",
+) -> Plan:
+    """The plan of the queries ``mine``, in this order of rows, on the keys ``theirs``,
+    of ``n`` positions.
 
-    ``itself``: the keys are those of the queries, so that causal attention needs the mask on the diagonal.
+    ``itself``: the keys are those of the queries, so that causal attention needs the
+    mask on the diagonal.
     """
 
     def layer(shown: BlockSparse, hidden: BlockSparse | None, copied: bool) -> Layer:
@@ -205,14 +290,33 @@ def plan_between(
 
     diagonal = None
     if causal and itself:
-        seen = torch.cat([pattern.blocks(n, some, some).diagonal() for some in mine.blocks.split(AT_ONCE)])
+        seen = torch.cat(
+            [
+                pattern.blocks(n, some, some).diagonal()
+                for some in mine.blocks.split(AT_ONCE)
+            ]
+        )
         diagonal = torch.where(seen, torch.arange(len(seen)), -1)
-    layers = [layer(*given) for given in (layers_of(pattern) if way == "views" else [(pattern, None, True)])]
-    return tile(layers, mine.cuts, theirs.cuts, diagonal, heads, kv_heads, kernel, alone=way == "rows")
+    layers = [
+        layer(*given)
+        for given in (layers_of(pattern) if way == "views" else [(pattern, None, True)])
+    ]
+    return tile(
+        layers,
+        mine.cuts,
+        theirs.cuts,
+        diagonal,
+        heads,
+        kv_heads,
+        kernel,
+        alone=way == "rows",
+    )
 
 
 def chains(queries: Cuts) -> Iterator[tuple[range, int]]:
-    """Ranges of blocks of one length, and the levels of the tree over each: a node has at most 2^level blocks."""
+    """Ranges of blocks of one length, and the levels of the tree over each: a node has
+    at most 2^level blocks.
+    """
     lengths = queries.lengths.tolist()
     start = 0
     for stop in range(1, len(lengths) + 1):
@@ -221,11 +325,17 @@ def chains(queries: Cuts) -> Iterator[tuple[range, int]]:
             start = stop
 
 
-def cheapest(layer: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, cost: Cost) -> tuple[int, ...]:
-    """The levels of the tree over ``rows`` that make the calls cheapest. Level 0, single blocks, is always used."""
+def cheapest(
+    layer: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, cost: Cost
+) -> tuple[int, ...]:
+    """The levels of the tree over ``rows`` that make the calls cheapest. Level 0,
+    single blocks, is always used.
+    """
     size = int(queries.lengths[rows.start])
     used: tuple[int, ...] = (0,)
-    middle = (len(rows) // 2 - SAMPLE // 2) >> levels << levels  # of many blocks some are enough to tell
+    middle = (
+        (len(rows) // 2 - SAMPLE // 2) >> levels << levels
+    )  # of many blocks some are enough to tell
     some, cols = layer.seen(rows[max(0, middle) :][:SAMPLE])
     common = _common(some, levels)
     best = _cost(_taken(common, used), cols, size, keys, cost)
@@ -234,16 +344,26 @@ def cheapest(layer: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, 
         if found < best:
             used, best = with_it, found
     for level in used[1:]:  # a level that paid may not, beside smaller ones
-        found = _cost(_taken(common, without := tuple(x for x in used if x != level)), cols, size, keys, cost)
+        found = _cost(
+            _taken(common, without := tuple(x for x in used if x != level)),
+            cols,
+            size,
+            keys,
+            cost,
+        )
         if found < best:
             used, best = without, found
     return used
 
 
-def nodes(layer: Layer, rows: range, levels: tuple[int, ...]) -> list[tuple[int, Tensor, Tensor, Tensor]]:
-    """(level, node, first key block, end) of each run of key blocks that a node takes, the largest nodes first.
+def nodes(
+    layer: Layer, rows: range, levels: tuple[int, ...]
+) -> list[tuple[int, Tensor, Tensor, Tensor]]:
+    """(level, node, first key block, end) of each run of key blocks that a node takes,
+    the largest nodes first.
 
-    ``rows`` are taken some at a time: time and memory then grow with what is near them, not with the square of all.
+    ``rows`` are taken some at a time: time and memory then grow with what is near them,
+    not with the square of all.
     """
     found: dict[int, list] = {level: [] for level in sorted(levels, reverse=True)}
     for start in range(0, len(rows), AT_ONCE):
@@ -255,7 +375,9 @@ def nodes(layer: Layer, rows: range, levels: tuple[int, ...]) -> list[tuple[int,
 
 
 def _common(seen: Tensor, levels: int) -> list[Tensor]:
-    """The key blocks that all query blocks of a node see, bool (nodes, c), for each level of the tree."""
+    """The key blocks that all query blocks of a node see, bool (nodes, c), for each
+    level of the tree.
+    """
     common = [seen]
     for _ in range(levels):
         below = common[-1][: len(common[-1]) // 2 * 2]
@@ -263,13 +385,16 @@ def _common(seen: Tensor, levels: int) -> list[Tensor]:
     return common
 
 
-def _taken(common: list[Tensor], levels: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
+def _taken(
+    common: list[Tensor], levels: tuple[int, ...]
+) -> Iterator[tuple[int, Tensor]]:
     """(level, key blocks that each of its nodes takes), the largest nodes first."""
     covered = torch.zeros_like(common[0])
     for level in sorted(levels, reverse=True):
         shared = common[level]
         width = 1 << level
-        # What a larger node has taken is taken for all of its blocks, so the first one tells.
+        # What a larger node has taken is taken for all of its blocks, so the first one
+        # tells.
         mine = shared & ~covered[::width][: len(shared)]
         covered[: len(shared) * width] |= mine.repeat_interleave(width, 0)
         yield level, mine
@@ -278,12 +403,20 @@ def _taken(common: list[Tensor], levels: tuple[int, ...]) -> Iterator[tuple[int,
 def _runs(taken: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(node, first key block, end) of each run of neighbouring key blocks, by node."""
     edge = torch.zeros(len(taken), 1, dtype=torch.int8)
-    change = torch.cat([edge, taken.to(torch.int8), edge], 1).diff(dim=1)  # 1 where one begins, -1 behind its end
+    change = torch.cat([edge, taken.to(torch.int8), edge], 1).diff(
+        dim=1
+    )  # 1 where one begins, -1 behind its end
     node, first = (change == 1).nonzero().unbind(1)
     return node, cols[first], cols[(change == -1).nonzero()[:, 1] - 1] + 1
 
 
-def _cost(levels: Iterable[tuple[int, Tensor]], cols: Tensor, size: int, keys: Cuts, cost: Cost) -> float:
+def _cost(
+    levels: Iterable[tuple[int, Tensor]],
+    cols: Tensor,
+    size: int,
+    keys: Cuts,
+    cost: Cost,
+) -> float:
     total = 0.0
     for level, taken in levels:
         _, first, stop = _runs(taken, cols)
@@ -293,28 +426,41 @@ def _cost(levels: Iterable[tuple[int, Tensor]], cols: Tensor, size: int, keys: C
     return total
 
 
-def better_copied(node: Tensor, count: Tensor, nodes: int, size: int, cost: Cost) -> Tensor:
-    """Which runs belong to nodes whose keys are cheaper to gather than to read run by run."""
+def better_copied(
+    node: Tensor, count: Tensor, nodes: int, size: int, cost: Cost
+) -> Tensor:
+    """Which runs belong to nodes whose keys are cheaper to gather than to read run by
+    run.
+    """
     merge = cost.merge * size
     in_place = torch.zeros(nodes).index_add_(0, node, cost.work(size, count) + merge)
     together = torch.zeros(nodes, dtype=torch.long).index_add_(0, node, count)
     return (cost.work(size, together) * cost.copied + merge < in_place)[node]
 
 
-Entry = tuple[int, int, int, int]  # one dense call: rows, keys, the first query, the first key
+Entry = tuple[
+    int, int, int, int
+]  # one dense call: rows, keys, the first query, the first key
 
-# Calls of fewer than SHORT queries take LONG keys at a time, which then stay in the CPU's cache. Calls of few keys are
-# split into parts of LONG queries or more.
+# Calls of fewer than SHORT queries take LONG keys at a time, which then stay in the
+# CPU's cache. Calls of few keys are split into parts of LONG queries or more.
 LONG, SHORT = 1024, 768
-# torch's CPU kernel takes 32 queries at a time where there are fewer than WIDE: a call of STRIP queries then costs no
-# more per query than one of 128.
+# torch's CPU kernel takes 32 queries at a time where there are fewer than WIDE: a call
+# of STRIP queries then costs no more per query than one of 128.
 STRIP, WIDE = 64, 192
 
 
 def tile(
-    layers: list[Layer], queries: Cuts, keys: Cuts, diagonal: Tensor | None = None, heads: int = 1, kv_heads: int = 1,
-    kernel: Kernel | None = None, *, alone: bool = False,
-) -> Plan:  # fmt: skip
+    layers: list[Layer],
+    queries: Cuts,
+    keys: Cuts,
+    diagonal: Tensor | None = None,
+    heads: int = 1,
+    kv_heads: int = 1,
+    kernel: Kernel | None = None,
+    *,
+    alone: bool = False,
+) -> Plan:
     """The plan of disjoint ``layers`` of seen blocks: regular calls first.
 
     ``alone``: a call on copied keys, or a causal one, for each block of queries.
@@ -331,20 +477,37 @@ def tile(
     squares = _squares(queries, keys, diagonal)
     if lower_right:
         entries, squares = _join_squares(entries, squares)
-    calls = _strided_calls([part for entry in entries for part in _split_queries(entry)])
+    calls = _strided_calls(
+        [part for entry in entries for part in _split_queries(entry)]
+    )
     calls = [part for call in calls for part in _split_keys(call)]
     for call in _strided_calls(squares, causal=True):
         calls += call.each_node() if alone else [call]
-    return _plan(calls, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right)
+    return _plan(
+        calls, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right
+    )
 
 
-def _plan(calls: list[Call], gathered: list[Call], n: int, heads: int, kv_heads: int, lower_right: bool) -> Plan:
-    """Strided calls that write most rows run first: those that write them first need no merge. Then gathered ones."""
+def _plan(
+    calls: list[Call],
+    gathered: list[Call],
+    n: int,
+    heads: int,
+    kv_heads: int,
+    lower_right: bool,
+) -> Plan:
+    """Strided calls that write most rows run first: those that write them first need no
+    merge. Then gathered ones.
+    """
     written, uncovered = torch.zeros(2, n, dtype=torch.bool)
     found = []
     for call in sorted(calls, key=_order) + gathered:
         q = call.q
-        starts = q.first + q.node_step * torch.arange(call.nodes)[:, None] if q.index is None else q.index
+        starts = (
+            q.first + q.node_step * torch.arange(call.nodes)[:, None]
+            if q.index is None
+            else q.index
+        )
         at = (starts + torch.arange(q.rows)).flatten()
         fresh = ~written[at]
         first = q.index is None and not _merged(call) and bool(fresh.all())
@@ -357,9 +520,13 @@ def _plan(calls: list[Call], gathered: list[Call], n: int, heads: int, kv_heads:
     merges = len(found) > 1 or any(map(_merged, found))
     group = heads // kv_heads
 
-    def every_head(calls: list[Call]) -> tuple[Call, ...]:  # the heads of one K/V head one after another
+    def every_head(
+        calls: list[Call],
+    ) -> tuple[Call, ...]:  # the heads of one K/V head one after another
         return tuple(
-            replace(c, heads=kv_heads, q=replace(c.q, head=g, head_step=group)) for g in range(group) for c in calls
+            replace(c, heads=kv_heads, q=replace(c.q, head=g, head_step=group))
+            for g in range(group)
+            for c in calls
         )
 
     strips = [strip for call in found for strip in _in_strips(call, lower_right)]
@@ -378,10 +545,11 @@ def _merged(call: Call) -> bool:
 
 
 def _in_strips(call: Call, lower_right: bool) -> Iterator[Call]:
-    """A causal call of blocks of 128 queries as one of their first and one of their last halves.
+    """A causal call of blocks of 128 queries as one of their first and one of their
+    last halves.
 
-    The first one leaves out the keys that it does not see. Only for the forward: in the backward each would add
-    gradients of all its keys.
+    The first one leaves out the keys that it does not see. Only for the forward: in the
+    backward each would add gradients of all its keys.
     """
     few = call.causal and STRIP < call.q.rows < WIDE and call.q.rows % STRIP == 0
     rows = STRIP if few and lower_right else call.q.rows
@@ -396,17 +564,29 @@ def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Entry]:
     if diagonal is None:
         return []
     mine = (diagonal >= 0).nonzero().flatten()
-    entries = zip(queries.lengths[mine].tolist(), queries.starts[mine].tolist(), keys.starts[diagonal[mine]].tolist())
+    entries = zip(
+        queries.lengths[mine].tolist(),
+        queries.starts[mine].tolist(),
+        keys.starts[diagonal[mine]].tolist(),
+    )
     return [(length, length, q, k) for length, q, k in entries]
 
 
-def _join_squares(entries: list[Entry], squares: list[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """(calls, causal calls): a short call that ends where a causal one of the same queries begins is joined to it."""
+def _join_squares(
+    entries: list[Entry], squares: list[Entry]
+) -> tuple[list[Entry], list[Entry]]:
+    """(calls, causal calls): a short call that ends where a causal one of the same
+    queries begins is joined to it.
+    """
     alone = {(length, q, k): (length, length, q, k) for length, _, q, k in squares}
     rest, joined = [], []
     for entry in entries:
         rows, count, q, k = entry
-        if rows < SHORT and rows + count < 2 * LONG and alone.pop((rows, q, k + count), None):
+        if (
+            rows < SHORT
+            and rows + count < 2 * LONG
+            and alone.pop((rows, q, k + count), None)
+        ):
             joined.append((rows, count + rows, q, k))
         else:
             rest.append(entry)
@@ -414,9 +594,17 @@ def _join_squares(entries: list[Entry], squares: list[Entry]) -> tuple[list[Entr
 
 
 def _calls(
-    layer: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, alone: bool, cost: Cost
+    layer: Layer,
+    rows: range,
+    levels: int,
+    queries: Cuts,
+    keys: Cuts,
+    alone: bool,
+    cost: Cost,
 ) -> tuple[list[Entry], list[Call]]:
-    """The calls of one range of blocks of one length, at the levels of its tree that make them cheapest."""
+    """The calls of one range of blocks of one length, at the levels of its tree that
+    make them cheapest.
+    """
     size = int(queries.lengths[rows.start])
     used = (0,) if layer.copied else cheapest(layer, rows, levels, queries, keys, cost)
     entries, gathered = [], []
@@ -429,14 +617,32 @@ def _calls(
         if level == 0:
             if not layer.copied:
                 apart = better_copied(node, count, len(rows), size, cost)
-            gathered += _gathered_calls(node[apart], begin[apart], count[apart], at[apart], size, alone)
-        entries += [(length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()]
+            gathered += _gathered_calls(
+                node[apart], begin[apart], count[apart], at[apart], size, alone
+            )
+        entries += [
+            (length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()
+        ]
     return entries, gathered
 
 
-def _call(rows: int, keys: int, nodes: int, query: tuple[int, int], key: tuple[int, int], causal: bool = False) -> Call:
-    """``nodes`` calls of ``rows`` queries by ``keys`` keys; ``query``, ``key``: (first, step) of the nodes' rows."""
-    return Call(View(rows, query[0], node_step=query[1]), View(keys, key[0], node_step=key[1]), nodes, causal=causal)
+def _call(
+    rows: int,
+    keys: int,
+    nodes: int,
+    query: tuple[int, int],
+    key: tuple[int, int],
+    causal: bool = False,
+) -> Call:
+    """``nodes`` calls of ``rows`` queries by ``keys`` keys; ``query``, ``key``: (first,
+    step) of the nodes' rows.
+    """
+    return Call(
+        View(rows, query[0], node_step=query[1]),
+        View(keys, key[0], node_step=key[1]),
+        nodes,
+        causal=causal,
+    )
 
 
 def _strided_calls(entries: list[Entry], causal: bool = False) -> list[Call]:
@@ -444,16 +650,29 @@ def _strided_calls(entries: list[Entry], causal: bool = False) -> list[Call]:
 
 
 def _join_neighbours(call: Call) -> Call:
-    """The same call, with neighbouring nodes that see the same keys joined up to LONG queries."""
+    """The same call, with neighbouring nodes that see the same keys joined up to LONG
+    queries.
+    """
     rows = call.q.rows
-    if call.causal or call.nodes == 1 or call.k.node_step or call.q.node_step != rows or rows >= SHORT:
+    if (
+        call.causal
+        or call.nodes == 1
+        or call.k.node_step
+        or call.q.node_step != rows
+        or rows >= SHORT
+    ):
         return call
     joined = max(i for i in range(1, LONG // rows + 1) if call.nodes % i == 0)
-    return replace(call, q=replace(call.q, rows=rows * joined, node_step=rows * joined), nodes=call.nodes // joined)
+    return replace(
+        call,
+        q=replace(call.q, rows=rows * joined, node_step=rows * joined),
+        nodes=call.nodes // joined,
+    )
 
 
 def _split_queries(entry: Entry) -> Iterator[Entry]:
-    """Halve a call of many queries by few keys down to LONG queries: each thread then writes neighbouring pages.
+    """Halve a call of many queries by few keys down to LONG queries: each thread then
+    writes neighbouring pages.
 
     >>> [*_split_queries((4096, 512, 0, 0))][1:3], len([*_split_queries((3001, 512, 0, 0))])
     ([(1024, 512, 1024, 0), (1024, 512, 2048, 0)], 1)
@@ -467,14 +686,21 @@ def _split_queries(entry: Entry) -> Iterator[Entry]:
 
 
 def _split_keys(call: Call) -> Iterator[Call]:
-    """Split a call of few queries by many keys into LONG keys at a time; parts of one node share its queries."""
+    """Split a call of few queries by many keys into LONG keys at a time; parts of one
+    node share its queries.
+    """
     if call.q.rows >= SHORT or call.k.rows < 2 * LONG:
         yield call
         return
     count, rest = divmod(call.k.rows, LONG)
     first = call.k.first
     if call.nodes == 1:
-        yield replace(call, nodes=count, q=replace(call.q, node_step=0), k=View(LONG, first, node_step=LONG))
+        yield replace(
+            call,
+            nodes=count,
+            q=replace(call.q, node_step=0),
+            k=View(LONG, first, node_step=LONG),
+        )
     else:
         for at in range(0, count * LONG, LONG):
             yield replace(call, k=replace(call.k, rows=LONG, first=first + at))
@@ -482,29 +708,46 @@ def _split_keys(call: Call) -> Iterator[Call]:
         yield replace(call, k=replace(call.k, rows=rest, first=first + count * LONG))
 
 
-def _gathered_calls(node: Tensor, begin: Tensor, count: Tensor, at: Tensor, size: int, alone: bool) -> list[Call]:
+def _gathered_calls(
+    node: Tensor, begin: Tensor, count: Tensor, at: Tensor, size: int, alone: bool
+) -> list[Call]:
     """Calls on copied keys: nodes with equally many keys together, or each ``alone``.
 
-    Each run (runs,) has its node, ascending, its first key and their number, and the node's first query.
+    Each run (runs,) has its node, ascending, its first key and their number, and the
+    node's first query.
     """
     if not len(node):
         return []
     shift = begin - (count.cumsum(0) - count)
-    rows = shift.repeat_interleave(count) + torch.arange(int(count.sum()))  # keys of all runs
-    nodes, which, runs = node.unique_consecutive(return_inverse=True, return_counts=True)
+    rows = shift.repeat_interleave(count) + torch.arange(
+        int(count.sum())
+    )  # keys of all runs
+    nodes, which, runs = node.unique_consecutive(
+        return_inverse=True, return_counts=True
+    )
     total = torch.zeros_like(nodes).index_add_(0, which, count)  # keys of each node
     first = at[runs.cumsum(0) - runs]
     alike = nodes if alone else total
     found = []
     for kind in alike.unique():
         mine = alike == kind
-        keys = rows[mine.repeat_interleave(total)].view(int(mine.sum()), -1)  # (nodes, keys)
-        found.append(Call(_rows_from(first[mine], size), View(keys.shape[1], index=keys), len(keys)))
+        keys = rows[mine.repeat_interleave(total)].view(
+            int(mine.sum()), -1
+        )  # (nodes, keys)
+        found.append(
+            Call(
+                _rows_from(first[mine], size),
+                View(keys.shape[1], index=keys),
+                len(keys),
+            )
+        )
     return found
 
 
 def _rows_from(starts: Tensor, size: int) -> View:
-    """``size`` rows from each of the ascending ``starts`` (nodes,) on: strided where these are evenly apart."""
+    """``size`` rows from each of the ascending ``starts`` (nodes,) on: strided where
+    these are evenly apart.
+    """
     step = int(starts[min(1, len(starts) - 1)] - starts[0])
     if starts.diff().eq(step).all():
         return View(size, int(starts[0]), node_step=step)
@@ -512,7 +755,9 @@ def _rows_from(starts: Tensor, size: int) -> View:
 
 
 def _progressions(entries: list[Entry]) -> Iterator[tuple]:
-    """(rows, keys, nodes, query, key) for entries (rows, keys, q, k), in few arithmetic progressions of (q, k)."""
+    """(rows, keys, nodes, query, key) for entries (rows, keys, q, k), in few arithmetic
+    progressions of (q, k).
+    """
     alike: dict[tuple[int, int], list] = {}
     for rows, count, q, k in entries:
         alike.setdefault((rows, count), []).append((q, k))
@@ -522,16 +767,22 @@ def _progressions(entries: list[Entry]) -> Iterator[tuple]:
         for q, k in members:
             apart[k - q] = apart.get(k - q, 0) + 1
             same[k] = same.get(k, 0) + 1
-        groups: dict[tuple, list] = {}  # by distance, as in a window, or by the keys themselves, as of a global block
+        groups: dict[
+            tuple, list
+        ] = {}  # by distance, as in a window, or by the keys themselves, as of a global block
         for q, k in members:
-            groups.setdefault(("apart", k - q) if apart[k - q] >= same[k] else ("same", k), []).append((q, k))
+            groups.setdefault(
+                ("apart", k - q) if apart[k - q] >= same[k] else ("same", k), []
+            ).append((q, k))
         for group in groups.values():
             for run in _even_combs(sorted(group)):
                 yield rows, count, len(run), *first_and_step(run)
 
 
 def _even_combs(pairs: list[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-    """Arithmetic progressions; of many equal ones in a row all first members, all second members, and so on."""
+    """Arithmetic progressions; of many equal ones in a row all first members, all
+    second members, and so on.
+    """
     alike: dict[tuple, dict] = {}
     for run in even_runs(pairs):
         steps = tuple(step for _, step in first_and_step(run))

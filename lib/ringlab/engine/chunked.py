@@ -1,7 +1,9 @@
-"""Attention in tiles, with tile x tile scores at a time, and back-off to smaller tiles when memory runs out.
+"""Attention in tiles, with tile x tile scores at a time, and back-off to smaller tiles
+when memory runs out.
 
-A tile is a kernel call on some queries and some keys. Results are merged by log-sum-exp, and each tile's backward is
-exact with the final (out, lse). All of it happens inside one call of a kernel: messages between ranks do not change.
+A tile is a kernel call on some queries and some keys. Results are merged by
+log-sum-exp, and each tile's backward is exact with the final (out, lse). All of it
+happens inside one call of a kernel: messages between ranks do not change.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ TILES = (2048, 512, 128)
 
 
 class OOMBackoff:
-    """The tile size in use: none at first, and the next smaller one each time memory runs out. Public as ``Ladder``.
+    """The tile size in use: none at first, and the next smaller one each time memory
+    runs out. Public as ``Ladder``.
 
-    It never goes up again, since what did not fit once will not fit again. ``tiles``: rows, from large to small.
+    It never goes up again, since what did not fit once will not fit again. ``tiles``:
+    rows, from large to small.
 
     >>> from ringlab import Ladder
     >>> ladder = Ladder((512, 64))
@@ -34,9 +38,13 @@ class OOMBackoff:
 
     def __init__(self, tiles: tuple[int, ...] = TILES):
         if not isinstance(tiles, Sequence) or not tiles or not all(map(is_int, tiles)):
-            raise ValueError(f"Ladder: tiles must be positive integers, got {short_repr(tiles)}")
+            raise ValueError(
+                f"Ladder: tiles must be positive integers, got {short_repr(tiles)}"
+            )
         if list(tiles) != sorted(set(tiles), reverse=True):
-            raise ValueError(f"Ladder: each tile must be smaller than the one before, got {tiles!r}")
+            raise ValueError(
+                f"Ladder: each tile must be smaller than the one before, got {tiles!r}"
+            )
         self.tiles, self.level = tuple(map(as_int, tiles)), 0
 
     def __repr__(self) -> str:
@@ -48,9 +56,11 @@ class OOMBackoff:
         return self.tiles[self.level - 1] if self.level else None
 
     def run(self, attempt: Callable):
-        """``attempt(tile)``, again with smaller tiles as long as memory runs out; it must have no side effects.
+        """``attempt(tile)``, again with smaller tiles as long as memory runs out; it
+        must have no side effects.
 
-        Raises what the smallest tile raised, with a note of the tiles tried; other errors at once.
+        Raises what the smallest tile raised, with a note of the tiles tried; other
+        errors at once.
         """
         while True:
             level = self.level
@@ -60,14 +70,20 @@ class OOMBackoff:
                 if not is_out_of_memory(error):
                     raise
                 if level == len(self.tiles):
-                    error.add_note(f"out of memory without tiles and with tiles of {', '.join(map(str, self.tiles))}")
+                    error.add_note(
+                        f"out of memory without tiles and with tiles of {', '.join(map(str, self.tiles))}"
+                    )
                     raise
-            self.level = max(self.level, level + 1)  # the memory of the failed attempt is free only here
+            self.level = max(
+                self.level, level + 1
+            )  # the memory of the failed attempt is free only here
 
     def agree(self, group: dist.ProcessGroup | dist.DeviceMesh) -> None:
-        """Take the smallest tile of all ranks; a collective call, between two training steps.
+        """Take the smallest tile of all ranks; a collective call, between two training
+        steps.
 
-        Values and messages are the same at every level, so without it results are right too, only speeds differ.
+        Values and messages are the same at every level, so without it results are right
+        too, only speeds differ.
         """
         pg = group.get_group() if isinstance(group, dist.DeviceMesh) else group
         levels = [0] * dist.get_world_size(pg)
@@ -80,7 +96,8 @@ Ladder = OOMBackoff
 
 @dataclass(frozen=True)
 class ChunkedKernel:
-    """A kernel whose calls form at most tile x tile scores at a time, over all batch entries and heads.
+    """A kernel whose calls form at most tile x tile scores at a time, over all batch
+    entries and heads.
 
     >>> from ringlab.kernels import KERNELS
     >>> q, k, v = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64).unbind()
@@ -97,7 +114,9 @@ class ChunkedKernel:
         """As ``Kernel.forward``."""
         return self._run(_forward, q, k, v, causal, scale)
 
-    def backward(self, dout, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    def backward(
+        self, dout, q, k, v, out, lse, causal: bool, scale: float
+    ) -> tuple[Tensor, ...]:
         """As ``Kernel.backward``."""
         return self._run(_backward, dout, q, k, v, out, lse, causal, scale)
 
@@ -115,7 +134,9 @@ def _forward(kernel: Kernel, tile: int | None, q, k, v, causal, scale):
     lse = torch.empty(b, heads, m, dtype=out.dtype, device=q.device)
     for batch, rows, cols, head in _tiles(q, k, tile, causal):
         mine, theirs = (batch, rows, head), (batch, cols, head)
-        o, l = kernel.forward(q[mine], k[theirs], v[theirs], causal and rows == cols, scale)
+        o, l = kernel.forward(
+            q[mine], k[theirs], v[theirs], causal and rows == cols, scale
+        )
         if cols.start == 0:
             out[mine] = o
             lse[batch, head, rows] = l
@@ -127,10 +148,19 @@ def _forward(kernel: Kernel, tile: int | None, q, k, v, causal, scale):
 def _backward(kernel: Kernel, tile: int | None, dout, q, k, v, out, lse, causal, scale):
     if _fits(q, k, tile):
         return kernel.backward(dout, q, k, v, out, lse, causal, scale)
-    dq, dk, dv = (torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v))
+    dq, dk, dv = (
+        torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v)
+    )
     for batch, rows, cols, head in _tiles(q, k, tile, causal):
         mine, theirs = (batch, rows, head), (batch, cols, head)
-        reads = dout[mine], q[mine], k[theirs], v[theirs], out[mine], lse[batch, head, rows]
+        reads = (
+            dout[mine],
+            q[mine],
+            k[theirs],
+            v[theirs],
+            out[mine],
+            lse[batch, head, rows],
+        )
         found = kernel.backward(*reads, causal and rows == cols, scale)
         for grad, where, part in zip((dq, dk, dv), (mine, theirs, theirs), found):
             grad[where] += part
@@ -142,10 +172,16 @@ def _fits(q: Tensor, k: Tensor, tile: int | None) -> bool:
     return tile is None or b * heads * m * k.shape[1] <= tile * tile
 
 
-def _tiles(q: Tensor, k: Tensor, tile: int, causal: bool) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """(batch, queries, keys, heads) of each tile; keys in order for the same queries, those all hidden left out."""
+def _tiles(
+    q: Tensor, k: Tensor, tile: int, causal: bool
+) -> Iterator[tuple[slice, slice, slice, slice]]:
+    """(batch, queries, keys, heads) of each tile; keys in order for the same queries,
+    those all hidden left out.
+    """
     (b, m, heads, _), m_k = q.shape, k.shape[1]
-    pairs = tile * tile // (min(m, tile) * min(m_k, tile))  # short rows: several heads, then batch entries, at a time
+    pairs = (
+        tile * tile // (min(m, tile) * min(m_k, tile))
+    )  # short rows: several heads, then batch entries, at a time
     for batch in _cuts(b, max(1, pairs // heads)):
         for head in _cuts(heads, pairs):
             for rows in _cuts(m, tile):

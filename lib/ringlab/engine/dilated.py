@@ -1,8 +1,9 @@
 """The calls of a dilated pattern: index arithmetic alone, without tensors.
 
-In a branch (w, r) the rows that head h selects are at ``segment * w + offset(h) + j * r``: affine in the segment and in
-j. Heads whose (index, offset, K/V head) form an arithmetic progression share one view, so a branch takes at most
-min(r, heads / r) calls, and as many again for a short last segment.
+In a branch (w, r) the rows that head h selects are at ``segment * w + offset(h) + j *
+r``: affine in the segment and in j. Heads whose (index, offset, K/V head) form an
+arithmetic progression share one view, so a branch takes at most min(r, heads / r)
+calls, and as many again for a short last segment.
 """
 
 from __future__ import annotations
@@ -20,10 +21,17 @@ from .execute import Call, Plan, View, in_head_blocks
 
 
 def plan_for(
-    q: Tensor, k: Tensor, pattern: Pattern, cached, *, backward: bool = False, n: int | None = None,
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    cached,
+    *,
+    backward: bool = False,
+    n: int | None = None,
     chunk: range | None = None,
-) -> Plan:  # fmt: skip
-    """The plan for tensors q (b, rows, h, d) and k that hold ``chunk`` of ``n`` positions (default: all of them).
+) -> Plan:
+    """The plan for tensors q (b, rows, h, d) and k that hold ``chunk`` of ``n``
+    positions (default: all of them).
 
     ``cached(key, build)`` remembers it.
     """
@@ -32,27 +40,42 @@ def plan_for(
         key = "cross", q.shape[1], k.shape[1], heads, kv_heads
         return cached(key, lambda: _cross_plan(*key[1:]))
     given = pattern, q.shape[1] if n is None else n, heads, kv_heads, chunk
-    build, cut = (lambda: make_plan(*given)), (lambda plan, block: make_plan(*given, block))
+    build, cut = (
+        (lambda: make_plan(*given)),
+        (lambda plan, block: make_plan(*given, block)),
+    )
     return in_head_blocks(("plan", *given), build, q, kv_heads, backward, cached, cut)
 
 
 def make_plan(
-    pattern: Pattern, n: int, heads: int, kv_heads: int, chunk: range | None = None, block: int | None = None
+    pattern: Pattern,
+    n: int,
+    heads: int,
+    kv_heads: int,
+    chunk: range | None = None,
+    block: int | None = None,
 ) -> Plan:
-    """Plan ``pattern`` over ``n`` positions, with calls that stay inside blocks of ``block`` heads (default: all).
+    """Plan ``pattern`` over ``n`` positions, with calls that stay inside blocks of
+    ``block`` heads (default: all).
 
-    ``chunk``: only these positions are there, as rows 0, 1, ...; of a segment that its ends cut, the part inside runs.
+    ``chunk``: only these positions are there, as rows 0, 1, ...; of a segment that its
+    ends cut, the part inside runs.
 
     >>> from ringlab.patterns import Dilated
     >>> [(c.q.step, c.nodes, c.heads) for c in make_plan(Dilated([4, 8], [1, 2]), 16, 4, 4).calls]
     [(1, 4, 4), (2, 2, 2), (2, 2, 2)]
     """
-    branches = sorted(pattern.branches(n, heads, kv_heads), key=lambda b: b.rate)  # a branch that writes all goes first
+    branches = sorted(
+        pattern.branches(n, heads, kv_heads), key=lambda b: b.rate
+    )  # a branch that writes all goes first
     first_branch = {h: b for b in reversed(branches) for h in b.heads}
     chunk, block, blocks = range(n) if chunk is None else chunk, block or heads, []
     for start in range(0, heads, block):
         inside = range(start, min(start + block, heads))
-        each = (_branch_calls(b, chunk, heads // kv_heads, inside, first_branch) for b in branches)
+        each = (
+            _branch_calls(b, chunk, heads // kv_heads, inside, first_branch)
+            for b in branches
+        )
         calls = tuple(call for calls in each for call in fold_heads(calls))
         blocks.append((inside, calls, calls))
     covered = all(h in first_branch and first_branch[h].rate == 1 for h in range(heads))
@@ -71,16 +94,23 @@ def _cross_plan(n: int, keys: int, heads: int, kv_heads: int) -> Plan:
     calls = []
     for run in progressions([(h, h // (heads // kv_heads)) for h in range(heads)]):
         (head, head_step), (kv_head, kv_step) = first_and_step(run)
-        queries, rows = View(n, 0, 1, 0, head, head_step), View(keys, 0, 1, 0, kv_head, kv_step)
+        queries, rows = (
+            View(n, 0, 1, 0, head, head_step),
+            View(keys, 0, 1, 0, kv_head, kv_step),
+        )
         calls.append(Call(queries, rows, heads=len(run), first=True))
-    return Plan(((range(heads), tuple(calls), tuple(calls)),), (), False, False, range(n), n)
+    return Plan(
+        ((range(heads), tuple(calls), tuple(calls)),), (), False, False, range(n), n
+    )
 
 
 def _branch_calls(
     b: Branch, chunk: range, group: int, inside: range, first_branch: dict[int, Branch]
 ) -> Iterator[Call]:
     for start, count, length in _pieces(chunk, b.length):
-        alike: dict[tuple, list] = {}  # heads that select equally many rows and agree on who writes first
+        alike: dict[
+            tuple, list
+        ] = {}  # heads that select equally many rows and agree on who writes first
         for head, offset in zip(b.heads, b.offsets):
             offset = (offset - start % b.length) % b.rate
             rows = -(-(length - offset) // b.rate)
@@ -89,14 +119,18 @@ def _branch_calls(
                 alike.setdefault((rows, first_branch[head] is b), []).append(member)
         for (rows, first), members in alike.items():
             for run in progressions(members):
-                (head, head_step), (row, shift), (kv_head, kv_step) = first_and_step(run)
+                (head, head_step), (row, shift), (kv_head, kv_step) = first_and_step(
+                    run
+                )
                 queries = View(rows, row, b.rate, b.length, head, head_step, shift)
                 keys = View(rows, row, b.rate, b.length, kv_head, kv_step, shift)
                 yield Call(queries, keys, count, len(run), causal=True, first=first)
 
 
 def fold_heads(calls: Iterable[Call]) -> Iterator[Call]:
-    """Join calls that differ by their heads, and perhaps by where their rows begin, as nodes of one call."""
+    """Join calls that differ by their heads, and perhaps by where their rows begin, as
+    nodes of one call.
+    """
 
     def place(call: Call) -> tuple[int, ...]:
         return call.q.first, call.q.head, call.k.first, call.k.head
@@ -104,7 +138,9 @@ def fold_heads(calls: Iterable[Call]) -> Iterator[Call]:
     def shape(call: Call) -> object:
         if call.nodes > 1 or call.q.index is not None or call.k.index is not None:
             return id(call)
-        return replace(call, q=replace(call.q, first=0, head=0), k=replace(call.k, first=0, head=0))
+        return replace(
+            call, q=replace(call.q, first=0, head=0), k=replace(call.k, first=0, head=0)
+        )
 
     for _, alike in groupby(calls, shape):
         alike = list(alike)
@@ -112,16 +148,25 @@ def fold_heads(calls: Iterable[Call]) -> Iterator[Call]:
             mine, alike = alike[: len(run)], alike[len(run) :]
             (_, q_step), (_, q_head), (_, k_step), (_, k_head) = first_and_step(run)
             q, k = mine[0].q, mine[0].k
-            apart = all(not by or by >= v.step * v.rows for v, by in ((q, q_step), (k, k_step)))
-            if len(run) > 1 and apart and q_head and (k_step or k_head):  # no row of a gradient twice
-                q, k = replace(q, node_step=q_step, node_head=q_head), replace(k, node_step=k_step, node_head=k_head)
+            apart = all(
+                not by or by >= v.step * v.rows for v, by in ((q, q_step), (k, k_step))
+            )
+            if (
+                len(run) > 1 and apart and q_head and (k_step or k_head)
+            ):  # no row of a gradient twice
+                q, k = (
+                    replace(q, node_step=q_step, node_head=q_head),
+                    replace(k, node_step=k_step, node_head=k_head),
+                )
                 yield replace(mine[0], q=q, k=k, nodes=len(run))
             else:
                 yield from mine
 
 
 def _pieces(chunk: range, length: int) -> Iterator[tuple[int, int, int]]:
-    """(first position, segments, positions of each) of a cut segment, of the whole ones, and of another cut one."""
+    """(first position, segments, positions of each) of a cut segment, of the whole
+    ones, and of another cut one.
+    """
     start = min(chunk.stop, -(-chunk.start // length) * length)
     if start > chunk.start:
         yield chunk.start, 1, start - chunk.start
@@ -134,7 +179,9 @@ def _pieces(chunk: range, length: int) -> Iterator[tuple[int, int, int]]:
 
 
 def progressions(members: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Split (head, offset, ...) tuples into as few arithmetic progressions as three natural orders allow."""
+    """Split (head, offset, ...) tuples into as few arithmetic progressions as three
+    natural orders allow.
+    """
     seen: dict[int, int] = {}
     nth = {}  # how many earlier heads have the same offset
     for head, offset, *_ in members:
@@ -144,11 +191,17 @@ def progressions(members: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
 
 
 def even_runs(items: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Split a list into arithmetic progressions; none goes down, since a view cannot have a negative stride."""
+    """Split a list into arithmetic progressions; none goes down, since a view cannot
+    have a negative stride.
+    """
     run: list[tuple[int, ...]] = []
     for item in items:
         steps = [a - b for a, b in zip(item, run[-1])] if run else []
-        if not run or min(steps) >= 0 and (len(run) == 1 or steps == [a - b for a, b in zip(run[1], run[0])]):
+        if (
+            not run
+            or min(steps) >= 0
+            and (len(run) == 1 or steps == [a - b for a, b in zip(run[1], run[0])])
+        ):
             run.append(item)
         else:
             yield run
@@ -162,8 +215,12 @@ def first_and_step(run: list[tuple[int, ...]]) -> list[tuple[int, int]]:
     return [(a, b - a) for a, b in zip(run[0], run[min(1, len(run) - 1)])]
 
 
-def runs_alike(found: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[tuple[tuple[int, ...], list]]:
-    """(counts, progression of members) of pairs (counts, member) with equal counts, none of which is 0."""
+def runs_alike(
+    found: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> Iterator[tuple[tuple[int, ...], list]]:
+    """(counts, progression of members) of pairs (counts, member) with equal counts,
+    none of which is 0.
+    """
     alike: dict[tuple[int, ...], list] = {}
     for counts, member in found:
         if min(counts) > 0:
@@ -174,12 +231,20 @@ def runs_alike(found: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iter
 
 
 def calls_on_rows(
-    branch: Branch, group: int, start: int, asking: range, keys: range, row: int, held: dict[int, tuple[Tensor, Tensor]]
+    branch: Branch,
+    group: int,
+    start: int,
+    asking: range,
+    keys: range,
+    row: int,
+    held: dict[int, tuple[Tensor, Tensor]],
 ) -> Iterator[Call]:
-    """The calls of one branch on rows of other positions, in the segment from ``start``.
+    """The calls of one branch on rows of other positions, in the segment from
+    ``start``.
 
-    The queries at the positions ``asking``, of which ``row`` is the first row, see the positions ``keys``. ``held``
-    says by K/V head, for ``group`` heads, which positions are there, and in which rows.
+    The queries at the positions ``asking``, of which ``row`` is the first row, see the
+    positions ``keys``. ``held`` says by K/V head, for ``group`` heads, which positions
+    are there, and in which rows.
     """
     found, indices = [], {}
     for head, offset in zip(branch.heads, branch.offsets):
@@ -188,9 +253,15 @@ def calls_on_rows(
         if count and kv_head in held:
             positions, rows = held[kv_head]
             wanted = (positions >= keys.start) & (positions < keys.stop)
-            indices[head] = rows[wanted & ((positions - start - offset) % branch.rate == 0)]
+            indices[head] = rows[
+                wanted & ((positions - start - offset) % branch.rate == 0)
+            ]
             found.append(((count, len(indices[head])), (head, first + row)))
     for (count, _), run in runs_alike(found):
         (head, head_step), (q_first, q_shift) = first_and_step(run)
         queries = View(count, q_first, branch.rate, 0, head, head_step, q_shift)
-        yield Call(queries, View.of(torch.stack([indices[h] for h, _ in run], 1)), heads=len(run))
+        yield Call(
+            queries,
+            View.of(torch.stack([indices[h] for h, _ in run], 1)),
+            heads=len(run),
+        )

@@ -1,7 +1,8 @@
 """Packed sequences and padded batches: each document is attended as if it stood alone.
 
-Documents of equal length are one call with as many batch entries. They are read where they lie if their first rows are
-evenly spaced, and are copied together if they are short. Any other document is a call of its own, on a view.
+Documents of equal length are one call with as many batch entries. They are read where
+they lie if their first rows are evenly spaced, and are copied together if they are
+short. Any other document is a call of its own, on a view.
 """
 
 from __future__ import annotations
@@ -23,18 +24,25 @@ COPIED = 1024  # documents of at most so many rows are copied together: that cos
 
 @dataclass(frozen=True)
 class Alike:
-    """Documents of ``length`` rows that one call takes. Their ``first`` rows are ``step`` apart; 0: anywhere."""
+    """Documents of ``length`` rows that one call takes. Their ``first`` rows are
+    ``step`` apart; 0: anywhere.
+    """
 
     length: int
     first: tuple[int, ...]
     step: int
 
     def take(self, t: Tensor) -> Tensor:
-        """Rows t (rows, ...) of the documents: (documents, length, ...), a view or a copy."""
+        """Rows t (rows, ...) of the documents: (documents, length, ...), a view or a
+        copy.
+        """
         if not self.step:
             return t[self._index(t.device)]
         row, *others = t.stride()
-        shape, strides = (len(self.first), self.length, *t.shape[1:]), (self.step * row, row, *others)
+        shape, strides = (
+            (len(self.first), self.length, *t.shape[1:]),
+            (self.step * row, row, *others),
+        )
         return t.as_strided(shape, strides, t.storage_offset() + self.first[0] * row)
 
     def put(self, t: Tensor, values: Tensor) -> None:
@@ -49,12 +57,15 @@ class Alike:
         return self.step == self.length and self.length * len(self.first) == rows
 
     def _index(self, device: torch.device) -> Tensor:
-        return (torch.tensor(self.first)[:, None] + torch.arange(self.length)).to(device)  # (documents, length)
+        return (torch.tensor(self.first)[:, None] + torch.arange(self.length)).to(
+            device
+        )  # (documents, length)
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Where documents lie in tensors (batch, n, ...): ``spans`` of (batch entry, first row, end).
+    """Where documents lie in tensors (batch, n, ...): ``spans`` of (batch entry, first
+    row, end).
 
     >>> Documents.packed([0, 4, 8, 11], torch.empty(1, 11, 1, 1)).parts
     [Alike(length=3, first=(8,), step=3), Alike(length=4, first=(0, 4), step=4)]
@@ -65,13 +76,24 @@ class Documents:
 
     @staticmethod
     def packed(cu_seqlens, q: Tensor, n: int | None = None) -> Documents:
-        """The documents between borders that ascend from 0 to n (default: all rows), of q (1, rows, h, d)."""
+        """The documents between borders that ascend from 0 to n (default: all rows), of
+        q (1, rows, h, d).
+        """
         if q.shape[0] != 1:
-            raise ValueError(f"cu_seqlens needs a batch of 1, got {q.shape[0]}: pack the sequences, or use lengths")
+            raise ValueError(
+                f"cu_seqlens needs a batch of 1, got {q.shape[0]}: pack the sequences, or use lengths"
+            )
         borders, n = integers("cu_seqlens", cu_seqlens, q), n or q.shape[1]
-        if len(borders) < 2 or borders[0] != 0 or borders[-1] != n or any(a > b for a, b in pairwise(borders)):
+        if (
+            len(borders) < 2
+            or borders[0] != 0
+            or borders[-1] != n
+            or any(a > b for a, b in pairwise(borders))
+        ):
             shards = (
-                "" if n == q.shape[1] else " (if shards differ in length, give layout=ringlab.ring.contiguous(n, p))"
+                ""
+                if n == q.shape[1]
+                else " (if shards differ in length, give layout=ringlab.ring.contiguous(n, p))"
             )
             wanted = f"cu_seqlens must ascend from 0 to the sequence length {n}{shards}"
             raise ValueError(f"{wanted}, got {short_repr(borders)}")
@@ -79,10 +101,14 @@ class Documents:
 
     @staticmethod
     def padded(lengths, q: Tensor, n: int | None = None) -> Documents:
-        """The first ``lengths[i]`` of n positions (default: all rows) of each entry of q (b, rows, h, d)."""
+        """The first ``lengths[i]`` of n positions (default: all rows) of each entry of
+        q (b, rows, h, d).
+        """
         lengths, b, n = integers("lengths", lengths, q), q.shape[0], n or q.shape[1]
         if len(lengths) != b or not all(0 <= length <= n for length in lengths):
-            wanted = f"lengths must be {b} numbers of 0 to {n} rows, one of each batch entry"
+            wanted = (
+                f"lengths must be {b} numbers of 0 to {n} rows, one of each batch entry"
+            )
             raise ValueError(f"{wanted}, got {short_repr(lengths)}")
         return _documents(tuple((i, 0, length) for i, length in enumerate(lengths)), n)
 
@@ -99,18 +125,30 @@ class Documents:
             if len(runs) > 1 and length <= COPIED:
                 parts.append(Alike(length, tuple(start for (start,) in members), 0))
             else:
-                parts += [Alike(length, run, run[1] - run[0] if len(run) > 1 else length) for run in runs]
+                parts += [
+                    Alike(length, run, run[1] - run[0] if len(run) > 1 else length)
+                    for run in runs
+                ]
         return parts
 
     def forward(self, q, k, v, attend: Callable) -> tuple[Tensor, Tensor]:
-        """out (b, n, h, d), lse (b, h, n), by ``attend(q, k, v)`` for documents of one length."""
+        """out (b, n, h, d), lse (b, h, n), by ``attend(q, k, v)`` for documents of one
+        length.
+        """
         b, n, heads, _ = q.shape
         reads = [t.flatten(0, 1) for t in (q, k, v)]
         if len(self.parts) == 1 and self.parts[0].fills(b * n):
             out, lse = attend(*map(self.parts[0].take, reads))
-            return out.reshape(q.shape), lse.transpose(1, 2).reshape(b, n, heads).transpose(1, 2)
+            return out.reshape(q.shape), lse.transpose(1, 2).reshape(
+                b, n, heads
+            ).transpose(1, 2)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.full((b, n, heads), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
+        lse = torch.full(
+            (b, n, heads),
+            -torch.inf,
+            dtype=accumulation_dtype(q.dtype),
+            device=q.device,
+        )
         for part in self.parts:
             o, l = attend(*map(part.take, reads))
             part.put(out.flatten(0, 1), o)
@@ -118,15 +156,25 @@ class Documents:
             del o, l  # before the next ones are computed
         return out, lse.transpose(1, 2)
 
-    def backward(self, dout, dlse, q, k, v, out, lse, gradients: Callable) -> tuple[Tensor, ...]:
-        """dq (b, n, h, d), dk, dv (b, n, h_kv, d), by ``gradients`` for documents of one length."""
-        by_rows = [t if t is None else t.transpose(1, 2).flatten(0, 1) for t in (dlse, lse)]  # (b * n, h)
+    def backward(
+        self, dout, dlse, q, k, v, out, lse, gradients: Callable
+    ) -> tuple[Tensor, ...]:
+        """dq (b, n, h, d), dk, dv (b, n, h_kv, d), by ``gradients`` for documents of
+        one length.
+        """
+        by_rows = [
+            t if t is None else t.transpose(1, 2).flatten(0, 1) for t in (dlse, lse)
+        ]  # (b * n, h)
         dlse, lse = by_rows
         reads = [t.flatten(0, 1) for t in (dout, q, k, v, out)]
-        grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
+        grads = [
+            torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
+        ]
         for part in self.parts:
             dout_, *others = map(part.take, reads)
-            dlse_, lse_ = (t if t is None else part.take(t).transpose(1, 2) for t in (dlse, lse))
+            dlse_, lse_ = (
+                t if t is None else part.take(t).transpose(1, 2) for t in (dlse, lse)
+            )
             found = gradients(dout_, dlse_, *others, lse_)
             for grad, mine in zip(grads, found):
                 part.put(grad.flatten(0, 1), mine)
@@ -138,15 +186,27 @@ _documents = lru_cache(maxsize=64)(Documents)  # so that equal borders are plann
 
 
 def integers(name: str, values: Tensor | Sequence[int], q: Tensor) -> list[int]:
-    """Integers of a list or a 1-D tensor, which is on the CPU or with q; ValueError or TypeError for anything else."""
+    """Integers of a list or a 1-D tensor, which is on the CPU or with q; ValueError or
+    TypeError for anything else.
+    """
     if isinstance(values, Tensor):
         if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
             wanted = f"{name} must be a 1-D tensor of int32 or int64"
-            raise ValueError(f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}")
+            raise ValueError(
+                f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}"
+            )
         if values.device.type != "cpu" and values.device != q.device:
-            raise ValueError(f"{name} must be on the CPU or on {q.device}, got {values.device}")
+            raise ValueError(
+                f"{name} must be on the CPU or on {q.device}, got {values.device}"
+            )
         return values.tolist()
-    found = [as_int(x) for x in values] if isinstance(values, Sequence) and not isinstance(values, str) else [None]
+    found = (
+        [as_int(x) for x in values]
+        if isinstance(values, Sequence) and not isinstance(values, str)
+        else [None]
+    )
     if None in found:
-        raise TypeError(f"{name} must be a 1-D tensor or a list of integers, got {short_repr(values)}")
+        raise TypeError(
+            f"{name} must be a 1-D tensor or a list of integers, got {short_repr(values)}"
+        )
     return found

@@ -1,16 +1,19 @@
-"""Dense calls on views of q, k and v, and the one executor that runs them and merges their results.
+"""Dense calls on views of q, k and v, and the one executor that runs them and merges
+their results.
 
-A planner (``dilated``, ``blocks``, ``ring.rank``) turns a pattern into a ``Plan``: a list of ``Call``s. Each call is
-dense attention of some query rows by some key rows, read through strided views or gathered copies. ``forward`` and
-``backward`` run a plan. Results for the same rows are merged by log-sum-exp.
+A planner (``dilated``, ``blocks``, ``ring.rank``) turns a pattern into a ``Plan``: a
+list of ``Call``s. Each call is dense attention of some query rows by some key rows,
+read through strided views or gathered copies. ``forward`` and ``backward`` run a plan.
+Results for the same rows are merged by log-sum-exp.
 
 A partial result is (out, lse) over some keys. The union over disjoint multisets of keys is
 ``lse = log sum exp lse_i``, ``out = sum exp(lse_i - lse) out_i``; a partial result without keys has lse -inf and
 weight 0.
 
-No memory of the size of the sequence is allocated except for the results. Kernels return new tensors, so a call is cut
-into pieces along the batch and the heads. Half-precision results to which several calls add are accumulated in fp32,
-for a tile of positions and heads at a time.
+No memory of the size of the sequence is allocated except for the results. Kernels
+return new tensors, so a call is cut into pieces along the batch and the heads.
+Half-precision results to which several calls add are accumulated in fp32, for a tile of
+positions and heads at a time.
 """
 
 from __future__ import annotations
@@ -28,11 +31,14 @@ from ..memory import MemoryPool
 
 @dataclass(frozen=True)
 class View:
-    """The rows of a tensor (b, n, heads, d) that one side of a call reads, for each node and head of the call.
+    """The rows of a tensor (b, n, heads, d) that one side of a call reads, for each
+    node and head of the call.
 
-    Row j of node i for head h is row ``first + i * node_step + j * step + h * shift`` of the tensor, in its head
-    ``head + i * node_head + h * head_step``. With ``index`` the rows are gathered instead: (nodes, rows) for all heads
-    alike, (nodes, 1) for neighbouring rows from there on, or (nodes, rows, heads) for heads that are all rows of one.
+    Row j of node i for head h is row ``first + i * node_step + j * step + h * shift``
+    of the tensor, in its head ``head + i * node_head + h * head_step``. With ``index``
+    the rows are gathered instead: (nodes, rows) for all heads alike, (nodes, 1) for
+    neighbouring rows from there on, or (nodes, rows, heads) for heads that are all rows
+    of one.
     """
 
     rows: int
@@ -52,51 +58,79 @@ class View:
 
     @staticmethod
     def of(index: Tensor) -> View:
-        """Rows ``index`` (rows, heads), all of one head of the tensor: strided where they can be, else gathered."""
+        """Rows ``index`` (rows, heads), all of one head of the tensor: strided where
+        they can be, else gathered.
+        """
         (rows, heads), first = index.shape, int(index[0, 0])
-        step, shift = (int(t[min(1, len(t) - 1)]) - first for t in (index[:, 0], index[0]))
-        regular = first + step * torch.arange(rows)[:, None] + shift * torch.arange(heads)
+        step, shift = (
+            int(t[min(1, len(t) - 1)]) - first for t in (index[:, 0], index[0])
+        )
+        regular = (
+            first + step * torch.arange(rows)[:, None] + shift * torch.arange(heads)
+        )
         # Gradients are added to the rows: no row may come twice.
-        if min(step, shift) >= 0 and index.equal(regular) and len(index.unique()) == index.numel():
+        if (
+            min(step, shift) >= 0
+            and index.equal(regular)
+            and len(index.unique()) == index.numel()
+        ):
             return View(rows, first, step, head_step=0, shift=shift)
         return View(rows, head_step=0, index=index[None])
 
     def from_head(self, start: int, stop: int) -> View:
         """The same rows for heads start .. stop - 1 of the call."""
-        index = self.index if self.index is None or self.index.dim() == 2 else self.index[..., start:stop]
-        first, head = self.first + start * self.shift, self.head + start * self.head_step
+        index = (
+            self.index
+            if self.index is None or self.index.dim() == 2
+            else self.index[..., start:stop]
+        )
+        first, head = (
+            self.first + start * self.shift,
+            self.head + start * self.head_step,
+        )
         return replace(self, first=first, head=head, index=index)
 
     def ends_by(self, n: int, nodes: int) -> bool:
         """Whether the rows of all nodes are among the first ``n`` of the tensor.
 
-        They are neighbours, or gathered: each, or ``rows`` neighbours from the one that is told.
+        They are neighbours, or gathered: each, or ``rows`` neighbours from the one that
+        is told.
         """
         if self.index is None:
             return self.first + (nodes - 1) * self.node_step + self.rows <= n
         return int(self.index.max()) + self.rows - self.index.shape[1] < n
 
     def left(self, n: int, nodes: int) -> Tensor:
-        """How many rows of each node (nodes,) are among the first ``n`` of the tensor; gathered ones ascend."""
+        """How many rows of each node (nodes,) are among the first ``n`` of the tensor;
+        gathered ones ascend.
+        """
         if self.index is not None and self.index.shape[1] == self.rows:
             return (self.index < n).sum(1)
-        starts = self.first + self.node_step * torch.arange(nodes) if self.index is None else self.index[:, 0]
+        starts = (
+            self.first + self.node_step * torch.arange(nodes)
+            if self.index is None
+            else self.index[:, 0]
+        )
         return (n - starts).clamp(0, self.rows)
 
     def of_nodes(self, start: int, stop: int, rows: int) -> View:
         """The first ``rows`` rows of nodes start .. stop - 1."""
         index = self.index if self.index is None else self.index[start:stop, :rows]
-        return replace(self, first=self.first + start * self.node_step, rows=rows, index=index)
+        return replace(
+            self, first=self.first + start * self.node_step, rows=rows, index=index
+        )
 
 
 @dataclass(frozen=True)
 class Call:
-    """Dense attention of the rows ``q`` by the rows ``k``, for ``heads`` heads and ``nodes`` such sets of rows.
+    """Dense attention of the rows ``q`` by the rows ``k``, for ``heads`` heads and
+    ``nodes`` such sets of rows.
 
-    ``causal``: the causal mask applies if the attention is causal. The last query of a node then sees all its keys,
-    each query before it one fewer. ``first``: no earlier call wrote these query rows, and no two nodes share them.
-    Where all nodes have the same queries, their results are merged. ``bias`` (query rows or 1, heads, key rows) is
-    added to the scores, if the kernel takes one.
+    ``causal``: the causal mask applies if the attention is causal. The last query of a
+    node then sees all its keys, each query before it one fewer. ``first``: no earlier
+    call wrote these query rows, and no two nodes share them. Where all nodes have the
+    same queries, their results are merged. ``bias`` (query rows or 1, heads, key rows)
+    is added to the scores, if the kernel takes one.
     """
 
     q: View
@@ -109,7 +143,9 @@ class Call:
 
     @property
     def shares_kv(self) -> bool:
-        """Whether all heads read the same K/V rows, so that their gradients must be summed."""
+        """Whether all heads read the same K/V rows, so that their gradients must be
+        summed.
+        """
         return self.k.head_step == 0 and self.k.shift == 0 and self.k.index is None
 
     def within(self, start: int, stop: int) -> range:
@@ -121,15 +157,25 @@ class Call:
         return range(begin, max(begin, end))
 
     def views(self, tensors, kv: tuple[int, ...]) -> list[list[Tensor]]:
-        """Views of all nodes of tensors, the ones in ``kv`` of key rows; one list if nodes fold with the batch."""
-        entries = [(t, WHOLE, self.k if i in kv else self.q) for i, t in enumerate(tensors)]
+        """Views of all nodes of tensors, the ones in ``kv`` of key rows; one list if
+        nodes fold with the batch.
+        """
+        entries = [
+            (t, WHOLE, self.k if i in kv else self.q) for i, t in enumerate(tensors)
+        ]
         return list(views_of(entries, range(self.nodes), self.heads))
 
     def each_node(self) -> Iterator[Call]:
         """Each node as a call of its own."""
         for i in range(self.nodes):
             q, k = (
-                replace(v, first=v.first + i * v.node_step, head=v.head + i * v.node_head, node_step=0, node_head=0)
+                replace(
+                    v,
+                    first=v.first + i * v.node_step,
+                    head=v.head + i * v.node_head,
+                    node_step=0,
+                    node_head=0,
+                )
                 for v in (self.q, self.k)
             )
             yield replace(self, q=q, k=k, nodes=1)
@@ -139,31 +185,54 @@ class Call:
         return self.each_node() if self.q.node_head else (self,)
 
     def part(self, start: int, stop: int) -> Call | None:
-        """The call for those of its query heads that are among heads start .. stop - 1; None if there are none."""
-        mine = [i for i in range(self.heads) if start <= self.q.head + i * self.q.head_step < stop]
+        """The call for those of its query heads that are among heads start .. stop - 1;
+        None if there are none.
+        """
+        mine = [
+            i
+            for i in range(self.heads)
+            if start <= self.q.head + i * self.q.head_step < stop
+        ]
         if len(mine) == self.heads:
             return self
         if not mine:
             return None
         first, end = mine[0], mine[-1] + 1
         bias = None if self.bias is None else self.bias[:, first:end]
-        return replace(self, heads=len(mine), q=self.q.from_head(first, end), k=self.k.from_head(first, end), bias=bias)
+        return replace(
+            self,
+            heads=len(mine),
+            q=self.q.from_head(first, end),
+            k=self.k.from_head(first, end),
+            bias=bias,
+        )
 
     def before(self, n: int) -> Iterator[Call]:
-        """The call, without a bias, for its rows among the first ``n``: nodes that lose as many stay together."""
+        """The call, without a bias, for its rows among the first ``n``: nodes that lose
+        as many stay together.
+        """
         if all(view.ends_by(n, self.nodes) for view in (self.q, self.k)):
             yield self
             return
-        left = torch.stack([view.left(n, self.nodes) for view in (self.q, self.k)], 1)  # (nodes, 2)
+        left = torch.stack(
+            [view.left(n, self.nodes) for view in (self.q, self.k)], 1
+        )  # (nodes, 2)
         start = 0
-        for (rows, keys), count in zip(*(t.tolist() for t in left.unique_consecutive(dim=0, return_counts=True))):
+        for (rows, keys), count in zip(
+            *(t.tolist() for t in left.unique_consecutive(dim=0, return_counts=True))
+        ):
             if rows and keys:
-                q, k = self.q.of_nodes(start, start + count, rows), self.k.of_nodes(start, start + count, keys)
+                q, k = (
+                    self.q.of_nodes(start, start + count, rows),
+                    self.k.of_nodes(start, start + count, keys),
+                )
                 yield replace(self, q=q, k=k, nodes=count)
             start += count
 
     def biases(self, batch: int) -> list[tuple[Tensor, tuple[int, int], View]]:
-        """The bias, if there is one, as an entry of ``views_of``: (b', query rows or 1, heads, key rows)."""
+        """The bias, if there is one, as an entry of ``views_of``: (b', query rows or 1,
+        heads, key rows).
+        """
         if self.bias is None:
             return []
         return [(self.bias.expand(batch, -1, -1, -1), WHOLE, View(len(self.bias)))]
@@ -173,10 +242,11 @@ class Call:
 class Plan:
     """The calls of a pattern, in the order in which they run.
 
-    ``blocks``: (query heads, calls of the forward, calls of the backward), one after the other. ``uncovered``: (start,
-    stop) of query rows that no call writes first. ``merges``: several calls write the same query rows. ``same_rows``:
-    each call's keys are at its queries' positions. ``rows``: the positions of the queries; ``period``: a number of
-    positions after which no node is cut.
+    ``blocks``: (query heads, calls of the forward, calls of the backward), one after
+    the other. ``uncovered``: (start, stop) of query rows that no call writes first.
+    ``merges``: several calls write the same query rows. ``same_rows``: each call's keys
+    are at its queries' positions. ``rows``: the positions of the queries; ``period``: a
+    number of positions after which no node is cut.
     """
 
     blocks: tuple[tuple[range, tuple[Call, ...], tuple[Call, ...]], ...]
@@ -187,30 +257,49 @@ class Plan:
     period: int
 
     def pairs(self, causal: bool = False, which: int = 1) -> int:
-        """(query, key, head) products per batch entry, without what ``causal`` hides; ``which``: see ``whole``."""
+        """(query, key, head) products per batch entry, without what ``causal`` hides;
+        ``which``: see ``whole``.
+        """
         each = ((c, causal and c.causal) for block in self.blocks for c in block[which])
-        return sum(c.nodes * c.heads * (c.q.rows * c.k.rows - cut * c.q.rows * (c.q.rows - 1) // 2) for c, cut in each)
+        return sum(
+            c.nodes
+            * c.heads
+            * (c.q.rows * c.k.rows - cut * c.q.rows * (c.q.rows - 1) // 2)
+            for c, cut in each
+        )
 
     @cached_property
     def calls(self) -> list[Call]:
         """All calls of the backward, by sets of heads."""
-        return [one for _, _, calls in self.blocks for call in calls for one in call.by_heads()]
+        return [
+            one
+            for _, _, calls in self.blocks
+            for call in calls
+            for one in call.by_heads()
+        ]
 
     def before(self, n: int) -> Plan:
         """The plan of the first ``n`` positions alone.
 
-        For calls without a bias, of rows that are neighbours or gathered, each of which keeps some of its keys.
+        For calls without a bias, of rows that are neighbours or gathered, each of which
+        keeps some of its keys.
         """
 
         def cut(calls: tuple[Call, ...]) -> tuple[Call, ...]:
             return tuple(part for call in calls for part in call.before(n))
 
         blocks = tuple((heads, *map(cut, passes)) for heads, *passes in self.blocks)
-        uncovered = tuple((start, min(stop, n)) for start, stop in self.uncovered if start < n)
-        return replace(self, blocks=blocks, uncovered=uncovered, rows=range(n), period=n)
+        uncovered = tuple(
+            (start, min(stop, n)) for start, stop in self.uncovered if start < n
+        )
+        return replace(
+            self, blocks=blocks, uncovered=uncovered, rows=range(n), period=n
+        )
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """Rows [start, stop) that cut no node except for those that the ends of ``rows`` cut, in order."""
+        """Rows [start, stop) that cut no node except for those that the ends of
+        ``rows`` cut, in order.
+        """
         start = self.rows.start
         while start < self.rows.stop:
             stop = min(self.rows.stop, (start // self.period + 1) * self.period)
@@ -218,8 +307,9 @@ class Plan:
             start = stop
 
     def whole(self, n: int, heads: int, which: int = 1) -> Call | None:
-        """The first call, if it alone writes every row of every head, in memory order; ``which``: of the forward, 1, or
-        of the backward, 2."""
+        """The first call, if it alone writes every row of every head, in memory order;
+        ``which``: of the forward, 1, or of the backward, 2.
+        """
         calls = self.blocks[0][which] if len(self.blocks) == 1 else ()
         if not calls:  # a chunk so short that no head selects a row of it
             return None
@@ -231,11 +321,22 @@ class Plan:
             and call.bias is None
             and (call.nodes == 1 or rows.node_step == rows.rows)
         )
-        return call if in_order and call.first and call.heads == heads and call.nodes * rows.rows == n else None
+        return (
+            call
+            if in_order
+            and call.first
+            and call.heads == heads
+            and call.nodes * rows.rows == n
+            else None
+        )
 
     def narrow(self, dtype: torch.dtype, group: int, backward: bool) -> bool:
-        """Whether results in ``dtype`` are accumulated in fp32; ``group``: query heads for one K/V head."""
-        return dtype in HALF and (self.merges or backward and (group > 1 or not self.same_rows))
+        """Whether results in ``dtype`` are accumulated in fp32; ``group``: query heads
+        for one K/V head.
+        """
+        return dtype in HALF and (
+            self.merges or backward and (group > 1 or not self.same_rows)
+        )
 
     def in_head_blocks(self, step: int) -> Plan:
         """The same calls for ``step`` query heads at a time."""
@@ -243,14 +344,21 @@ class Plan:
         for heads, *passes in self.blocks:
             for start in range(heads.start, heads.stop, step):
                 some = range(start, min(start + step, heads.stop))
-                each = ((one for call in calls for one in call.by_heads()) for calls in passes)
-                parts = [tuple(filter(None, (c.part(some.start, some.stop) for c in calls))) for calls in each]
+                each = (
+                    (one for call in calls for one in call.by_heads())
+                    for calls in passes
+                )
+                parts = [
+                    tuple(filter(None, (c.part(some.start, some.stop) for c in calls)))
+                    for calls in each
+                ]
                 blocks.append((some, *parts))
         return replace(self, blocks=tuple(blocks))
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join partial results out (b, n, h, d), lse (b, h, n) into one; max-shifted, exact for lse -inf.
+    """Join partial results out (b, n, h, d), lse (b, h, n) into one; max-shifted, exact
+    for lse -inf.
 
     >>> out, lse = merge([torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1, 2)], [torch.zeros(1, 1, 1)] * 2)
     >>> out.flatten().tolist(), round(float(lse), 4)
@@ -263,13 +371,16 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     total = weights.sum(0)  # (b, h, n)
     dead = total == 0
     weights = weights / total.masked_fill(dead, 1.0)
-    out = sum(o.to(w.dtype) * w.transpose(1, 2).unsqueeze(-1) for o, w in zip(outs, weights))  # (b, n, h, d)
+    out = sum(
+        o.to(w.dtype) * w.transpose(1, 2).unsqueeze(-1) for o, w in zip(outs, weights)
+    )  # (b, n, h, d)
     lse = (shift + total.masked_fill(dead, 1.0).log()).masked_fill(dead, -torch.inf)
     return out, lse
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Join a partial result into (out, lse) in place; all may be strided views, out in fp32 or wider.
+    """Join a partial result into (out, lse) in place; all may be strided views, out in
+    fp32 or wider.
 
     Shapes as in :func:`merge`: out (b, n, h, d), lse (b, h, n).
 
@@ -277,23 +388,36 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     >>> merge_(out, lse, torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)); out.flatten().tolist(), float(lse)
     ([1.0, 1.0], 0.0)
     """
-    # sigmoid(b - a) is exp(b - logaddexp(a, b)): 1 for a = -inf, 0 for b = -inf, nan only where neither saw a key.
+    # sigmoid(b - a) is exp(b - logaddexp(a, b)): 1 for a = -inf, 0 for b = -inf, nan
+    # only where neither saw a key.
     weight = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)  # (b, h, n)
     lse.copy_(torch.logaddexp(lse, other_lse))
     out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
 
 
-on_plan: Callable[[Plan, int, Tensor, bool], None] | None = None  # called with each plan that runs: ``network`` counts
+on_plan: Callable[[Plan, int, Tensor, bool], None] | None = (
+    None  # called with each plan that runs: ``network`` counts
+)
 
 
 def forward(
-    q, k, v, plan: Plan, causal: bool, scale: float, kernel: Kernel, *, into=None,
-    pool: MemoryPool | None = None, results: MemoryPool | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out (b, n, h, d) in q's dtype and lse (b, h, n) of all calls; q (b, n, h, d), k and v (b, m, h_kv, d).
+    q,
+    k,
+    v,
+    plan: Plan,
+    causal: bool,
+    scale: float,
+    kernel: Kernel,
+    *,
+    into=None,
+    pool: MemoryPool | None = None,
+    results: MemoryPool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d) in q's dtype and lse (b, h, n) of all calls; q (b, n, h, d), k
+    and v (b, m, h_kv, d).
 
-    ``into``: (out, lse) over other keys, into which the calls are merged in place. ``pool`` lends the accumulators,
-    ``results`` the output.
+    ``into``: (out, lse) over other keys, into which the calls are merged in place.
+    ``pool`` lends the accumulators, ``results`` the output.
     """
     b, n, heads, _ = q.shape
     whole = None
@@ -306,22 +430,42 @@ def forward(
         narrow = plan.narrow(q.dtype, heads // k.shape[2], backward=False)
         if results is None and not narrow:
             whole, views = _whole_call(plan, 1, q, k, v)
-        if whole is not None:  # one call writes every row: its result becomes the output
-            out, lse = kernel.forward(*views, causal and whole.causal, scale)  # (b', m, h, d), (b', h, m)
+        if (
+            whole is not None
+        ):  # one call writes every row: its result becomes the output
+            out, lse = kernel.forward(
+                *views, causal and whole.causal, scale
+            )  # (b', m, h, d), (b', h, m)
             if len(out) > b:
-                out, lse = out.reshape(q.shape), lse.transpose(1, 2).reshape(b, n, heads).transpose(1, 2)
+                out, lse = (
+                    out.reshape(q.shape),
+                    lse.transpose(1, 2).reshape(b, n, heads).transpose(1, 2),
+                )
             if len(plan.blocks[0][1]) == 1:
                 return out.to(q.dtype), lse
             out, lse = out.to(q.dtype), lse.transpose(1, 2)
         else:
             make = torch.empty if results is None else results.lend
             out = make(q.shape, dtype=q.dtype, device=q.device)
-            lse = torch.empty(b, n, heads, dtype=accumulation_dtype(q.dtype), device=q.device)
+            lse = torch.empty(
+                b, n, heads, dtype=accumulation_dtype(q.dtype), device=q.device
+            )
             for start, stop in plan.uncovered:
                 out[:, start:stop] = 0.0
                 lse[:, start:stop] = -torch.inf
     limit, load = piece_limit(q), into is not None or bool(plan.uncovered)
-    steps = _steps(plan, 1, q, (out,), 1, narrow, pool, load, whole is not None, copies=not gathers(kernel))
+    steps = _steps(
+        plan,
+        1,
+        q,
+        (out,),
+        1,
+        narrow,
+        pool,
+        load,
+        whole is not None,
+        copies=not gathers(kernel),
+    )
     for call, nodes, (target,) in steps:
         mine = _side(call.q, call.heads, nodes, (q, WHOLE), (lse, WHOLE), target)
         bias, view, index = call.biases(len(q)), call.k, []
@@ -336,12 +480,26 @@ def forward(
         fits = target[0].dtype == torch.float32 or fresh and target[0].dtype == q.dtype
         if in_place := hasattr(kernel, "forward_into") and fits and not shared:
             head_bytes = 0  # no result to be kept small
-        for q_, lse_, out_, k_, v_, *more in views_of(entries, nodes, call.heads, head_bytes, limit):
+        for q_, lse_, out_, k_, v_, *more in views_of(
+            entries, nodes, call.heads, head_bytes, limit
+        ):
             more = [None, *more] if index and not bias else more
             if in_place:
-                kernel.forward_into(out_, lse_, q_, k_, v_, causal and call.causal, scale, *more, merge=not fresh)
+                kernel.forward_into(
+                    out_,
+                    lse_,
+                    q_,
+                    k_,
+                    v_,
+                    causal and call.causal,
+                    scale,
+                    *more,
+                    merge=not fresh,
+                )
                 continue
-            o, l = kernel.forward(q_, k_, v_, causal and call.causal, scale, *more)  # (b', m, h, d), (b', h, m)
+            o, l = kernel.forward(
+                q_, k_, v_, causal and call.causal, scale, *more
+            )  # (b', m, h, d), (b', h, m)
             if fresh:
                 out_.copy_(o)
                 lse_.copy_(l)
@@ -356,17 +514,31 @@ def forward(
             for to, (copy, *_) in zip(((lse, WHOLE), target), mine[1:]):
                 _heads_of(*to, call.q, call.heads)[:, index] = copy
             del copy
-        del mine, keys, entries, q_, lse_, out_, k_, v_  # gathered copies, before the next ones are made
+        # Gathered copies go before the next ones are made.
+        del mine, keys, entries, q_, lse_, out_, k_, v_
     return out, lse.transpose(1, 2)
 
 
 def backward(
-    dout, q, k, v, out, lse, plan: Plan, causal: bool, scale: float, kernel: Kernel, *, into=None,
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    plan: Plan,
+    causal: bool,
+    scale: float,
+    kernel: Kernel,
+    *,
+    into=None,
     pool: MemoryPool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq (b, n, h, d), dk, dv (b, m, h_kv, d): each call's backward with the final out and lse (b, h, n).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (b, n, h, d), dk, dv (b, m, h_kv, d): each call's backward with the final out
+    and lse (b, h, n).
 
-    ``into``: dq, dk, dv in fp32 or wider, to which the gradients are added. ``pool`` lends the accumulators.
+    ``into``: dq, dk, dv in fp32 or wider, to which the gradients are added. ``pool``
+    lends the accumulators.
     """
     n, heads = q.shape[1:3]
     group, whole = heads // k.shape[2], None
@@ -379,18 +551,30 @@ def backward(
     else:
         if plan.same_rows and not narrow:
             whole, views = _whole_call(plan, 2, *reads[1:4], dout, out, reads[5])
-        if whole is not None:  # one call writes every row: its results become the gradients
+        if (
+            whole is not None
+        ):  # one call writes every row: its results become the gradients
             q_, k_, v_, dout_, out_, lse_ = views
-            grads = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and whole.causal, scale)
+            grads = kernel.backward(
+                dout_, q_, k_, v_, out_, lse_, causal and whole.causal, scale
+            )
             grads = tuple(g.reshape(q.shape).to(q.dtype) for g in grads)
         else:
             written = narrow or not plan.uncovered
             make_q = torch.empty if written else torch.zeros
-            make_kv = torch.empty if narrow or (written and plan.same_rows and group == 1) else torch.zeros
+            make_kv = (
+                torch.empty
+                if narrow or (written and plan.same_rows and group == 1)
+                else torch.zeros
+            )
             makes = zip((q, k, v), (make_q, make_kv, make_kv))
-            grads = tuple(make(t.shape, dtype=t.dtype, device=t.device) for t, make in makes)
+            grads = tuple(
+                make(t.shape, dtype=t.dtype, device=t.device) for t, make in makes
+            )
     limit = piece_limit(q)
-    for call, nodes, targets in _steps(plan, 2, q, grads, group, narrow, pool, None, whole is not None):
+    for call, nodes, targets in _steps(
+        plan, 2, q, grads, group, narrow, pool, None, whole is not None
+    ):
         # Of calls on the same rows, the first one writes these rows of k and v too.
         first = call.first and not narrow and into is None
         alone = first, first and plan.same_rows and group == 1
@@ -410,23 +594,35 @@ def _steps(
     skip: bool,
     copies: bool = True,
 ) -> Iterator[tuple[Call, range, list]]:
-    """The calls of a pass, ``which`` as in ``Plan.whole``, some nodes at a time; ``skip``: without the first call.
+    """The calls of a pass, ``which`` as in ``Plan.whole``, some nodes at a time;
+    ``skip``: without the first call.
 
-    Each comes with the tensors to add to and their first (row, head): the results or, if ``narrow``, fp32 tiles of
-    them, which are rounded after their last call. ``load``: tiles begin as the results, or uninitialised; as zeros if
-    None. All tiles use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head. ``copies``: few
-    nodes at a time where keys are gathered, as these are copied.
+    Each comes with the tensors to add to and their first (row, head): the results or,
+    if ``narrow``, fp32 tiles of them, which are rounded after their last call.
+    ``load``: tiles begin as the results, or uninitialised; as zeros if None. All tiles
+    use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head.
+    ``copies``: few nodes at a time where keys are gathered, as these are copied.
     """
     n, targets, memory = q.shape[1], [(t, WHOLE) for t in results], []
     for inside, *passes in plan.blocks:
         for start, stop in plan.tiles() if narrow else ((0, n),):
             parts = []
             for i, t in enumerate(results if narrow else ()):
-                heads = range(inside.start // group, -(-inside.stop // group)) if i else inside
+                heads = (
+                    range(inside.start // group, -(-inside.stop // group))
+                    if i
+                    else inside
+                )
                 parts.append(part := t[:, start:stop, heads.start : heads.stop])
-                if len(memory) == i:  # no other tile is larger, and no block has more heads
+                if (
+                    len(memory) == i
+                ):  # no other tile is larger, and no block has more heads
                     size = (t.shape[0] * min(n, plan.period) * len(heads) * t.shape[3],)
-                    memory.append((pool.lend if pool else torch.empty)(size, dtype=torch.float32, device=t.device))
+                    memory.append(
+                        (pool.lend if pool else torch.empty)(
+                            size, dtype=torch.float32, device=t.device
+                        )
+                    )
                 tile = memory[i][: part.numel()].view(part.shape)
                 targets[i] = tile, (start, heads.start)
                 if load is None:
@@ -434,59 +630,94 @@ def _steps(
                 elif load:
                     tile.copy_(part)
             for call in passes[which - 1][skip:]:
-                nodes = call.within(start, stop) if stop - start < n else range(call.nodes)
-                for some in (_node_parts(call, nodes, q) if copies else (nodes,)) if nodes else ():
+                nodes = (
+                    call.within(start, stop) if stop - start < n else range(call.nodes)
+                )
+                for some in (
+                    (_node_parts(call, nodes, q) if copies else (nodes,))
+                    if nodes
+                    else ()
+                ):
                     yield call, some, targets
             for part, (tile, _) in zip(parts, targets):
                 part.copy_(tile)
 
 
-def _call_backward(call: Call, nodes: range, reads, targets, limit: int, alone, causal, scale, kernel) -> None:
-    """The backward of some nodes of a call, added to dq, dk, dv, each a tensor with its first (row, head).
+def _call_backward(
+    call: Call, nodes: range, reads, targets, limit: int, alone, causal, scale, kernel
+) -> None:
+    """The backward of some nodes of a call, added to dq, dk, dv, each a tensor with its
+    first (row, head).
 
     ``reads``: dout, q, k, v, out, lse (b, n, h). ``alone``: whether nothing was written
     there yet, for dq and for dk and dv.
     """
     dout, q, k, v, out, lse = reads
-    # Neighbouring nodes may read the same keys: their gradients are added slice by slice, none of which overlap.
+    # Neighbouring nodes may read the same keys: their gradients are added slice by
+    # slice, none of which overlap.
     rows = call.k.rows
     width = rows if call.k.index is not None else min(call.k.node_step, rows) or rows
     slices = [(at, min(width, rows - at)) for at in range(0, rows, width)]
-    # Gradients of shared K/V rows are summed over the heads of a piece: its size is part of the result.
-    head_bytes = (rows if call.shares_kv else max(rows, call.q.rows)) * q.shape[3] * targets[2][0].element_size()
+    # Gradients of shared K/V rows are summed over the heads of a piece: its size is
+    # part of the result.
+    head_bytes = (
+        (rows if call.shares_kv else max(rows, call.q.rows))
+        * q.shape[3]
+        * targets[2][0].element_size()
+    )
     reads = _side(call.q, call.heads, nodes, *((t, WHOLE) for t in (dout, q, out, lse)))
     reads += _side(call.k, call.heads, nodes, (k, WHOLE), (v, WHOLE))
     grads = _zeros_if_gathered(call.q, call.heads, nodes, targets[:1])
     grads += _zeros_if_gathered(call.k, call.heads, nodes, targets[1:])
     into = grads
     if len(slices) > 1:
-        cut = [replace(call.k, first=call.k.first + at, rows=count) for at, count in slices]
-        into = grads[:1] + [(t, origin, view) for t, origin, _ in grads[1:] for view in cut]
+        cut = [
+            replace(call.k, first=call.k.first + at, rows=count) for at, count in slices
+        ]
+        into = grads[:1] + [
+            (t, origin, view) for t, origin, _ in grads[1:] for view in cut
+        ]
     several = len(nodes) > 1
     q_axis = 0 if several and call.q.shared else None
     k_axis = 0 if several and call.k.shared else 2 if call.shares_kv else None
     biases = call.biases(len(q))
-    for piece in views_of(reads + biases + into, nodes, call.heads, head_bytes, limit):  # (b', m, h, d)
+    for piece in views_of(
+        reads + biases + into, nodes, call.heads, head_bytes, limit
+    ):  # (b', m, h, d)
         (dout_, q_, out_, lse_, k_, v_), bias, (dq_, *keys) = (
             piece[:6],
             piece[6 : 6 + len(biases)],
             piece[6 + len(biases) :],
         )
-        dq, *found = kernel.backward(dout_, q_, k_, v_, out_, lse_, causal and call.causal, scale, *bias)
+        dq, *found = kernel.backward(
+            dout_, q_, k_, v_, out_, lse_, causal and call.causal, scale, *bias
+        )
         _add(dq_, dq, alone[0], q_axis)
         for i, target in enumerate(keys):
             at, count = slices[i % len(slices)]
             grad = found[i // len(slices)]
-            _add(target, grad if len(slices) == 1 else grad[:, at : at + count], alone[1], k_axis)
+            _add(
+                target,
+                grad if len(slices) == 1 else grad[:, at : at + count],
+                alone[1],
+                k_axis,
+            )
         del dq, found, grad  # before the next piece is computed
     for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
         if view.index is not None:
-            t, index = _heads_of(*target, view, call.heads), _flat_index(view, nodes, q.device)
-            t.index_add_(1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2))
+            t, index = (
+                _heads_of(*target, view, call.heads),
+                _flat_index(view, nodes, q.device),
+            )
+            t.index_add_(
+                1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2)
+            )
 
 
 def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
-    """Add a gradient; ``axis``: along it all of ``target`` is the same memory. ``alone``: write it."""
+    """Add a gradient; ``axis``: along it all of ``target`` is the same memory.
+    ``alone``: write it.
+    """
     if alone:
         target.copy_(grad)
     elif axis is None:
@@ -499,10 +730,11 @@ WHOLE = (0, 0)  # the first (row, head) of a tensor that holds all of them
 
 
 def _whole_call(plan: Plan, which: int, q, k, v, *more):
-    """(the first call, its views of q, k, v and more tensors of query rows) if its results may become the outputs.
+    """(the first call, its views of q, k, v and more tensors of query rows) if its
+    results may become the outputs.
 
-    No piece of it may be converted, as half precision is on a CPU. ``which``: as in ``Plan.whole``. (None, None)
-    otherwise.
+    No piece of it may be converted, as half precision is on a CPU. ``which``: as in
+    ``Plan.whole``. (None, None) otherwise.
     """
     b, n, heads, _ = q.shape
     on_cpu = device_type_of(q) == "cpu"
@@ -512,23 +744,43 @@ def _whole_call(plan: Plan, which: int, q, k, v, *more):
     if call is None:
         return None, None
     rows, nodes = call.q, range(call.nodes)
-    if call.nodes == 1 and call.k == View(k.shape[1], node_step=call.k.node_step):  # k as it is
-        return call, [q, k, v, *(t if t.dim() == 4 else t.transpose(1, 2) for t in more)]
-    # Node by node, so that a CPU thread writes pages of its own; but keys of all nodes fold into no larger batch.
+    if call.nodes == 1 and call.k == View(
+        k.shape[1], node_step=call.k.node_step
+    ):  # k as it is
+        return call, [
+            q,
+            k,
+            v,
+            *(t if t.dim() == 4 else t.transpose(1, 2) for t in more),
+        ]
+    # Node by node, so that a CPU thread writes pages of its own; but keys of all nodes
+    # fold into no larger batch.
     if call.nodes > 1 and call.k.shared and (b > 1 or not on_cpu):
         rows, nodes = replace(rows, rows=n), range(1)
-    entries = [(q, WHOLE, rows), (k, WHOLE, call.k), (v, WHOLE, call.k), *((t, WHOLE, rows) for t in more)]
+    entries = [
+        (q, WHOLE, rows),
+        (k, WHOLE, call.k),
+        (v, WHOLE, call.k),
+        *((t, WHOLE, rows) for t in more),
+    ]
     views = list(views_of(entries, nodes, heads))
-    whole = len(views) == 1 and len(views[0][0]) == b * len(nodes)  # without data, equal pieces come once
+    whole = len(views) == 1 and len(views[0][0]) == b * len(
+        nodes
+    )  # without data, equal pieces come once
     return (call, views[0]) if whole else (None, None)
 
 
-def views_of(entries, nodes: range, heads: int, head_bytes: int = 0, limit: int = 0) -> Iterator[list[Tensor]]:
-    """Views (b', rows, heads, d) of (tensor, its first (row, head), View) for some nodes of a call, piece by piece.
+def views_of(
+    entries, nodes: range, heads: int, head_bytes: int = 0, limit: int = 0
+) -> Iterator[list[Tensor]]:
+    """Views (b', rows, heads, d) of (tensor, its first (row, head), View) for some
+    nodes of a call, piece by piece.
 
-    Batch and nodes fold into b' where the strides of all tensors allow it, else each batch entry comes by itself.
-    Pieces are cut along b', then along the heads, to at most ``limit`` bytes of ``head_bytes`` each. Tensors of three
-    dimensions, log-sum-exps (b, n, heads), come as (b', heads, rows). Without data, one piece of each size comes.
+    Batch and nodes fold into b' where the strides of all tensors allow it, else each
+    batch entry comes by itself. Pieces are cut along b', then along the heads, to at
+    most ``limit`` bytes of ``head_bytes`` each. Tensors of three dimensions,
+    log-sum-exps (b, n, heads), come as (b', heads, rows). Without data, one piece of
+    each size comes.
     """
     count, batch, apart, laid = len(nodes), entries[0][0].shape[0], False, []
     if not count:
@@ -537,13 +789,31 @@ def views_of(entries, nodes: range, heads: int, head_bytes: int = 0, limit: int 
         s_b, s_n, s_h, *s_d = t.stride()
         along = view.node_step * s_n + view.node_head * s_h
         apart |= batch > 1 and count > 1 and s_b != count * along
-        at = t.storage_offset() + (view.first - row) * s_n + (view.head - head) * s_h + nodes.start * along
+        at = (
+            t.storage_offset()
+            + (view.first - row) * s_n
+            + (view.head - head) * s_h
+            + nodes.start * along
+        )
         along = s_b if count == 1 else along
-        laid.append((t, view.rows, at, s_b, along, view.step * s_n, view.head_step * s_h + view.shift * s_n, s_d))
+        laid.append(
+            (
+                t,
+                view.rows,
+                at,
+                s_b,
+                along,
+                view.step * s_n,
+                view.head_step * s_h + view.shift * s_n,
+                s_d,
+            )
+        )
     size = count if apart else batch * count
     step, head_step = size, heads
     if head_bytes * heads * size > limit:
-        threads = torch.get_num_threads()  # a CPU kernel shares out (batch, head) pairs: never fewer than threads
+        threads = (
+            torch.get_num_threads()
+        )  # a CPU kernel shares out (batch, head) pairs: never fewer than threads
         step = max(1, limit // (head_bytes * heads), -(-threads // heads))
         head_step = heads if step > 1 else max(threads, limit // head_bytes)
     sizes = set() if entries[0][0].is_meta else None
@@ -559,9 +829,17 @@ def views_of(entries, nodes: range, heads: int, head_bytes: int = 0, limit: int 
                 for t, rows, at, s_b, along, s_row, s_head, s_d in laid:
                     at += entry * s_b + i * along + j * s_head
                     if s_d:
-                        views.append(t.as_strided((b, rows, h, t.shape[3]), (along, s_row, s_head, *s_d), at))
+                        views.append(
+                            t.as_strided(
+                                (b, rows, h, t.shape[3]),
+                                (along, s_row, s_head, *s_d),
+                                at,
+                            )
+                        )
                     else:
-                        views.append(t.as_strided((b, h, rows), (along, s_head, s_row), at))
+                        views.append(
+                            t.as_strided((b, h, rows), (along, s_head, s_row), at)
+                        )
                 yield views
 
 
@@ -575,19 +853,31 @@ def _node_parts(call: Call, nodes: range, q: Tensor) -> Iterator[range]:
 
 
 def _side(view: View, heads: int, nodes: range, *tensors) -> list[tuple]:
-    """(tensor, its first (row, head), View) for each (tensor, first (row, head)); copies of the rows if gathered."""
+    """(tensor, its first (row, head), View) for each (tensor, first (row, head));
+    copies of the rows if gathered.
+    """
     if view.index is None:
         return [(t, origin, view) for t, origin in tensors]
     dense = View(view.rows, -nodes.start * view.rows, node_step=view.rows)
     index = _flat_index(view, nodes, tensors[0][0].device)
     copies = [_heads_of(t, origin, view, heads)[:, index] for t, origin in tensors]
-    return [(c if view.index.dim() == 2 else c.unflatten(1, (-1, heads)), WHOLE, dense) for c in copies]
+    return [
+        (c if view.index.dim() == 2 else c.unflatten(1, (-1, heads)), WHOLE, dense)
+        for c in copies
+    ]
 
 
 def _index_entry(view: View, heads: int, nodes: range, batch: int) -> tuple:
-    """The gathered rows as an entry of ``views_of``, (b', heads, rows), for a kernel that reads such rows itself."""
+    """The gathered rows as an entry of ``views_of``, (b', heads, rows), for a kernel
+    that reads such rows itself.
+    """
     index = _flat_index(view, nodes, "cpu").view(1, len(nodes) * view.rows, -1)
-    each = View(view.rows, -nodes.start * view.rows, node_step=view.rows, head_step=int(index.shape[2] > 1))
+    each = View(
+        view.rows,
+        -nodes.start * view.rows,
+        node_step=view.rows,
+        head_step=int(index.shape[2] > 1),
+    )
     return index.expand(batch, -1, -1), WHOLE, each
 
 
@@ -596,8 +886,13 @@ def _zeros_if_gathered(view: View, heads: int, nodes: range, targets) -> list[tu
     if view.index is None:
         return [(t, origin, view) for t, origin in targets]
     dense = View(view.rows, -nodes.start * view.rows, node_step=view.rows)
-    shapes = [(t.shape[0], len(nodes) * view.rows, heads, t.shape[3]) for t, _ in targets]
-    return [(torch.zeros(s, dtype=t.dtype, device=t.device), WHOLE, dense) for s, (t, _) in zip(shapes, targets)]
+    shapes = [
+        (t.shape[0], len(nodes) * view.rows, heads, t.shape[3]) for t, _ in targets
+    ]
+    return [
+        (torch.zeros(s, dtype=t.dtype, device=t.device), WHOLE, dense)
+        for s, (t, _) in zip(shapes, targets)
+    ]
 
 
 def _flat_index(view: View, nodes: range, device: torch.device) -> Tensor:
@@ -609,17 +904,21 @@ def _flat_index(view: View, nodes: range, device: torch.device) -> Tensor:
 
 
 def _heads_of(t: Tensor, origin: tuple[int, int], view: View, heads: int) -> Tensor:
-    """The heads of t (b, n, heads, d) that gathered rows are of; without their dimension if that is one for all."""
+    """The heads of t (b, n, heads, d) that gathered rows are of; without their
+    dimension if that is one for all.
+    """
     first = view.head - origin[1]
     if view.index.dim() == 3:
         return t[:, :, first]
     return t[:, :, first : first + (heads - 1) * view.head_step + 1 : view.head_step]
 
 
-# Bytes of a kernel's result at most (or one head per thread): on a CPU small enough for the allocator to reuse it, on
-# a GPU large enough to fill it.
+# Bytes of a kernel's result at most (or one head per thread): on a CPU small enough for
+# the allocator to reuse it, on a GPU large enough to fill it.
 PIECE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-SHARE = 4  # and about this part of the whole result, so that small problems stay small too
+SHARE = (
+    4  # and about this part of the whole result, so that small problems stay small too
+)
 HALF_SHARE = 32  # a piece of half precision is converted, with its inputs, to fp32
 
 
@@ -631,7 +930,9 @@ def piece_limit(t: Tensor) -> int:
 
 
 def head_block(q: Tensor, kv_heads: int, period: int) -> int:
-    """How many heads to take at a time so that fp32 accumulators stay within an eighth of a result."""
+    """How many heads to take at a time so that fp32 accumulators stay within an eighth
+    of a result.
+    """
     b, _, heads, d = q.shape
     if q.dtype not in HALF:
         return heads
@@ -640,8 +941,17 @@ def head_block(q: Tensor, kv_heads: int, period: int) -> int:
     return min(heads, group * max(1, budget // (4 * b * period * d * group)))
 
 
-def in_head_blocks(key: tuple, build: Callable[[], Plan], q, kv_heads: int, backward: bool, cached, cut=None) -> Plan:
-    """The plan of a key, from the cache or built; in blocks of heads where results in q's dtype need accumulators.
+def in_head_blocks(
+    key: tuple,
+    build: Callable[[], Plan],
+    q,
+    kv_heads: int,
+    backward: bool,
+    cached,
+    cut=None,
+) -> Plan:
+    """The plan of a key, from the cache or built; in blocks of heads where results in
+    q's dtype need accumulators.
 
     ``cut(plan, heads)`` makes these; ``Plan.in_head_blocks`` by default.
     """
@@ -649,5 +959,7 @@ def in_head_blocks(key: tuple, build: Callable[[], Plan], q, kv_heads: int, back
     if plan.narrow(q.dtype, q.shape[2] // kv_heads, backward):
         block = head_block(q, kv_heads, min(plan.period, q.shape[1]))
         if block < q.shape[2]:
-            return cached((*key, block), lambda: (cut or Plan.in_head_blocks)(plan, block))
+            return cached(
+                (*key, block), lambda: (cut or Plan.in_head_blocks)(plan, block)
+            )
     return plan

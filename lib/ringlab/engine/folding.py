@@ -1,9 +1,11 @@
-"""Plans of dilated patterns that compute each visible pair once, however many branches show it.
+"""Plans of dilated patterns that compute each visible pair once, however many branches
+show it.
 
-Branches nest where their rates divide each other and their segments do, too. What a query sees then depends on the set
-of branches that select it: of the keys that a branch selects, those outside of the segment of the next smaller branch.
-A key that M branches show has log M added to its scores, as a bias of the keys of a call. A chain is a run of branches
-that nest and are computed together; chains are merged as branches are.
+Branches nest where their rates divide each other and their segments do, too. What a
+query sees then depends on the set of branches that select it: of the keys that a branch
+selects, those outside of the segment of the next smaller branch. A key that M branches
+show has log M added to its scores, as a bias of the keys of a call. A chain is a run of
+branches that nest and are computed together; chains are merged as branches are.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..kernels.base import Cost, Kernel, accumulation_dtype, cost_of, device_type_of, supports_bias
+from ..kernels.base import (
+    Cost,
+    Kernel,
+    accumulation_dtype,
+    cost_of,
+    device_type_of,
+    supports_bias,
+)
 from ..patterns import Dilated, Pattern
 from . import dilated
 from .dilated import even_runs, first_and_step, progressions
@@ -29,23 +38,51 @@ Rung = tuple[int, int, int]  # the length, rate and offset of a branch for one h
 
 
 def plan_for(
-    q: Tensor, k: Tensor, pattern: Pattern, causal: bool, kernel: Kernel, cached, *, backward: bool = False
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    causal: bool,
+    kernel: Kernel,
+    cached,
+    *,
+    backward: bool = False,
 ) -> Plan:
-    """The plan for tensors q (b, n, h, d) and k: folded if that is predicted to be faster, else as ``dilated`` has it.
+    """The plan for tensors q (b, n, h, d) and k: folded if that is predicted to be
+    faster, else as ``dilated`` has it.
 
     ``cached(key, build)`` remembers it.
     """
-    several = isinstance(pattern, Dilated) and pattern.mixing == "lse" and len(pattern.segment_lengths) > 1
+    several = (
+        isinstance(pattern, Dilated)
+        and pattern.mixing == "lse"
+        and len(pattern.segment_lengths) > 1
+    )
     if several and device_type_of(q) == "cpu" and supports_bias(kernel, q.dtype):
-        given = pattern, q.shape[1], q.shape[2], k.shape[2], causal, accumulation_dtype(q.dtype), kernel
+        given = (
+            pattern,
+            q.shape[1],
+            q.shape[2],
+            k.shape[2],
+            causal,
+            accumulation_dtype(q.dtype),
+            kernel,
+        )
         plan = cached(("folded", *given), lambda: faster(*given))
         if plan is not None:
-            return in_head_blocks(("folded", *given), lambda: plan, q, k.shape[2], backward, cached)
+            return in_head_blocks(
+                ("folded", *given), lambda: plan, q, k.shape[2], backward, cached
+            )
     return dilated.plan_for(q, k, pattern, cached, backward=backward)
 
 
 def faster(
-    pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, dtype: torch.dtype, kernel: Kernel
+    pattern: Pattern,
+    n: int,
+    heads: int,
+    kv_heads: int,
+    causal: bool,
+    dtype: torch.dtype,
+    kernel: Kernel,
 ) -> Plan | None:
     """The folded plan, if it is predicted to be faster than branch by branch."""
     apart = dilated.make_plan(pattern, n, heads, kv_heads)
@@ -54,14 +91,26 @@ def faster(
 
 
 def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
-    """The predicted time of a forward pass, in pairs that ``kernel`` computes in long calls."""
+    """The predicted time of a forward pass, in pairs that ``kernel`` computes in long
+    calls.
+    """
     price, total = cost_of(kernel), 0.0
     for _, calls, _ in plan.blocks:
         for call in calls:
             rows, keys = call.q.rows, call.k.rows
-            seen = min(keys, (keys + price.block) / 2) if causal and call.causal else keys
-            slower = 1.0 if call.bias is None else price.bias if len(call.bias) == 1 else price.biases
-            total += price.call + call.nodes * call.heads * _price(price, rows, seen, slower, call.first)
+            seen = (
+                min(keys, (keys + price.block) / 2) if causal and call.causal else keys
+            )
+            slower = (
+                1.0
+                if call.bias is None
+                else price.bias
+                if len(call.bias) == 1
+                else price.biases
+            )
+            total += price.call + call.nodes * call.heads * _price(
+                price, rows, seen, slower, call.first
+            )
     return total
 
 
@@ -72,37 +121,58 @@ def _price(cost: Cost, rows: int, keys: float, slower: float, first: bool) -> fl
 
 
 def fold(
-    pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, dtype: torch.dtype, kernel: Kernel | None = None,
+    pattern: Pattern,
+    n: int,
+    heads: int,
+    kv_heads: int,
+    causal: bool,
+    dtype: torch.dtype,
+    kernel: Kernel | None = None,
     most: float = math.inf,
-) -> Plan | None:  # fmt: skip
-    """Plan ``pattern`` over ``n`` positions with the visible pairs of nested branches once; None where none nest.
+) -> Plan | None:
+    """Plan ``pattern`` over ``n`` positions with the visible pairs of nested branches
+    once; None where none nest.
 
-    Of the branches that nest, those are folded together that make the calls cheapest for ``kernel``; None where they
-    are predicted to take ``most`` or more, a ``cost``.
+    Of the branches that nest, those are folded together that make the calls cheapest
+    for ``kernel``; None where they are predicted to take ``most`` or more, a ``cost``.
 
     >>> pattern = Dilated([2048, 4096], [1, 2])  # branch by branch 1.5 * 2048 pairs for each position
     >>> fold(pattern, 16384, 1, 1, False, torch.float32).pairs() / (1.5 * 2048 * 16384)
     0.8333333333333334
     """
-    branches = sorted(pattern.branches(n, heads, kv_heads), key=lambda b: (b.length, b.rate))
-    if any((b.length % b.rate and b.length < n) or b.rate > MOST_RATE for b in branches):
+    branches = sorted(
+        pattern.branches(n, heads, kv_heads), key=lambda b: (b.length, b.rate)
+    )
+    if any(
+        (b.length % b.rate and b.length < n) or b.rate > MOST_RATE for b in branches
+    ):
         return None  # other rows in each segment, or too many classes of rows
-    rungs = [[(b.length, b.rate, b.offsets[b.heads.index(head)]) for b in branches] for head in range(heads)]
+    rungs = [
+        [(b.length, b.rate, b.offsets[b.heads.index(head)]) for b in branches]
+        for head in range(heads)
+    ]
     price = cost_of(kernel)
-    best: list[tuple[float, list[range]]] = [(0.0, [])]  # the cheapest chains of the first 0, 1, ... branches
+    best: list[tuple[float, list[range]]] = [
+        (0.0, [])
+    ]  # the cheapest chains of the first 0, 1, ... branches
     for stop in range(1, len(branches) + 1):
         ways = []
         for start in range(stop):
             if all(_nest(mine[start:stop], n) for mine in rungs):
-                parts = _of_chain(rungs[0][start:stop], n, causal, price, heads, not start)
+                parts = _of_chain(
+                    rungs[0][start:stop], n, causal, price, heads, not start
+                )
                 ways.append(
                     (
-                        best[start][0] + sum(part.price(price, heads) for part in parts),
+                        best[start][0]
+                        + sum(part.price(price, heads) for part in parts),
                         [*best[start][1], range(start, stop)],
                     )
                 )
         best.append(min(ways, key=lambda way: way[0]))
-    chains = sorted(best[-1][1], key=lambda chain: branches[chain.start].rate)  # one that writes all rows goes first
+    chains = sorted(
+        best[-1][1], key=lambda chain: branches[chain.start].rate
+    )  # one that writes all rows goes first
     if max(map(len, chains)) == 1 or best[-1][0] * heads >= most:
         return None
     calls = []
@@ -111,7 +181,14 @@ def fold(
         calls += _calls(nested, kv_heads, n, causal, dtype, price, chain is chains[0])
     block = range(heads), tuple(calls), tuple(calls)
     uncovered = () if branches[chains[0].start].rate == 1 else ((0, n),)
-    return Plan((block,), uncovered, True, False, range(n), min(n, math.lcm(*(b.length for b in branches))))
+    return Plan(
+        (block,),
+        uncovered,
+        True,
+        False,
+        range(n),
+        min(n, math.lcm(*(b.length for b in branches))),
+    )
 
 
 def _nest(chain: list[Rung], n: int) -> bool:
@@ -125,10 +202,12 @@ def _nest(chain: list[Rung], n: int) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of one head that see some keys, in ``nodes`` places a step ``apart``; no bias is made yet.
+    """Some rows of one head that see some keys, in ``nodes`` places a step ``apart``;
+    no bias is made yet.
 
-    ``place`` tells it from parts of the same shape. ``rungs``: the branches that count into M. ``masked``: causal, on
-    the diagonal. ``each``: the bias differs from row to row. ``first``: no other part writes these rows before.
+    ``place`` tells it from parts of the same shape. ``rungs``: the branches that count
+    into M. ``masked``: causal, on the diagonal. ``each``: the bias differs from row to
+    row. ``first``: no other part writes these rows before.
     """
 
     place: tuple[int, ...]
@@ -141,64 +220,132 @@ class _Part:
     each: bool
     first: bool
 
-    def split(self, positions: tuple[int, int], groups: list[frozenset[int]], rate: int, each: bool) -> list[_Part]:
-        """A part for each residue class of those queries among ``positions`` whose residues are in a group."""
+    def split(
+        self,
+        positions: tuple[int, int],
+        groups: list[frozenset[int]],
+        rate: int,
+        each: bool,
+    ) -> list[_Part]:
+        """A part for each residue class of those queries among ``positions`` whose
+        residues are in a group.
+        """
         classes = (one for residues in groups for one in _classes(residues, rate))
         rows = [_rows(*positions, *one) for one in classes]
-        return [replace(self, place=(*self.place, i), queries=x, each=each) for i, x in enumerate(rows) if x]
+        return [
+            replace(self, place=(*self.place, i), queries=x, each=each)
+            for i, x in enumerate(rows)
+            if x
+        ]
 
     def price(self, cost: Cost, heads: int) -> float:
         """The time, if calls of equal parts of all ``heads`` are one."""
         slower = cost.biases if self.each else cost.bias if len(self.rungs) > 1 else 1.0
-        return cost.call / heads + self.nodes * _price(cost, len(self.queries), len(self.keys), slower, self.first)
+        return cost.call / heads + self.nodes * _price(
+            cost, len(self.queries), len(self.keys), slower, self.first
+        )
 
 
-def _of_chain(chain: list[Rung], n: int, causal: bool, cost: Cost, heads: int, first: bool) -> Iterator[_Part]:
-    """The parts of one head of nested branches; ``first``: they write rows to which no other chain wrote before."""
+def _of_chain(
+    chain: list[Rung], n: int, causal: bool, cost: Cost, heads: int, first: bool
+) -> Iterator[_Part]:
+    """The parts of one head of nested branches; ``first``: they write rows to which no
+    other chain wrote before.
+    """
     rate, alike = chain[-1][1], {}
     for residue in range(rate):
-        rungs = tuple(j for j, (_, r, offset) in enumerate(chain) if residue % r == offset)
-        for inner, j in zip((None, *rungs), rungs):  # rows that need the same keys, but perhaps another M of them
+        rungs = tuple(
+            j for j, (_, r, offset) in enumerate(chain) if residue % r == offset
+        )
+        for inner, j in zip(
+            (None, *rungs), rungs
+        ):  # rows that need the same keys, but perhaps another M of them
             alike.setdefault((j, inner), {}).setdefault(rungs, set()).add(residue)
     for (j, inner), selects in alike.items():
         length, key_step, offset = chain[j]
         inside = 0 if inner is None else chain[inner][0]
-        pieces = _pieces(length, inside, n, causal, -(-SQUARE * key_step // rate) * rate)
+        pieces = _pieces(
+            length, inside, n, causal, -(-SQUARE * key_step // rate) * rate
+        )
         for nth_piece, (q, k, nodes, apart, square) in enumerate(pieces):
             keys, masked = _rows(*k, key_step, offset), square and causal
             if not keys:
                 continue
-            where = (j, inside, nth_piece), range(0), keys, nodes, apart, chain[j:], masked
+            where = (
+                (j, inside, nth_piece),
+                range(0),
+                keys,
+                nodes,
+                apart,
+                chain[j:],
+                masked,
+            )
             part = _Part(*where, each=False, first=first and square and not inside)
-            together = part.split(q, [frozenset().union(*selects.values())], rate, masked or len(selects) > 1)
+            together = part.split(
+                q,
+                [frozenset().union(*selects.values())],
+                rate,
+                masked or len(selects) > 1,
+            )
             separate = part.split(q, [*map(frozenset, selects.values())], rate, False)
-            cheapest = min(together, separate, key=lambda way: sum(x.price(cost, heads) for x in way))
+            cheapest = min(
+                together,
+                separate,
+                key=lambda way: sum(x.price(cost, heads) for x in way),
+            )
             yield from together if masked else cheapest
 
 
 def _calls(
-    chains: list[list[Rung]], kv_heads: int, n: int, causal: bool, dtype: torch.dtype, cost: Cost, first: bool
+    chains: list[list[Rung]],
+    kv_heads: int,
+    n: int,
+    causal: bool,
+    dtype: torch.dtype,
+    cost: Cost,
+    first: bool,
 ) -> list[Call]:
     """The calls of nested branches, of each head its own; equal biases are one tensor."""
     heads, alike, biases = len(chains), {}, {}
     for head, chain in enumerate(chains):
         for part in _of_chain(chain, n, causal, cost, heads, first):
             q, k = part.queries, part.keys
-            bias = _bias(q if part.each else q[:1], k, part.rungs, part.masked, dtype, biases)
-            shape = not part.first, q.step, len(q), k.step, len(k), part.nodes, part.apart, part.place
+            bias = _bias(
+                q if part.each else q[:1], k, part.rungs, part.masked, dtype, biases
+            )
+            shape = (
+                not part.first,
+                q.step,
+                len(q),
+                k.step,
+                len(k),
+                part.nodes,
+                part.apart,
+                part.place,
+            )
             shape = *shape, 0 if bias is None else len(bias)
-            alike.setdefault(shape, []).append(((head, q.start, head // (heads // kv_heads), k.start), bias))
+            alike.setdefault(shape, []).append(
+                ((head, q.start, head // (heads // kv_heads), k.start), bias)
+            )
     found = []
-    for (later, step, rows, key_step, keys, nodes, apart, *_), members in sorted(alike.items(), key=lambda x: x[0][0]):
+    for (later, step, rows, key_step, keys, nodes, apart, *_), members in sorted(
+        alike.items(), key=lambda x: x[0][0]
+    ):
         made = {head: bias for (head, *_), bias in members}
         for run in progressions([member for member, _ in members]):
-            (head, head_step), (row, shift), (kv_head, kv_step), (key, key_shift) = first_and_step(run)
+            (head, head_step), (row, shift), (kv_head, kv_step), (key, key_shift) = (
+                first_and_step(run)
+            )
             q = View(rows, row, step, apart, head, head_step, shift)
             k = View(keys, key, key_step, apart, kv_head, kv_step, key_shift)
             mine = [made[h] for h, *_ in run]
             if (bias := mine[0]) is not None:
                 same = all(other is bias or other.equal(bias) for other in mine)
-                by_head = bias.T[None].expand(len(mine), -1, -1) if same else torch.stack([m.T for m in mine])
+                by_head = (
+                    bias.T[None].expand(len(mine), -1, -1)
+                    if same
+                    else torch.stack([m.T for m in mine])
+                )
                 bias = by_head.permute(2, 0, 1)  # (rows, heads, keys)
             found.append(Call(q, k, nodes, len(run), first=not later, bias=bias))
     return found
@@ -206,7 +353,9 @@ def _calls(
 
 @lru_cache(maxsize=1024)
 def _classes(residues: frozenset[int], rate: int) -> list[tuple[int, int]]:
-    """(step, residue) of as few residue classes of steps that divide ``rate`` as the residues modulo ``rate`` make."""
+    """(step, residue) of as few residue classes of steps that divide ``rate`` as the
+    residues modulo ``rate`` make.
+    """
     left, found = set(residues), []
     for step in (s for s in range(1, rate + 1) if rate % s == 0):
         for first in sorted(r for r in left if r < step):
@@ -222,11 +371,12 @@ def _rows(start: int, stop: int, step: int, residue: int) -> range:
 
 @lru_cache(maxsize=256)
 def _pieces(length: int, inner: int, n: int, causal: bool, square: int) -> list[tuple]:
-    """((queries, keys), nodes, step, square): which intervals of positions attend to which within segments.
+    """((queries, keys), nodes, step, square): which intervals of positions attend to
+    which within segments.
 
-    ``inner`` > 0: keys in the segment of that length that the queries lie in are left out. ``causal``: what lies after
-    the queries is, too, and squares on the diagonal are at most ``square`` positions long. ``nodes`` of them, a step
-    apart.
+    ``inner`` > 0: keys in the segment of that length that the queries lie in are left
+    out. ``causal``: what lies after the queries is, too, and squares on the diagonal
+    are at most ``square`` positions long. ``nodes`` of them, a step apart.
     """
     found: dict[tuple, list] = {}
 
@@ -260,8 +410,11 @@ def _pieces(length: int, inner: int, n: int, causal: bool, square: int) -> list[
     ]
 
 
-def _bias(queries: range, keys: range, rungs: list[Rung], square: bool, dtype, made: dict) -> Tensor | None:
-    """log M (query rows or 1, keys), in a causal square -inf after the query; None where every M is 1.
+def _bias(
+    queries: range, keys: range, rungs: list[Rung], square: bool, dtype, made: dict
+) -> Tensor | None:
+    """log M (query rows or 1, keys), in a causal square -inf after the query; None
+    where every M is 1.
 
     ``made`` remembers it: counted from the first key, many are the same.
     """
@@ -273,10 +426,17 @@ def _bias(queries: range, keys: range, rungs: list[Rung], square: bool, dtype, m
     strides = tuple((rate, (offset - keys.start) % rate) for _, rate, offset in rungs)
     key = rows, len(keys), keys.step, strides, square
     if key not in made:
-        q, k = (torch.arange(r.start, r.stop, r.step) for r in (rows, range(0, len(keys) * keys.step, keys.step)))
+        q, k = (
+            torch.arange(r.start, r.stop, r.step)
+            for r in (rows, range(0, len(keys) * keys.step, keys.step))
+        )
         rates, offsets = torch.tensor(strides).T[..., None]  # (branches, 1)
-        select_q, select_k = ((x % rates == offsets).to(dtype) for x in (q, k))  # (branches, rows)
-        times = (select_k.T @ select_q).T  # (rows, keys), neighbouring rows side by side, as the kernel adds them
+        select_q, select_k = (
+            (x % rates == offsets).to(dtype) for x in (q, k)
+        )  # (branches, rows)
+        times = (
+            select_k.T @ select_q
+        ).T  # (rows, keys), neighbouring rows side by side, as the kernel adds them
         if square:
             made[key] = times.log().masked_fill(k > q[:, None], -torch.inf)
         else:

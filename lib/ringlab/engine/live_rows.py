@@ -1,11 +1,13 @@
-"""The K/V rows that later queries of a sequence still see: which they are, where they lie, and attention to them.
+"""The K/V rows that later queries of a sequence still see: which they are, where they
+lie, and attention to them.
 
-The rows of a K/V head lie one behind the other, by position. Rows that no later query sees are dropped when a segment,
-or a block, ends. One new position is one call on the rows that are seen; more of them are a plan of dense calls, as
-elsewhere, on themselves and on the rows that are kept.
+The rows of a K/V head lie one behind the other, by position. Rows that no later query
+sees are dropped when a segment, or a block, ends. One new position is one call on the
+rows that are seen; more of them are a plan of dense calls, as elsewhere, on themselves
+and on the rows that are kept.
 
-One of several ranks keeps its part of the positions, and computes its part of a result: over these, and for some heads
-over the new positions themselves.
+One of several ranks keeps its part of the positions, and computes its part of a result:
+over these, and for some heads over the new positions themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from . import blocks, dilated, execute
 from .dilated import calls_on_rows, even_runs, fold_heads
 from .execute import Plan
 
-ONE_READ = 2 << 20  # so many bytes are rather read in vain than left out by another pair of products
+ONE_READ = (
+    2 << 20
+)  # so many bytes are rather read in vain than left out by another pair of products
 NEVER = -(1 << 40)  # the last query of a row that none sees
 RUN = 16  # so many positions one after another are on one rank
 AHEAD = 64  # so many steps of one position are prepared together at most
@@ -33,27 +37,45 @@ CONVERTED = 4096  # rows of half precision that are converted together
 
 
 class LiveRows:
-    """What one rank keeps of ``batch`` sequences: rows k and v (b, h_kv, slots, d), and which they are.
+    """What one rank keeps of ``batch`` sequences: rows k and v (b, h_kv, slots, d), and
+    which they are.
 
-    A table says what lies in the slots of one K/V head, or of all where all heads see alike. The first
-    ``counts[entry, table]`` slots hold rows, ascending by position; the next one is for a new row; in those after it v
-    and ``shown`` are 0. ``shown`` tells, as bits, by which branches a query at ``length`` sees a row, and ``firsts``
-    the first slot that it sees by each. ``peak`` is the greatest length before the last crop. Until the position
-    ``until`` no row is dropped and no segment ends. ``_ahead`` has the next steps of one position, prepared together;
-    ``until`` and ``all_seen`` are what they are after these.
+    A table says what lies in the slots of one K/V head, or of all where all heads see
+    alike. The first ``counts[entry, table]`` slots hold rows, ascending by position;
+    the next one is for a new row; in those after it v and ``shown`` are 0. ``shown``
+    tells, as bits, by which branches a query at ``length`` sees a row, and ``firsts``
+    the first slot that it sees by each. ``peak`` is the greatest length before the last
+    crop. Until the position ``until`` no row is dropped and no segment ends. ``_ahead``
+    has the next steps of one position, prepared together; ``until`` and ``all_seen``
+    are what they are after these.
     """
 
     @torch.inference_mode(False)  # or it could not be used outside of that mode
-    def __init__(self, rules: Rules, batch: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        rules: Rules,
+        batch: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.rules, tables, slots = rules, rules.tables, rules.slots
         shape = batch, rules.kv_heads, slots, head_dim
-        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        self.shown = torch.zeros(batch, tables, rules.seers, slots, dtype=rules.word, device=device)
+        self.k, self.v = (
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)
+        )
+        self.shown = torch.zeros(
+            batch, tables, rules.seers, slots, dtype=rules.word, device=device
+        )
         self.positions = torch.zeros(batch, tables, slots, dtype=torch.int32)
         self.counts = torch.zeros(batch, tables, dtype=torch.int64)
         self.firsts = torch.zeros(batch, tables, rules.bits, dtype=torch.int64)
-        self.length, self.peak, self.until = (torch.zeros(batch, dtype=torch.int64) for _ in range(3))
-        self.all_seen = torch.ones(batch, dtype=torch.bool)  # no row is kept for later queries alone
+        self.length, self.peak, self.until = (
+            torch.zeros(batch, dtype=torch.int64) for _ in range(3)
+        )
+        self.all_seen = torch.ones(
+            batch, dtype=torch.bool
+        )  # no row is kept for later queries alone
         self._far = 1  # so many steps are prepared next
         self._refresh(list(range(batch)))
 
@@ -67,8 +89,13 @@ class LiveRows:
         return int(self.counts.max())
 
     def rows_of(self, entry: int) -> list[Tensor]:
-        """The positions of the rows that are kept of a sequence, ascending, for each K/V head."""
-        found = [rows[:count].long() for rows, count in zip(self.positions[entry], self.counts[entry])]
+        """The positions of the rows that are kept of a sequence, ascending, for each
+        K/V head.
+        """
+        found = [
+            rows[:count].long()
+            for rows, count in zip(self.positions[entry], self.counts[entry])
+        ]
         return found * (self.rules.kv_heads // len(found))
 
     def crop(self, lengths: list[int]) -> None:
@@ -86,8 +113,17 @@ class LiveRows:
     def reorder(self, index: list[int]) -> None:
         """Make sequence i a copy of what was sequence ``index[i]``."""
         rows = [t[:, :, : self.used] for t in (self.k, self.v)]
-        for t in (*rows, self.shown, self.positions, self.counts, self.firsts, self.length, self.peak, self.until,
-                  self.all_seen):  # fmt: skip
+        for t in (
+            *rows,
+            self.shown,
+            self.positions,
+            self.counts,
+            self.firsts,
+            self.length,
+            self.peak,
+            self.until,
+            self.all_seen,
+        ):
             t.copy_(t[index])
         self._ahead, self._far = None, 1
 
@@ -98,18 +134,29 @@ class LiveRows:
 
     def state(self) -> dict:
         """A copy of all that is kept."""
-        rows = {name: getattr(self, name)[:, :, : self.used].clone() for name in ("k", "v", "positions")}
-        return rows | {name: getattr(self, name).clone() for name in ("counts", "length", "peak")}
+        rows = {
+            name: getattr(self, name)[:, :, : self.used].clone()
+            for name in ("k", "v", "positions")
+        }
+        return rows | {
+            name: getattr(self, name).clone() for name in ("counts", "length", "peak")
+        }
 
     def fits(self, state) -> bool:
         """Whether ``state`` holds tensors like those of ``state()``."""
         own = self.state()
         if not isinstance(state, dict) or state.keys() != own.keys():
             return False
-        if not all(isinstance(state[name], Tensor) and _form(state[name]) == _form(own[name]) for name in own):
+        if not all(
+            isinstance(state[name], Tensor) and _form(state[name]) == _form(own[name])
+            for name in own
+        ):
             return False
         used = {state[name].shape[2] for name in ("k", "v", "positions")}
-        return len(used) == 1 and int(state["counts"].max()) <= max(used) <= self.rules.slots
+        return (
+            len(used) == 1
+            and int(state["counts"].max()) <= max(used) <= self.rules.slots
+        )
 
     def restore(self, state: dict) -> None:
         self.reset()
@@ -123,20 +170,27 @@ class LiveRows:
         for entries in self._alike([k.shape[1]] * len(k)):
             self._store(entries, k, v, k.shape[1])
 
-    def attend(self, q, k, v, lengths: list[int], scale: float, kernel: Kernel, execution) -> tuple[Tensor, Tensor]:
-        """out (b, c, h, d), lse (b, h, c) of c new positions, of entry i the first ``lengths[i]``; their rows are kept.
+    def attend(
+        self, q, k, v, lengths: list[int], scale: float, kernel: Kernel, execution
+    ) -> tuple[Tensor, Tensor]:
+        """out (b, c, h, d), lse (b, h, c) of c new positions, of entry i the first
+        ``lengths[i]``; their rows are kept.
 
         Of several ranks this rank's part of both.
         """
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)  # (b, c, h)
+        lse = torch.full(
+            q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device
+        )  # (b, c, h)
         if single := [entry for entry, count in enumerate(lengths) if count == 1]:
             self._step(single, q, k, v, out, lse, scale, kernel)
         for entries in self._alike([count if count > 1 else 0 for count in lengths]):
             count = lengths[entries[0]]
             for i in _slices(entries):
                 given = q[i, :count], k[i, :count], v[i, :count]
-                o, l = self._chunk(entries[0], i, *given, scale, execution.tiled(kernel), execution)
+                o, l = self._chunk(
+                    entries[0], i, *given, scale, execution.tiled(kernel), execution
+                )
                 out[i, :count], lse[i, :count] = o, l.transpose(1, 2)
             self._store(entries, k, v, count)
         return out, lse.transpose(1, 2)
@@ -146,12 +200,29 @@ class LiveRows:
         found: dict[tuple, list[int]] = {}
         for entry, count in enumerate(counts):
             if count:
-                rows = [tuple(rows.tolist()) for rows in self.rows_of(entry)[: self.rules.tables] if len(self.k) > 1]
-                found.setdefault((count, int(self.length[entry]), *rows), []).append(entry)
+                rows = [
+                    tuple(rows.tolist())
+                    for rows in self.rows_of(entry)[: self.rules.tables]
+                    if len(self.k) > 1
+                ]
+                found.setdefault((count, int(self.length[entry]), *rows), []).append(
+                    entry
+                )
         return list(found.values())
 
-    def _chunk(self, entry: int, entries: slice, q, k, v, scale: float, kernel: Kernel, execution):
-        """out (b, c, h, d), lse (b, h, c) of c new positions, over themselves and the rows of the cache.
+    def _chunk(
+        self,
+        entry: int,
+        entries: slice,
+        q,
+        k,
+        v,
+        scale: float,
+        kernel: Kernel,
+        execution,
+    ):
+        """out (b, c, h, d), lse (b, h, c) of c new positions, over themselves and the
+        rows of the cache.
 
         All ``entries`` have the history of ``entry``.
         """
@@ -164,55 +235,93 @@ class LiveRows:
             given, how = (pattern, rules.n, mine), {"causal": True, "kernel": kernel}
             own = blocks.plan_between(*given, mine, heads, kv_heads, itself=True, **how)
         else:
-            own = dilated.plan_for(q, k, pattern, execution.cached, n=rules.n, chunk=new)
+            own = dilated.plan_for(
+                q, k, pattern, execution.cached, n=rules.n, chunk=new
+            )
         if rules.ranks > 1:
             own = _of_heads(own, rules.share, c)
         if own.narrow(q.dtype, heads // kv_heads, backward=False):
             own = own.in_head_blocks(max(1, heads // 8))
-        out, lse = execute.forward(q, k, v, own, True, scale, kernel, pool=execution.scratch())
+        out, lse = execute.forward(
+            q, k, v, own, True, scale, kernel, pool=execution.scratch()
+        )
         if not any(map(len, held)):
             return out, lse
         if isinstance(pattern, BlockSparse):
-            theirs = blocks.BlockParts.of(list(_neighbours(held[0])), pattern.block_size)
-            plan = blocks.plan_between(*given, theirs, heads, kv_heads, itself=False, **how)
-            rows = [x[entries, :, : len(held[0])].transpose(1, 2) for x in (self.k, self.v)]  # (b, held, h_kv, d)
+            theirs = blocks.BlockParts.of(
+                list(_neighbours(held[0])), pattern.block_size
+            )
+            plan = blocks.plan_between(
+                *given, theirs, heads, kv_heads, itself=False, **how
+            )
+            rows = [
+                x[entries, :, : len(held[0])].transpose(1, 2) for x in (self.k, self.v)
+            ]  # (b, held, h_kv, d)
         else:
             calls = []
-            where = {h: (rows, h * rules.slots + torch.arange(len(rows))) for h, rows in enumerate(held)}
+            where = {
+                h: (rows, h * rules.slots + torch.arange(len(rows)))
+                for h, rows in enumerate(held)
+            }
             for branch in rules.branches:
                 start = t // branch.length * branch.length
                 asking = range(t, min(start + branch.length, t + c))
-                calls += calls_on_rows(branch, heads // kv_heads, start, asking, range(start, t), 0, where)
+                calls += calls_on_rows(
+                    branch, heads // kv_heads, start, asking, range(start, t), 0, where
+                )
             calls = tuple(fold_heads(calls))
-            plan = Plan(((range(heads), calls, calls),), (), merges=True, same_rows=False, rows=range(c), period=c)
-            rows = [x[entries].flatten(1, 2).unsqueeze(2) for x in (self.k, self.v)]  # (b, h_kv * slots, 1, d)
+            plan = Plan(
+                ((range(heads), calls, calls),),
+                (),
+                merges=True,
+                same_rows=False,
+                rows=range(c),
+                period=c,
+            )
+            rows = [
+                x[entries].flatten(1, 2).unsqueeze(2) for x in (self.k, self.v)
+            ]  # (b, h_kv * slots, 1, d)
         if plan.calls:
-            plan = plan.in_head_blocks(max(1, heads // 8)) if out.dtype in HALF else plan
+            plan = (
+                plan.in_head_blocks(max(1, heads // 8)) if out.dtype in HALF else plan
+            )
             execute.forward(q, *rows, plan, True, scale, kernel, into=(out, lse))
         return out, lse
 
     def _store(self, entries: list[int], k: Tensor, v: Tensor, count: int) -> None:
-        """Take ``count`` new rows of k and v of entries of equal history, but for those that no later query sees."""
+        """Take ``count`` new rows of k and v of entries of equal history, but for those
+        that no later query sees.
+        """
         rules, first = self.rules, int(self.length[entries[0]])
         t, new = first + count, torch.arange(first, first + count)
         self._drop(entries, torch.full((len(entries),), t))
-        live = rules.last(new.expand(rules.tables, -1)) >= t - rules.max_crop  # (tables, count)
+        live = (
+            rules.last(new.expand(rules.tables, -1)) >= t - rules.max_crop
+        )  # (tables, count)
         for table, start in enumerate(self.counts[entries[0]].tolist()):
             kept, heads = live[table].nonzero().flatten(), rules.heads_of(table)
             stop = start + len(kept)
             for i in _slices(entries):
                 for rows, given in ((self.k, k), (self.v, v)):
-                    rows[i, heads, start:stop] = given[i, :, heads][:, kept.to(k.device)].transpose(1, 2)
+                    rows[i, heads, start:stop] = given[i, :, heads][
+                        :, kept.to(k.device)
+                    ].transpose(1, 2)
                 self.positions[i, table, start:stop] = new[kept].int()
             self.counts[entries, table] = stop
         self.length[entries] = t
         self._refresh(entries)
 
     def _drop(self, entries: list[int], t: Tensor) -> None:
-        """Drop the rows that no query from the positions ``t`` (entries,) on sees, and move the others together."""
+        """Drop the rows that no query from the positions ``t`` (entries,) on sees, and
+        move the others together.
+        """
         positions, there = self._rows(entries)
-        live = there & (self.rules.last(positions) >= (t - self.rules.max_crop)[:, None, None])
-        alike: dict[tuple, list[int]] = {}  # entries and tables of which the same slots stay
+        live = there & (
+            self.rules.last(positions) >= (t - self.rules.max_crop)[:, None, None]
+        )
+        alike: dict[
+            tuple, list[int]
+        ] = {}  # entries and tables of which the same slots stay
         for i, table in (there & ~live).any(-1).nonzero().tolist():
             alike.setdefault((table, tuple(live[i, table].tolist())), []).append(i)
         for (table, _), mine in alike.items():
@@ -222,37 +331,63 @@ class LiveRows:
             stop = first + len(moved)
             for i in _slices([entries[x] for x in mine]):
                 for rows in (self.k, self.v):
-                    rows[i, heads, first:stop] = rows[i, heads][:, :, moved.to(rows.device)]
+                    rows[i, heads, first:stop] = rows[i, heads][
+                        :, :, moved.to(rows.device)
+                    ]
                 self.v[i, heads, stop : len(stays) + 1] = 0
-                self.positions[i, table, first:stop] = self.positions[i, table][:, moved]
+                self.positions[i, table, first:stop] = self.positions[i, table][
+                    :, moved
+                ]
                 self.counts[i, table] = stop
 
     def _rows(self, entries: list[int]) -> tuple[Tensor, Tensor]:
         """The positions (entries, tables, m) of the slots in use, and which hold a row."""
         counts = self.counts[entries]
         used = int(counts.max())
-        return self.positions[entries, :, :used], torch.arange(used) < counts[:, :, None]
+        return self.positions[entries, :, :used], torch.arange(used) < counts[
+            :, :, None
+        ]
 
     def _refresh(self, entries: list[int]) -> None:
-        """Make new what is known of the rows, after some came or went, or a segment ended."""
+        """Make new what is known of the rows, after some came or went, or a segment
+        ended.
+        """
         self._ahead = None
         rules, length = self.rules, self.length[entries]
         positions, there = self._rows(entries)
-        bits = rules.visible(positions, length).masked_fill_(~there[:, :, None], 0)  # (entries, tables, seers, m)
+        bits = rules.visible(positions, length).masked_fill_(
+            ~there[:, :, None], 0
+        )  # (entries, tables, seers, m)
         self.shown[entries] = 0
         self.shown[entries, :, :, : bits.shape[-1]] = bits.to(self.shown)
         self.all_seen[entries] = ~((bits == 0) & there[:, :, None]).flatten(1).any(1)
-        self.firsts[entries] = self.counts[entries][:, :, None].expand(-1, -1, rules.bits)
+        self.firsts[entries] = self.counts[entries][:, :, None].expand(
+            -1, -1, rules.bits
+        )
         self.until[entries] = rules.end(length)
         if bits.shape[-1]:
-            seen = torch.stack([(bits >> i & 1).any(2) for i in range(rules.bits)], 2)  # (entries, tables, bits, m)
-            self.firsts[entries] = torch.where(seen.any(-1), seen.int().argmax(-1), self.firsts[entries])
+            seen = torch.stack(
+                [(bits >> i & 1).any(2) for i in range(rules.bits)], 2
+            )  # (entries, tables, bits, m)
+            self.firsts[entries] = torch.where(
+                seen.any(-1), seen.int().argmax(-1), self.firsts[entries]
+            )
             leaves = rules.last(positions).masked_fill_(~there, rules.n).amin((1, 2))
-            self.until[entries] = torch.minimum(self.until[entries], leaves + 1 + rules.max_crop)
+            self.until[entries] = torch.minimum(
+                self.until[entries], leaves + 1 + rules.max_crop
+            )
 
-    def _step(self, entries: list[int], q, k, v, out, lse, scale: float, kernel: Kernel) -> None:
-        """Write out (b, c, h, d) and lse (b, c, h) of one new position of each of ``entries``, and take their rows."""
-        rules, g, every = self.rules, self.rules.heads // self.rules.kv_heads, len(entries) == len(self.k)
+    def _step(
+        self, entries: list[int], q, k, v, out, lse, scale: float, kernel: Kernel
+    ) -> None:
+        """Write out (b, c, h, d) and lse (b, c, h) of one new position of each of
+        ``entries``, and take their rows.
+        """
+        rules, g, every = (
+            self.rules,
+            self.rules.heads // self.rules.kv_heads,
+            len(entries) == len(self.k),
+        )
         if self._ahead is not None and self._ahead.entries != entries:
             self._ahead, self._far = None, 1
         if self._ahead is None:
@@ -260,27 +395,46 @@ class LiveRows:
         ahead, each = self._ahead, slice(None) if every else torch.tensor(entries)
         step, given = ahead.steps[-1], (k[each, 0], v[each, 0])  # (entries, h_kv, d)
         if rules.ranks > 1:
-            given = (x.masked_fill(~step.mine[..., None].to(x.device), 0) for x in given)
+            given = (
+                x.masked_fill(~step.mine[..., None].to(x.device), 0) for x in given
+            )
         if every and step.level:
             at = rows_at = slice(None), slice(None), step.used
         else:
-            at = torch.tensor(entries)[:, None], torch.arange(rules.tables), step.counts  # (entries, tables)
-            rows_at = at[0], torch.arange(rules.kv_heads), step.counts.expand(-1, rules.kv_heads)
+            at = (
+                torch.tensor(entries)[:, None],
+                torch.arange(rules.tables),
+                step.counts,
+            )  # (entries, tables)
+            rows_at = (
+                at[0],
+                torch.arange(rules.kv_heads),
+                step.counts.expand(-1, rules.kv_heads),
+            )
         for rows, x in zip((self.k, self.v), given):
             rows[rows_at] = x
         self.positions[at] = step.positions
         self.shown[at[0], at[1], :, at[2]] = step.shown
         everything = range(len(entries)), slice(0, rules.tables), 0, step.used + 1
-        for some, tables, start, stop in [everything] if step.plain else self._reads(step):
+        for some, tables, start, stop in (
+            [everything] if step.plain else self._reads(step)
+        ):
             heads = slice(None) if rules.shared else tables
             for run in even_runs([(entries[x], x) for x in some]):
                 i, j = (_slice([(x,) for x in column]) for column in zip(*run))
                 bias = None
                 if not step.plain:
-                    seen = self.shown[i, tables, :, start:stop] & step.mask[j, tables, :, None]
-                    bias = log_counts(seen, rules.bits, lse.dtype)  # (entries, tables, seers, m)
+                    seen = (
+                        self.shown[i, tables, :, start:stop]
+                        & step.mask[j, tables, :, None]
+                    )
+                    bias = log_counts(
+                        seen, rules.bits, lse.dtype
+                    )  # (entries, tables, seers, m)
                 rows = self.k[i, heads, start:stop], self.v[i, heads, start:stop]
-                o, l = one_query(q[i, 0].unflatten(1, (-1, g))[:, heads], *rows, bias, scale, kernel)
+                o, l = one_query(
+                    q[i, 0].unflatten(1, (-1, g))[:, heads], *rows, bias, scale, kernel
+                )
                 out[i, 0].unflatten(1, (-1, g))[:, heads] = o.to(out.dtype)
                 lse[i, 0].unflatten(1, (-1, g))[:, heads] = l
         self.counts[each] += step.kept
@@ -295,22 +449,35 @@ class LiveRows:
     def _look_ahead(self, entries: list[int]) -> _Ahead:
         """What the next positions of ``entries``, one at a time, see and leave.
 
-        Until a row is dropped or a segment ends; at most twice as many as the last time, since they may not be used.
+        Until a row is dropped or a segment ends; at most twice as many as the last
+        time, since they may not be used.
         """
         rules = self.rules
-        t, counts = self.length[entries], self.counts[entries]  # (entries,), (entries, tables)
-        far = min(self._far, rules.n - int(t.max()), int((self.until[entries] - t).min()))
+        t, counts = (
+            self.length[entries],
+            self.counts[entries],
+        )  # (entries,), (entries, tables)
+        far = min(
+            self._far, rules.n - int(t.max()), int((self.until[entries] - t).min())
+        )
         self._far = min(2 * self._far, AHEAD)
         t = t[:, None] + torch.arange(far)  # (entries, steps)
         asked, shown, last = (x.unflatten(0, t.shape) for x in rules.row(t.flatten()))
         mine = rules.owns(t)[..., None]  # (entries, steps, 1)
-        shown, last = shown.masked_fill(~mine[..., None], 0), last.masked_fill(~mine, NEVER)
+        shown, last = (
+            shown.masked_fill(~mine[..., None], 0),
+            last.masked_fill(~mine, NEVER),
+        )
         kept = last + rules.max_crop > t[..., None]  # (entries, steps, tables)
         leaves = (last + 1 + rules.max_crop).masked_fill_(~kept, rules.n + 1).amin(2)
-        until = torch.minimum(self.until[entries][:, None], leaves.cummin(1).values)  # (entries, steps)
+        until = torch.minimum(
+            self.until[entries][:, None], leaves.cummin(1).values
+        )  # (entries, steps)
         due = t + 1 >= until
         steps = int(due.any(0).int().argmax()) + 1 if due.any() else t.shape[1]
-        counts = counts[:, None] + kept.cumsum(1) - kept.long()  # (entries, steps, tables): before each step
+        counts = (
+            counts[:, None] + kept.cumsum(1) - kept.long()
+        )  # (entries, steps, tables): before each step
         used = counts.amax((0, 2))
         level = (counts == used[:, None]).all(2).all(0)
         plain = torch.zeros_like(level)  # whether each query sees each row, once
@@ -319,23 +486,44 @@ class LiveRows:
             all_seen = self.all_seen[entries][:, None] & (unseen.cumsum(1) == 0)
             plain = level & all_seen.all(0) & (asked > 0).flatten(2).all(2).all(0)
             self.all_seen[entries] = all_seen[:, steps - 1]
-        asks = (asked.unsqueeze(-1) >> torch.arange(rules.bits) & 1).bool().any(3)  # (entries, steps, tables, bits)
-        firsts = self.firsts[entries][:, None].masked_fill(~asks, rules.slots).amin(-1)  # (entries, steps, tables)
+        asks = (
+            (asked.unsqueeze(-1) >> torch.arange(rules.bits) & 1).bool().any(3)
+        )  # (entries, steps, tables, bits)
+        firsts = (
+            self.firsts[entries][:, None].masked_fill(~asks, rules.slots).amin(-1)
+        )  # (entries, steps, tables)
         self.until[entries] = until[:, steps - 1]
-        columns = t[..., None].int(), mine, counts, kept, firsts, asked, *(x.to(self.shown) for x in (asked, shown))
+        columns = (
+            t[..., None].int(),
+            mine,
+            counts,
+            kept,
+            firsts,
+            asked,
+            *(x.to(self.shown) for x in (asked, shown)),
+        )
         numbers = firsts.amin((0, 2)), used, level, plain
-        each = zip(*(x[:, :steps].unbind(1) for x in columns), *(x[:steps].tolist() for x in numbers))
-        due = [entry for entry, ends in zip(entries, due[:, steps - 1].tolist()) if ends]
+        each = zip(
+            *(x[:, :steps].unbind(1) for x in columns),
+            *(x[:steps].tolist() for x in numbers),
+        )
+        due = [
+            entry for entry, ends in zip(entries, due[:, steps - 1].tolist()) if ends
+        ]
         return _Ahead(entries, [_Step(*one) for one in each][::-1], due)
 
     def _reads(self, step: _Step) -> list[tuple[Sequence[int], slice, int, int]]:
-        """(numbers of entries, tables, first slot, end) to read for new queries; what sees alike is read together."""
+        """(numbers of entries, tables, first slot, end) to read for new queries; what
+        sees alike is read together.
+        """
         asked, counts, firsts = step.asked, step.counts, step.firsts
         one = range(len(asked)), slice(0, asked.shape[1]), step.first, step.used + 1
         if one[2] < one[3] and self._bytes([one]) <= ONE_READ:
             return [one]
         alike: dict[tuple, list[int]] = {}
-        for i, told in enumerate(torch.cat([asked.flatten(1), firsts, counts], 1).tolist()):
+        for i, told in enumerate(
+            torch.cat([asked.flatten(1), firsts, counts], 1).tolist()
+        ):
             alike.setdefault(tuple(told), []).append(i)
         found = []
         for some in alike.values():
@@ -345,27 +533,56 @@ class LiveRows:
                 if any(bits):
                     members.setdefault(tuple(bits), []).append(table)
             reads = []
-            for run in (run for tables in members.values() for run in even_runs([(table,) for table in tables])):
-                ends = min(first[table] for (table,) in run), max(count[table] for (table,) in run) + 1
+            for run in (
+                run
+                for tables in members.values()
+                for run in even_runs([(table,) for table in tables])
+            ):
+                ends = (
+                    min(first[table] for (table,) in run),
+                    max(count[table] for (table,) in run) + 1,
+                )
                 reads.append((some, _slice(run), *ends))
             found += self._joined(reads, some)
         return self._joined(found, one[0])
 
     def _joined(self, reads: list[tuple], entries: Sequence[int]) -> list[tuple]:
-        """These reads, or one of all tables of ``entries`` if it reads few bytes in vain."""
+        """These reads, or one of all tables of ``entries`` if it reads few bytes in
+        vain.
+        """
         if len(reads) < 2:
             return reads
-        one = entries, slice(0, self.rules.tables), min(read[2] for read in reads), max(read[3] for read in reads)
-        return [one] if self._bytes([one]) - self._bytes(reads) <= ONE_READ * (len(reads) - 1) else reads
+        one = (
+            entries,
+            slice(0, self.rules.tables),
+            min(read[2] for read in reads),
+            max(read[3] for read in reads),
+        )
+        return (
+            [one]
+            if self._bytes([one]) - self._bytes(reads) <= ONE_READ * (len(reads) - 1)
+            else reads
+        )
 
     def _bytes(self, reads: list[tuple]) -> int:
         tables = range(self.rules.tables)
-        rows = sum(len(entries) * len(tables[some]) * (stop - start) for entries, some, start, stop in reads)
-        return rows * 2 * self.k.shape[3] * self.k.element_size() * (self.rules.kv_heads // len(tables))
+        rows = sum(
+            len(entries) * len(tables[some]) * (stop - start)
+            for entries, some, start, stop in reads
+        )
+        return (
+            rows
+            * 2
+            * self.k.shape[3]
+            * self.k.element_size()
+            * (self.rules.kv_heads // len(tables))
+        )
 
 
 class _Step(NamedTuple):
-    """One new position of some entries: what it sees, and what it leaves for later ones."""
+    """One new position of some entries: what it sees, and what it leaves for later
+    ones.
+    """
 
     positions: Tensor  # (entries, 1)
     mine: Tensor  # (entries, 1), whether the new row is kept on this rank
@@ -382,8 +599,9 @@ class _Step(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """The next steps of some entries, the next one last; after them rows of the entries ``due`` are dropped, or their
-    segment ends."""
+    """The next steps of some entries, the next one last; after them rows of the entries
+    ``due`` are dropped, or their segment ends.
+    """
 
     entries: list[int]
     steps: list[_Step]
@@ -408,9 +626,16 @@ def _slice(run: list[tuple[int]]) -> slice:
 
 def _of_heads(plan: Plan, heads: range, rows: int) -> Plan:
     """The forward of a plan for some of its heads; the others see nothing."""
-    calls = (one for _, forward, _ in plan.blocks for call in forward for one in call.by_heads())
+    calls = (
+        one
+        for _, forward, _ in plan.blocks
+        for call in forward
+        for one in call.by_heads()
+    )
     mine = tuple(filter(None, (call.part(heads.start, heads.stop) for call in calls)))
-    return replace(plan, blocks=((heads, mine, mine),), uncovered=((0, rows),), merges=True)
+    return replace(
+        plan, blocks=((heads, mine, mine),), uncovered=((0, rows),), merges=True
+    )
 
 
 def _neighbours(positions: Tensor) -> Iterator[range]:
@@ -422,31 +647,54 @@ def _neighbours(positions: Tensor) -> Iterator[range]:
 def one_query(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
-    """out (b, c, g, d), lse (b, c, g) of the queries q (b, c, g, d) over all rows k and v (b, c, m, d).
+    """out (b, c, g, d), lse (b, c, g) of the queries q (b, c, g, d) over all rows k and
+    v (b, c, m, d).
 
-    ``bias`` (b, c or 1, g or 1, m) is log M, -inf where a query does not see a row; None: 0. By a kernel that reads
-    rows where they lie, or by two matrix products.
+    ``bias`` (b, c or 1, g or 1, m) is log M, -inf where a query does not see a row;
+    None: 0. By a kernel that reads rows where they lie, or by two matrix products.
     """
     b, c, g, d = q.shape
     if gathers(kernel):
         if bias is not None:
             bias = bias.transpose(1, 2).expand(-1, -1, c, -1)  # (b, g or 1, c, m)
-        out, lse = kernel.forward(*(t.transpose(1, 2) for t in (q, k, v)), False, scale, bias)  # (b, g, c, d)
+        out, lse = kernel.forward(
+            *(t.transpose(1, 2) for t in (q, k, v)), False, scale, bias
+        )  # (b, g, c, d)
         return out.transpose(1, 2), lse
-    if b > 1 and k.stride(0) != c * k.stride(1):  # (b, c) is no one dimension of matrices
+    if b > 1 and k.stride(0) != c * k.stride(
+        1
+    ):  # (b, c) is no one dimension of matrices
         parts = []
         for i in range(b):
             one = slice(i, i + 1)
-            parts.append(one_query(q[one], k[one], v[one], None if bias is None else bias[one], scale, kernel))
+            parts.append(
+                one_query(
+                    q[one],
+                    k[one],
+                    v[one],
+                    None if bias is None else bias[one],
+                    scale,
+                    kernel,
+                )
+            )
         return torch.cat([o for o, _ in parts]), torch.cat([l for _, l in parts])
-    q, k, v = ((x.to(accumulation_dtype(x.dtype)) if x is q else x).flatten(0, 1) for x in (q, k, v))  # (b * c, ., d)
+    q, k, v = (
+        (x.to(accumulation_dtype(x.dtype)) if x is q else x).flatten(0, 1)
+        for x in (q, k, v)
+    )  # (b * c, ., d)
     step = CONVERTED if k.dtype in HALF else k.shape[1]
-    pieces = list(zip(k.split(step, 1), v.split(step, 1))) if step < k.shape[1] else [(k, v)]
-    scores = [torch.bmm(q * scale, k_.to(q.dtype).mT) for k_, _ in pieces]  # (b * c, g, m)
+    pieces = (
+        list(zip(k.split(step, 1), v.split(step, 1))) if step < k.shape[1] else [(k, v)]
+    )
+    scores = [
+        torch.bmm(q * scale, k_.to(q.dtype).mT) for k_, _ in pieces
+    ]  # (b * c, g, m)
     scores = torch.cat(scores, -1) if len(scores) > 1 else scores[0]
     if bias is not None:
         by_head = scores.unflatten(0, (b, c))
-        by_head.add_(bias).masked_fill_(bias == -torch.inf, -torch.inf)  # a key that is not finite stays hidden
+        by_head.add_(bias).masked_fill_(
+            bias == -torch.inf, -torch.inf
+        )  # a key that is not finite stays hidden
     top = scores.amax(-1, keepdim=True)
     top.masked_fill_(top == -torch.inf, 0.0)
     weights = scores.sub_(top).exp_()
@@ -454,14 +702,20 @@ def one_query(
     parts = zip(weights.split(step, -1), pieces)
     out = reduce(Tensor.add_, (torch.bmm(w, v_.to(q.dtype)) for w, (_, v_) in parts))
     out = out / total.masked_fill(total == 0, 1.0)  # a query that sees nothing gets 0
-    return out.unflatten(0, (b, c)), (top + total.log()).squeeze(-1).unflatten(0, (b, c))
+    return out.unflatten(0, (b, c)), (top + total.log()).squeeze(-1).unflatten(
+        0, (b, c)
+    )
 
 
 def log_counts(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The logarithm of how many of ``bits`` bits are set in each word."""
     if bits > 12:
         return sum(words >> i & 1 for i in range(bits)).to(dtype).log()
-    return _logs(bits, dtype, words.device).index_select(0, words.flatten().long()).view(words.shape)
+    return (
+        _logs(bits, dtype, words.device)
+        .index_select(0, words.flatten().long())
+        .view(words.shape)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -473,10 +727,11 @@ def _logs(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """Which queries see which rows, and which of ``ranks`` keeps them: Dense and Dilated patterns over ``n`` positions.
+    """Which queries see which rows, and which of ``ranks`` keeps them: Dense and
+    Dilated patterns over ``n`` positions.
 
-    Rows are looked at by tables, and by the ``seers`` of a table: the query heads of its K/V head, or one for all heads
-    where these see alike. Positions are (tables, m).
+    Rows are looked at by tables, and by the ``seers`` of a table: the query heads of
+    its K/V head, or one for all heads where these see alike. Positions are (tables, m).
     """
 
     pattern: Pattern
@@ -491,18 +746,28 @@ class Rules:
     @property
     def share(self) -> range:
         """The query heads for which this rank attends to new positions."""
-        at = (self.kv_heads * rank // self.ranks * (self.heads // self.kv_heads) for rank in (self.rank, self.rank + 1))
+        at = (
+            self.kv_heads * rank // self.ranks * (self.heads // self.kv_heads)
+            for rank in (self.rank, self.rank + 1)
+        )
         return range(*at)
 
     def owns(self, positions: Tensor | int) -> Tensor | bool:
-        """Which positions this rank keeps: runs of them, by a hash, so that no rate of a pattern favours a rank."""
+        """Which positions this rank keeps: runs of them, by a hash, so that no rate of
+        a pattern favours a rank.
+        """
         if self.ranks == 1:
             return positions == positions
-        return ((positions // self.run * 2654435761 & 0xFFFFFFFF) >> 16) % self.ranks == self.rank
+        return (
+            (positions // self.run * 2654435761 & 0xFFFFFFFF) >> 16
+        ) % self.ranks == self.rank
 
     @cached_property
     def branches(self) -> list[Branch]:
-        return sorted(self.pattern.branches(self.n, self.heads, self.kv_heads), key=lambda b: b.rate)
+        return sorted(
+            self.pattern.branches(self.n, self.heads, self.kv_heads),
+            key=lambda b: b.rate,
+        )
 
     @property
     def bits(self) -> int:
@@ -510,7 +775,9 @@ class Rules:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """The offset of each branch (tables, seers, branches), -1 where a head does not run it."""
+        """The offset of each branch (tables, seers, branches), -1 where a head does not
+        run it.
+        """
         found = torch.full((self.heads, self.bits), -1)
         for i, branch in enumerate(self.branches):
             found[list(branch.heads), i] = torch.tensor(branch.offsets)
@@ -533,7 +800,13 @@ class Rules:
     @property
     def word(self) -> torch.dtype:
         """Of a bit for each branch."""
-        return torch.int16 if self.bits < 16 else torch.int32 if self.bits < 32 else torch.int64
+        return (
+            torch.int16
+            if self.bits < 16
+            else torch.int32
+            if self.bits < 32
+            else torch.int64
+        )
 
     def heads_of(self, table: int) -> slice:
         """The K/V heads of a table."""
@@ -550,24 +823,36 @@ class Rules:
         last = torch.full((self.n,), NEVER)
         for i, branch in enumerate(self.branches):
             for offset in set(offsets[:, i].tolist()) - {-1}:
-                w, r, whole = branch.length, branch.rate, self.n // branch.length * branch.length
+                w, r, whole = (
+                    branch.length,
+                    branch.rate,
+                    self.n // branch.length * branch.length,
+                )
                 for part, size in ((last[:whole], w), (last[whole:], self.n - whole)):
                     if offset < size and len(part):
                         rows = part.view(-1, size)[:, offset::r]  # of each segment
                         final = offset + (size - 1 - offset) // r * r
-                        starts = torch.arange(len(rows)) * size + (whole if size < w else 0)
+                        starts = torch.arange(len(rows)) * size + (
+                            whole if size < w else 0
+                        )
                         rows.copy_(torch.maximum(rows, (starts + final)[:, None]))
-        return most_alive(last.masked_fill_(~self.owns(torch.arange(self.n)), NEVER) + self.max_crop)
+        return most_alive(
+            last.masked_fill_(~self.owns(torch.arange(self.n)), NEVER) + self.max_crop
+        )
 
     def needs_dropped(self, length: int, peak: int) -> bool:
-        """Whether a query from ``length`` on sees a row that was dropped when there were ``peak`` positions."""
+        """Whether a query from ``length`` on sees a row that was dropped when there
+        were ``peak`` positions.
+        """
         if length >= peak - self.max_crop:
             return False
         last = self.last_anywhere(torch.arange(length).expand(self.tables, -1))
         return bool(((last >= length) & (last < peak - self.max_crop)).any())
 
     def last(self, positions: Tensor) -> Tensor:
-        """The last query that sees each row, ``NEVER`` if there is none or another rank keeps it: (tables, m)."""
+        """The last query that sees each row, ``NEVER`` if there is none or another rank
+        keeps it: (tables, m).
+        """
         positions = positions.long()
         return self.last_anywhere(positions).masked_fill_(~self.owns(positions), NEVER)
 
@@ -579,35 +864,52 @@ class Rules:
             size = (self.n - start).clamp(max=branch.length)
             for j in range(self.seers):
                 offset = self.offsets[:, j, i, None]  # (tables, 1)
-                final = start + offset + (size - 1 - offset) // branch.rate * branch.rate
+                final = (
+                    start + offset + (size - 1 - offset) // branch.rate * branch.rate
+                )
                 sees = (positions - start) % branch.rate == offset
                 found = torch.maximum(found, torch.where(sees, final, NEVER))
         return found
 
     def visible(self, positions: Tensor, t: Tensor) -> Tensor:
-        """By which branches a query at t (e,) could see each row (e, tables, m), as bits: (e, tables, seers, m)."""
-        found = torch.zeros(*positions.shape[:2], self.seers, positions.shape[2], dtype=torch.int64)
+        """By which branches a query at t (e,) could see each row (e, tables, m), as
+        bits: (e, tables, seers, m).
+        """
+        found = torch.zeros(
+            *positions.shape[:2], self.seers, positions.shape[2], dtype=torch.int64
+        )
         for i, branch in enumerate(self.branches):
             start = t // branch.length * branch.length
-            at = (positions.long() - start[:, None, None]).unsqueeze(2)  # (e, tables, 1, m)
+            at = (positions.long() - start[:, None, None]).unsqueeze(
+                2
+            )  # (e, tables, 1, m)
             inside = (at >= 0) & (at < branch.length)
-            found += (inside & (at % branch.rate == self.offsets[:, :, i, None])).long() << i
+            found += (
+                inside & (at % branch.rate == self.offsets[:, :, i, None])
+            ).long() << i
         return found
 
     def row(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the positions t (e,): the bits of queries and of rows (e, tables, seers); last queries (e, tables)."""
+        """Of the positions t (e,): the bits of queries and of rows (e, tables, seers);
+        last queries (e, tables).
+        """
         w, r, powers = self._sizes
         t = t[:, None, None, None]
         start = t - t % w  # (e, 1, 1, branches)
         sees = t % w % r == self.offsets  # (e, tables, seers, branches)
         left = (self.n - start).clamp(max=w) - 1 - self.offsets
-        final = torch.where(sees, start + self.offsets + left // r * r, NEVER).amax((2, 3))
+        final = torch.where(sees, start + self.offsets + left // r * r, NEVER).amax(
+            (2, 3)
+        )
         bits = (sees * powers).sum(-1)
         return bits, bits, final
 
     @cached_property
     def _sizes(self) -> tuple[Tensor, Tensor, Tensor]:
-        lengths, rates = (torch.tensor([getattr(b, name) for b in self.branches]) for name in ("length", "rate"))
+        lengths, rates = (
+            torch.tensor([getattr(b, name) for b in self.branches])
+            for name in ("length", "rate")
+        )
         return lengths, rates, 2 ** torch.arange(self.bits)
 
     def end(self, t: Tensor) -> Tensor:
@@ -644,22 +946,34 @@ class BlockRules(Rules):
 
     def visible(self, positions, t):
         size = self.pattern.block_size
-        numbers, where = (positions[:, 0].long() // size).unique(return_inverse=True)  # (blocks,), (e, m)
-        queries, which = (t.clamp(max=self.n - 1) // size).unique(return_inverse=True)  # (queries,), (e,)
-        seen = self.pattern.blocks(self.n, queries, numbers)[which[:, None], where] & (t < self.n)[:, None]
+        numbers, where = (positions[:, 0].long() // size).unique(
+            return_inverse=True
+        )  # (blocks,), (e, m)
+        queries, which = (t.clamp(max=self.n - 1) // size).unique(
+            return_inverse=True
+        )  # (queries,), (e,)
+        seen = (
+            self.pattern.blocks(self.n, queries, numbers)[which[:, None], where]
+            & (t < self.n)[:, None]
+        )
         return seen.long()[:, None, None]
 
     def row(self, t):
         block, at = (t // self.pattern.block_size).unique(return_inverse=True)
         own = self.pattern.blocks(self.n, block, block).diagonal().long()[at]
-        return torch.ones(len(t), 1, 1, dtype=torch.int64), own[:, None, None], self._last[block][at][:, None]
+        return (
+            torch.ones(len(t), 1, 1, dtype=torch.int64),
+            own[:, None, None],
+            self._last[block][at][:, None],
+        )
 
     def end(self, t):
         return (t // self.pattern.block_size + 1) * self.pattern.block_size
 
 
 def most_alive(last: Tensor) -> int:
-    """The most rows at once, of rows x that are there from position x + 1 to ``last[x]`` (n,), if that is not before.
+    """The most rows at once, of rows x that are there from position x + 1 to
+    ``last[x]`` (n,), if that is not before.
 
     >>> most_alive(torch.tensor([3, 0, 3, 3, NEVER]))
     2
@@ -671,6 +985,14 @@ def most_alive(last: Tensor) -> int:
 
 
 @lru_cache(maxsize=64)
-def rules_of(pattern: Pattern, heads: int, kv_heads: int, n: int, max_crop: int, rank: int, ranks: int) -> Rules:
+def rules_of(
+    pattern: Pattern,
+    heads: int,
+    kv_heads: int,
+    n: int,
+    max_crop: int,
+    rank: int,
+    ranks: int,
+) -> Rules:
     kind = BlockRules if isinstance(pattern, BlockSparse) else Rules
     return kind(pattern, heads, kv_heads, n, max_crop, rank, ranks)

@@ -1,13 +1,16 @@
-"""Block-sparse attention by torch's own sparse forms: ``torch.sparse`` BSR tensors, and FlexAttention.
+"""Block-sparse attention by torch's own sparse forms: ``torch.sparse`` BSR tensors, and
+FlexAttention.
 
-BSR: the probabilities of one batch entry and head are a BSR tensor. Scores and the softmax of each row are computed on
-the seen blocks alone, by dense calls on copied blocks, since torch has neither for BSR tensors; the products with the
-probabilities and their gradient are torch's, on a CPU by MKL. Memory grows with the seen pairs of one head. Full
-precision only: torch does not multiply half-precision BSR tensors on a CPU.
+BSR: the probabilities of one batch entry and head are a BSR tensor. Scores and the
+softmax of each row are computed on the seen blocks alone, by dense calls on copied
+blocks, since torch has neither for BSR tensors; the products with the probabilities and
+their gradient are torch's, on a CPU by MKL. Memory grows with the seen pairs of one
+head. Full precision only: torch does not multiply half-precision BSR tensors on a CPU.
 
-FlexAttention (Dong et al. 2024, arXiv 2412.05496), compiled: the forward alone. A kernel is compiled once for each
-device, dtype and shape; the pattern is data. The backward is that of "views", which takes the final out and lse of any
-forward. On a CPU torch's kernel returns no log-sum-exp.
+FlexAttention (Dong et al. 2024, arXiv 2412.05496), compiled: the forward alone. A
+kernel is compiled once for each device, dtype and shape; the pattern is data. The
+backward is that of "views", which takes the final out and lse of any forward. On a CPU
+torch's kernel returns no log-sum-exp.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ BSR_DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Index:
-    """Where the seen blocks of n positions lie, by rows of blocks; a short last block counts as a whole one.
+    """Where the seen blocks of n positions lie, by rows of blocks; a short last block
+    counts as a whole one.
 
     ``order`` sorts them by columns, which are the rows of the transposed tensor.
     """
@@ -49,12 +53,17 @@ class Index:
     starts_by_column: Tensor  # (blocks + 1,)
 
     def cut(self, t: Tensor) -> Tensor:
-        """t (n, d) as whole blocks (blocks, size, d), contiguous; zeros behind the last row."""
+        """t (n, d) as whole blocks (blocks, size, d), contiguous; zeros behind the last
+        row.
+        """
         blocks = len(self.starts) - 1
-        return F.pad(t, (0, 0, 0, blocks * self.size - self.n)).reshape(blocks, self.size, -1)
+        return F.pad(t, (0, 0, 0, blocks * self.size - self.n)).reshape(
+            blocks, self.size, -1
+        )
 
     def times(self, values: Tensor, t: Tensor, transposed: bool = False) -> Tensor:
-        """The BSR tensor of ``values`` (seen, size, size), or its transpose, times the blocks t (blocks, size, d).
+        """The BSR tensor of ``values`` (seen, size, size), or its transpose, times the
+        blocks t (blocks, size, d).
 
         Returns (n, d).
         """
@@ -62,21 +71,35 @@ class Index:
         starts, cols = self.starts, self.cols
         if transposed:  # its blocks in another order, each transposed
             starts, cols = self.starts_by_column, self.rows[self.order]
-            values = values.mT.index_select(0, self.order)  # (seen, size, size), contiguous
+            values = values.mT.index_select(
+                0, self.order
+            )  # (seen, size, size), contiguous
         dense = t.flatten(0, 1)  # (blocks * size, d)
         size = len(dense), len(dense)
-        return (torch.sparse_bsr_tensor(starts, cols, values, size, check_invariants=False) @ dense)[: self.n]
+        return (
+            torch.sparse_bsr_tensor(starts, cols, values, size, check_invariants=False)
+            @ dense
+        )[: self.n]
 
 
 @cache
 def _spend_warning() -> None:
-    """torch warns once in a process that BSR tensors are in beta; here that once is, silently."""
+    """torch warns once in a process that BSR tensors are in beta; here that once is,
+    silently.
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse BSR tensor support is in beta state", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "Sparse BSR tensor support is in beta state", UserWarning
+        )
         torch.sparse_bsr_tensor([0, 1], [0], [[[1.0]]], (1, 1), check_invariants=False)
 
 
-def bsr_prepare(pattern: BlockSparse, n: int, causal: bool = False, device: torch.device | str = "cpu") -> Index:
+def bsr_prepare(
+    pattern: BlockSparse,
+    n: int,
+    causal: bool = False,
+    device: torch.device | str = "cpu",
+) -> Index:
     """The index of ``n`` positions of queries and of keys.
 
     >>> from ringlab.block_patterns import sliding_window
@@ -88,11 +111,16 @@ def bsr_prepare(pattern: BlockSparse, n: int, causal: bool = False, device: torc
     seen = (seen.tril() if causal else seen).to(device)
     rows, cols = seen.nonzero().unbind(1)
     starts, by_column = (F.pad(seen.sum(axis).cumsum(0), (1, 0)) for axis in (1, 0))
-    return Index(n, pattern.block_size, rows, cols, starts, cols.argsort(stable=True), by_column)
+    return Index(
+        n, pattern.block_size, rows, cols, starts, cols.argsort(stable=True), by_column
+    )
 
 
-def bsr_forward(q, k, v, index: Index, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d) and lse (b, h, n) in q's dtype; q (b, n, h, d), k and v (b, n, h_kv, d).
+def bsr_forward(
+    q, k, v, index: Index, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d) and lse (b, h, n) in q's dtype; q (b, n, h, d), k and v (b, n,
+    h_kv, d).
 
     ``index`` was prepared with the same ``causal``.
     """
@@ -100,30 +128,46 @@ def bsr_forward(q, k, v, index: Index, causal: bool, scale: float) -> tuple[Tens
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1])
     for i, h, kv in _heads(q, k):
-        probs = _scores(index.cut(q[i, :, h]), index.cut(k[i, :, kv]), index, causal, scale)  # (seen, size, size)
+        probs = _scores(
+            index.cut(q[i, :, h]), index.cut(k[i, :, kv]), index, causal, scale
+        )  # (seen, size, size)
         top = _by_row(probs.amax(2), "max", -torch.inf, index)  # (blocks, size)
         probs.sub_(top[index.rows].unsqueeze(2)).exp_()
         total = _by_row(probs.sum(2), "sum", 0.0, index)  # (blocks, size)
         probs.div_(total[index.rows].unsqueeze(2))
         out[i, :, h] = index.times(probs, index.cut(v[i, :, kv]))
-        lse[i, h] = (top + total.log()).flatten()[: index.n]  # -inf for a row without blocks
+        lse[i, h] = (top + total.log()).flatten()[
+            : index.n
+        ]  # -inf for a row without blocks
     return out, lse
 
 
-def bsr_backward(dout, q, k, v, out, lse, index: Index, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def bsr_backward(
+    dout, q, k, v, out, lse, index: Index, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq (b, n, h, d), dk, dv (b, n, h_kv, d) with the final out and lse (b, h, n)."""
     refuse("bsr", wants_dtype(q.dtype, BSR_DTYPES))
-    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dq, dk, dv = (
+        torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
+    )
     for i, h, kv in _heads(q, k):
-        q_, k_, v_, dout_ = (index.cut(t) for t in (q[i, :, h], k[i, :, kv], v[i, :, kv], dout[i, :, h]))
+        q_, k_, v_, dout_ = (
+            index.cut(t) for t in (q[i, :, h], k[i, :, kv], v[i, :, kv], dout[i, :, h])
+        )
         delta = (dout[i, :, h] * out[i, :, h]).sum(-1, keepdim=True)  # (n, 1)
         probs = _scores(q_, k_, index, causal, scale)  # (seen, size, size)
-        # Rows behind the last get finite ones, and add nothing: their dout, q and delta are 0.
+        # Rows behind the last get finite ones, and add nothing: their dout, q and delta
+        # are 0.
         probs.sub_(index.cut(lse[i, h, :, None])[index.rows]).exp_()
         dv[i, :, kv] += index.times(probs, dout_, transposed=True)
-        # In blocks of one a row may see one key alone, with gradient 0: sum as delta does, so that it is, unrounded.
+        # In blocks of one a row may see one key alone, with gradient 0: sum as delta
+        # does, so that it is, unrounded.
         at_q, at_k = dout_[index.rows], v_[index.cols]  # (seen, size, d)
-        grads = torch.bmm(at_q, at_k.mT) if index.size > 1 else (at_q * at_k).sum(-1, keepdim=True)
+        grads = (
+            torch.bmm(at_q, at_k.mT)
+            if index.size > 1
+            else (at_q * at_k).sum(-1, keepdim=True)
+        )
         del at_q, at_k
         grads.sub_(index.cut(delta)[index.rows]).mul_(probs).mul_(scale)
         del probs  # before the next copy is made
@@ -147,11 +191,15 @@ def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _scores(q: Tensor, k: Tensor, index: Index, causal: bool, scale: float) -> Tensor:
-    """The scores (seen, size, size) of q, k (blocks, size, d); -inf for later keys and for those behind the last."""
+    """The scores (seen, size, size) of q, k (blocks, size, d); -inf for later keys and
+    for those behind the last.
+    """
     scores = torch.bmm(q[index.rows], k[index.cols].mT).mul_(scale)
     if causal:
         square = index.rows == index.cols  # (seen,)
-        later = scores.new_ones(scores.shape[1:], dtype=torch.bool).triu(1)  # (size, size)
+        later = scores.new_ones(scores.shape[1:], dtype=torch.bool).triu(
+            1
+        )  # (size, size)
         scores[square] = scores[square].masked_fill_(later, -torch.inf)
     blocks = len(index.starts) - 1
     behind = blocks * index.size - index.n
@@ -161,7 +209,9 @@ def _scores(q: Tensor, k: Tensor, index: Index, causal: bool, scale: float) -> T
 
 
 def _by_row(t: Tensor, how: str, nothing: float, index: Index) -> Tensor:
-    """t (seen, size) reduced over the blocks of each row as (blocks, size); ``nothing`` where there are none."""
+    """t (seen, size) reduced over the blocks of each row as (blocks, size); ``nothing``
+    where there are none.
+    """
     return torch.segment_reduce(t, how, offsets=index.starts, axis=0, initial=nothing)
 
 
@@ -173,14 +223,19 @@ SHAPES = 256  # kernels that a process may compile; beyond torch's own limit of 
 
 @dataclass(frozen=True)
 class Mask:
-    """torch's mask of tiles ``blocks``, a ``BlockMask``, and the table of blocks that it reads in cut ones, if any."""
+    """torch's mask of tiles ``blocks``, a ``BlockMask``, and the table of blocks that
+    it reads in cut ones, if any.
+    """
 
     blocks: object
     seen: Tensor | None
 
 
 def refusal(
-    device: torch.device | str, dtype: torch.dtype, head_dim: int = 64, block_size: int = GPU_TILE
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int = 64,
+    block_size: int = GPU_TILE,
 ) -> str | None:
     """Why FlexAttention cannot run here, in one line; None if it can.
 
@@ -202,23 +257,33 @@ def refusal(
     return None if has_triton() else "needs Triton and compute capability 7.0 on a GPU"
 
 
-def flex_prepare(pattern: BlockSparse, n: int, causal: bool = False, device: torch.device | str = "cpu") -> Mask:
-    """The mask of ``n`` positions of queries and of keys; its memory grows with the square of the number of blocks.
+def flex_prepare(
+    pattern: BlockSparse,
+    n: int,
+    causal: bool = False,
+    device: torch.device | str = "cpu",
+) -> Mask:
+    """The mask of ``n`` positions of queries and of keys; its memory grows with the
+    square of the number of blocks.
 
-    A tile is one block, on a GPU as many as make it a multiple of 128 positions. Tiles that are seen in part are cut
-    by a table of blocks.
+    A tile is one block, on a GPU as many as make it a multiple of 128 positions. Tiles
+    that are seen in part are cut by a table of blocks.
 
     >>> from ringlab.block_patterns import sliding_window
     >>> mask = flex_prepare(sliding_window(1, block_size=16), 100, causal=True).blocks
     >>> mask.kv_num_blocks.tolist(), mask.full_kv_num_blocks.tolist()  # diagonal, and wholly seen
     ([[[1, 1, 1, 1, 1, 1, 1]]], [[[0, 1, 1, 1, 1, 1, 1]]])
     """
-    from torch.nn.attention.flex_attention import BlockMask  # brings the compiler with it
+    from torch.nn.attention.flex_attention import (
+        BlockMask,
+    )  # brings the compiler with it
 
     size, device = pattern.block_size, torch.device(device)
     tile = size if device.type == "cpu" else lcm(size, GPU_TILE)
     seen = pattern.blocks(n)
-    some, all_ = (_pooled(seen, tile // size, whole) for whole in (False, True))  # (tiles, tiles)
+    some, all_ = (
+        _pooled(seen, tile // size, whole) for whole in (False, True)
+    )  # (tiles, tiles)
     if causal:
         some, all_ = some.tril(), all_.tril(-1)
     table = None if tile == size else seen.to(device)
@@ -231,11 +296,19 @@ def flex_prepare(pattern: BlockSparse, n: int, causal: bool = False, device: tor
         return here & ~later if causal else here
 
     parts = [t.to(device) for mask in (some & ~all_, all_) for t in _listed(mask)]
-    return Mask(BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=tile, mask_mod=shown, seq_lengths=(n, n)), table)
+    return Mask(
+        BlockMask.from_kv_blocks(
+            *parts, BLOCK_SIZE=tile, mask_mod=shown, seq_lengths=(n, n)
+        ),
+        table,
+    )
 
 
-def flex_forward(q, k, v, mask: Mask, scale: float, with_lse: bool = False) -> tuple[Tensor, Tensor | None]:
-    """out (b, n, h, d) and, where it is asked for and the device gives it, lse (b, h, n) in fp32.
+def flex_forward(
+    q, k, v, mask: Mask, scale: float, with_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """out (b, n, h, d) and, where it is asked for and the device gives it, lse (b, h,
+    n) in fp32.
 
     q is (b, n, h, d), k and v (b, n, h_kv, d). Compiled at the first call of a shape.
     """
@@ -244,13 +317,19 @@ def flex_forward(q, k, v, mask: Mask, scale: float, with_lse: bool = False) -> t
     with_lse = with_lse and q.device.type != "cpu"
     grouped = q.shape[2] != k.shape[2]
     views = [t.detach().transpose(1, 2) for t in (q, k, v)]  # (b, h, n, d)
-    # Under a dispatch mode, such as a memory tracker, nothing would be compiled. Where torch can suspend the mode, it
-    # sees the results alone; elsewhere torch refuses, since the call must compile whole.
+    # Under a dispatch mode, such as a memory tracker, nothing would be compiled. Where
+    # torch can suspend the mode, it sees the results alone; elsewhere torch refuses,
+    # since the call must compile whole.
     suspended = getattr(_python_dispatch, "_disable_current_modes", None)
-    watched = suspended is not None and getattr(torch._C, "_len_torch_dispatch_stack", int)() > 0
+    watched = (
+        suspended is not None
+        and getattr(torch._C, "_len_torch_dispatch_stack", int)() > 0
+    )
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=SHAPES):
         with suspended() if watched else nullcontext():
-            found = _compiled(with_lse)(*views, block_mask=mask.blocks, scale=scale, enable_gqa=grouped)
+            found = _compiled(with_lse)(
+                *views, block_mask=mask.blocks, scale=scale, enable_gqa=grouped
+            )
     out, lse = found if with_lse else (found, None)
     return (out.clone() if watched else out).transpose(1, 2).contiguous(), lse
 
@@ -265,20 +344,28 @@ def _compiled(with_lse: bool):
         out, more = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
         return out, more.lse
 
-    return torch.compile(call, dynamic=False, fullgraph=True)  # whole or not at all: never n x n scores in silence
+    return torch.compile(
+        call, dynamic=False, fullgraph=True
+    )  # whole or not at all: never n x n scores in silence
 
 
 def _pooled(seen: Tensor, width: int, whole: bool) -> Tensor:
-    """Whether all or some of each ``width`` x ``width`` blocks are seen; those behind the last count as the others."""
+    """Whether all or some of each ``width`` x ``width`` blocks are seen; those behind
+    the last count as the others.
+    """
     if width == 1:
         return seen
     behind = -len(seen) % width
     seen = F.pad(seen, (0, behind, 0, behind), value=whole)
-    tiles = seen.unflatten(1, (-1, width)).unflatten(0, (-1, width))  # (tiles, width, tiles, width)
+    tiles = seen.unflatten(1, (-1, width)).unflatten(
+        0, (-1, width)
+    )  # (tiles, width, tiles, width)
     return tiles.all(3).all(1) if whole else tiles.any(3).any(1)
 
 
 def _listed(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles each row sees (1, 1, tiles), and which, these first (1, 1, tiles, tiles), as torch lists them."""
+    """How many tiles each row sees (1, 1, tiles), and which, these first (1, 1, tiles,
+    tiles), as torch lists them.
+    """
     order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     return mask.sum(1).int()[None, None], order.int()[None, None]

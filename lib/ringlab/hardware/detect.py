@@ -1,7 +1,9 @@
-"""What this machine is: CPU, memory, GPUs as the driver and as torch see them, and the CPU's peak rates, measured.
+"""What this machine is: CPU, memory, GPUs as the driver and as torch see them, and the
+CPU's peak rates, measured.
 
-The CPU, memory and limits come from /proc, /sys and the control group; None where a file does not tell. ``read`` is a
-function that returns a file's text, or None where it cannot be read. Nothing here raises because hardware is absent.
+The CPU, memory and limits come from /proc, /sys and the control group; None where a
+file does not tell. ``read`` is a function that returns a file's text, or None where it
+cannot be read. Nothing here raises because hardware is absent.
 """
 
 from __future__ import annotations
@@ -25,9 +27,21 @@ from .. import native
 Capability = tuple[int, int]  # of a GPU: its compute capability
 Read = Callable[[str], "str | None"]
 SMI_TIMEOUT_S = 10
-SMI_FIELDS = ("name", "compute_cap", "memory.total", "uuid", "driver_version", "clocks.max.sm")
+SMI_FIELDS = (
+    "name",
+    "compute_cap",
+    "memory.total",
+    "uuid",
+    "driver_version",
+    "clocks.max.sm",
+)
 SIZES = (256, 512, 1024, 2048)  # of the matrices that are multiplied
-MATMUL_S, VECTOR_S, DRAM_S, CACHE_S = 0.4, 0.1, 0.18, 0.09  # what the probes of one dtype take
+MATMUL_S, VECTOR_S, DRAM_S, CACHE_S = (
+    0.4,
+    0.1,
+    0.18,
+    0.09,
+)  # what the probes of one dtype take
 
 
 @dataclass(frozen=True)
@@ -43,23 +57,31 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine: `device` is what torch can compute on ("cuda" or "cpu"); `gpus` are those that are there.
+    """A machine: `device` is what torch can compute on ("cuda" or "cpu"); `gpus` are
+    those that are there.
 
-    A GPU that torch cannot drive is in `gpus` while `device` stays "cpu"; :func:`ringlab.hardware.drivable` says why.
+    A GPU that torch cannot drive is in `gpus` while `device` stays "cpu";
+    :func:`ringlab.hardware.drivable` says why.
     """
 
     device: str = "cpu"
     gpus: tuple[Gpu, ...] = ()
     cpu_model: str = "unknown CPU"
-    cpu_capability: str = "DEFAULT"  # torch's widest instruction set here: AVX2, AVX512, ...
+    cpu_capability: str = (
+        "DEFAULT"  # torch's widest instruction set here: AVX2, AVX512, ...
+    )
     cores: int = 1  # that this process may run on
     cpu_quota: float | None = None  # cores' worth of time that the control group grants
     cache_bytes: int | None = None  # last level, summed over the usable cores
-    ram_bytes: int | None = None  # the smaller of the memory and the control group's limit
+    ram_bytes: int | None = (
+        None  # the smaller of the memory and the control group's limit
+    )
     torch: str = ""
     torch_cuda: str | None = None  # None: a CPU build
     arch_list: tuple[str, ...] = ()
-    torch_error: str | None = field(default=None, repr=False)  # what torch said when it could not start a GPU
+    torch_error: str | None = field(
+        default=None, repr=False
+    )  # what torch said when it could not start a GPU
 
     @property
     def name(self) -> str:
@@ -68,37 +90,59 @@ class Machine:
 
 
 class Probe:
-    """Everything that :func:`detect` asks of the outside; override methods to describe another machine."""
+    """Everything that :func:`detect` asks of the outside; override methods to describe
+    another machine.
+    """
 
     def nvidia_smi(self, fields: Sequence[str]) -> str | None:
-        """Ask nvidia-smi for CSV fields; None where it is absent, refuses or takes longer than 10 s."""
-        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        """Ask nvidia-smi for CSV fields; None where it is absent, refuses or takes
+        longer than 10 s.
+        """
+        command = [
+            "nvidia-smi",
+            f"--query-gpu={','.join(fields)}",
+            "--format=csv,noheader,nounits",
+        ]
         try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True).stdout
+            return subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=SMI_TIMEOUT_S,
+                check=True,
+            ).stdout
         except (OSError, subprocess.SubprocessError):
             return None
 
     def torch_says(self) -> tuple[list[Gpu], dict]:
-        """List the GPUs that torch opens; and its version, build, architectures and what it said if it opened none."""
-        # torch warns about old drivers and missing kernels; `drivable` reports both in our own words.
+        """List the GPUs that torch opens; and its version, build, architectures and
+        what it said if it opened none.
+        """
+        # torch warns about old drivers and missing kernels; `drivable` reports both in
+        # our own words.
         gpus: list[Gpu] = []
         error = None
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+                for i in range(
+                    torch.cuda.device_count() if torch.cuda.is_available() else 0
+                ):
                     p = torch.cuda.get_device_properties(i)
-                    capability = None if torch.version.hip else (p.major, p.minor)  # AMD numbers mean something else
+                    capability = (
+                        None if torch.version.hip else (p.major, p.minor)
+                    )  # AMD numbers mean something else
                     gpus.append(Gpu(p.name, capability, p.total_memory))
             except (RuntimeError, AssertionError) as failure:
                 gpus, error = [], failure
         if warned and not gpus:
             error = error or warned[-1].message
         return gpus, {
-            "torch": torch.__version__, "torch_cuda": torch.version.cuda or torch.version.hip,
+            "torch": torch.__version__,
+            "torch_cuda": torch.version.cuda or torch.version.hip,
             "arch_list": tuple(torch.cuda.get_arch_list()),
             "torch_error": error and str(error).strip().partition("\n")[0],
-        }  # fmt: skip
+        }
 
     def read(self, path: str) -> str | None:
         """Read a small text file; None where it cannot be read."""
@@ -109,26 +153,39 @@ class Probe:
 
     def affinity(self) -> set[int]:
         """Return the cores that this process may run on."""
-        return set(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+        return set(
+            os.sched_getaffinity(0)
+            if hasattr(os, "sched_getaffinity")
+            else range(os.cpu_count() or 1)
+        )
 
 
 @cache
 def detect(probe: Probe | None = None) -> Machine:
-    """Describe this machine from torch, nvidia-smi (where present), /proc and the control group; raises for nothing.
+    """Describe this machine from torch, nvidia-smi (where present), /proc and the
+    control group; raises for nothing.
 
     It is found once per process, or per ``probe``.
     """
     probe = probe or Probe()
     opened, build = probe.torch_says()
     capability, archs = opened[0].capability if opened else None, build["arch_list"]
-    # torch lists a GPU that it has no kernels for; a capability that nobody names is left to torch's word.
-    works = bool(opened) and (capability is None or not archs or runs(archs, capability))
+    # torch lists a GPU that it has no kernels for; a capability that nobody names is
+    # left to torch's word.
+    works = bool(opened) and (
+        capability is None or not archs or runs(archs, capability)
+    )
     listed = _smi_gpus(probe)
-    known = {gpu.name: {"driver": gpu.driver, "clock_max_hz": gpu.clock_max_hz} for gpu in listed}
+    known = {
+        gpu.name: {"driver": gpu.driver, "clock_max_hz": gpu.clock_max_hz}
+        for gpu in listed
+    }
     cores = probe.affinity()
     return Machine(
         device="cuda" if works else "cpu",
-        gpus=tuple([replace(gpu, **known.get(gpu.name, {})) for gpu in opened] or listed),
+        gpus=tuple(
+            [replace(gpu, **known.get(gpu.name, {})) for gpu in opened] or listed
+        ),
         cpu_model=_cpu_model(probe.read),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         cores=max(1, len(cores)),
@@ -142,8 +199,8 @@ def detect(probe: Probe | None = None) -> Machine:
 def runs(arch_list: Iterable[str], capability: Capability) -> bool:
     """Say whether binaries for these architectures run on a capability.
 
-    A cubin sm_XY runs on major X and any minor >= Y; PTX compute_XY on anything newer; sm_90a only on 9.0 itself, and
-    sm_100f within its major.
+    A cubin sm_XY runs on major X and any minor >= Y; PTX compute_XY on anything newer;
+    sm_90a only on 9.0 itself, and sm_100f within its major.
 
     >>> runs(["sm_60"], (6, 1)), runs(["sm_61"], (6, 0)), runs(["sm_80"], (9, 0)), runs(["compute_80"], (9, 0))
     (True, False, False, True)
@@ -153,48 +210,84 @@ def runs(arch_list: Iterable[str], capability: Capability) -> bool:
             built = int(found[2]), int(found[3])
             same_major = capability[0] == built[0] and capability >= built
             exact, within = found[4] == "a", found[1] == "sm" or found[4] == "f"
-            if capability == built or (not exact and (same_major if within else capability >= built)):
+            if capability == built or (
+                not exact and (same_major if within else capability >= built)
+            ):
                 return True
     return False
 
 
 def _smi_gpus(probe: Probe) -> list[Gpu]:
-    """The GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES names, in the order of the latter."""
+    """The GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES names, in the order of
+    the latter.
+    """
     listed: list[tuple[str, Gpu]] = []  # with their UUIDs
     for line in (probe.nvidia_smi(SMI_FIELDS) or "").splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(SMI_FIELDS):
             continue
         name, capability, memory, uuid, driver, clock = cells
-        pair, mebibytes, megahertz = re.fullmatch(r"(\d+)\.(\d+)", capability), _number(memory), _number(clock)
+        pair, mebibytes, megahertz = (
+            re.fullmatch(r"(\d+)\.(\d+)", capability),
+            _number(memory),
+            _number(clock),
+        )
         if pair or mebibytes:  # text that is no answer must not become a GPU
             pair = pair and (int(pair[1]), int(pair[2]))
-            gpu = Gpu(name, pair, mebibytes and mebibytes * 2**20, driver, megahertz and megahertz * 1e6)
+            gpu = Gpu(
+                name,
+                pair,
+                mebibytes and mebibytes * 2**20,
+                driver,
+                megahertz and megahertz * 1e6,
+            )
             listed.append((uuid, gpu))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [gpu for _, gpu in listed]
-    return [gpu for entry in map(str.strip, visible.split(",")) for i, (uuid, gpu) in enumerate(listed)
-            if entry == str(i) or (entry.startswith("GPU-") and uuid.startswith(entry))]  # fmt: skip
+    return [
+        gpu
+        for entry in map(str.strip, visible.split(","))
+        for i, (uuid, gpu) in enumerate(listed)
+        if entry == str(i) or (entry.startswith("GPU-") and uuid.startswith(entry))
+    ]
 
 
 def _number(text: str) -> int | None:
-    first = text.partition(" ")[0]  # "8192" or "8192 MiB"; "[N/A]" and "[Not Supported]" are no figures
+    first = text.partition(" ")[
+        0
+    ]  # "8192" or "8192 MiB"; "[N/A]" and "[Not Supported]" are no figures
     return int(first) if first.isdecimal() else None
 
 
 def _cpu_model(read: Read) -> str:
-    found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", read("/proc/cpuinfo") or "", re.MULTILINE)
-    return " ".join(found[1].split()) if found else platform.processor() or platform.machine() or "unknown CPU"
+    found = re.search(
+        r"^(?:model name|Model|cpu model)\s*:\s*(.+)$",
+        read("/proc/cpuinfo") or "",
+        re.MULTILINE,
+    )
+    return (
+        " ".join(found[1].split())
+        if found
+        else platform.processor() or platform.machine() or "unknown CPU"
+    )
 
 
-def _cgroup(read: Read, controller: str, v2_name: str, v1_name: str) -> Iterator[tuple[str, str]]:
-    """Yield (directory, text) of a control group's file for this process's group and all groups above it."""
+def _cgroup(
+    read: Read, controller: str, v2_name: str, v1_name: str
+) -> Iterator[tuple[str, str]]:
+    """Yield (directory, text) of a control group's file for this process's group and
+    all groups above it.
+    """
     for line in (read("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        base, name = (f"/sys/fs/cgroup/{controllers}", v1_name) if controllers else ("/sys/fs/cgroup", v2_name)
+        base, name = (
+            (f"/sys/fs/cgroup/{controllers}", v1_name)
+            if controllers
+            else ("/sys/fs/cgroup", v2_name)
+        )
         for group in (Path(path), *Path(path).parents):
             directory = f"{base}{group}".rstrip("/")
             if (text := read(f"{directory}/{name}")) is not None:
@@ -202,11 +295,18 @@ def _cgroup(read: Read, controller: str, v2_name: str, v1_name: str) -> Iterator
 
 
 def ram_bytes(read: Read) -> int | None:
-    """Return the smaller of the memory and the limit of this process's control group, in bytes."""
+    """Return the smaller of the memory and the limit of this process's control group,
+    in bytes.
+    """
     limits = []
-    if found := re.search(r"^MemTotal:\s*(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE):
+    if found := re.search(
+        r"^MemTotal:\s*(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE
+    ):
         limits.append(int(found[1]) * 1024)
-    group = [text for _, text in _cgroup(read, "memory", "memory.max", "memory.limit_in_bytes")]
+    group = [
+        text
+        for _, text in _cgroup(read, "memory", "memory.max", "memory.limit_in_bytes")
+    ]
     limits += [int(text) for text in group if text.isdecimal()]  # "max": no limit
     return min(limits, default=None)
 
@@ -223,7 +323,9 @@ def _cpu_quota(read: Read) -> float | None:
 
 def _cache_bytes(read: Read, cores: set[int]) -> int | None:
     """Sum the last-level caches that the usable cores reach, each shared one once."""
-    last: dict[int, tuple[str, int]] = {}  # (the cores that share it, KiB) of the last level that a core has
+    last: dict[
+        int, tuple[str, int]
+    ] = {}  # (the cores that share it, KiB) of the last level that a core has
     for core in cores:
         for index in range(8):
             folder = f"/sys/devices/system/cpu/cpu{core}/cache/index{index}"
@@ -236,7 +338,9 @@ def _cache_bytes(read: Read, cores: set[int]) -> int | None:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Measured upper bounds of this CPU with the current threads: FLOP/s, and bytes/s (read plus written)."""
+    """Measured upper bounds of this CPU with the current threads: FLOP/s, and bytes/s
+    (read plus written).
+    """
 
     flops_per_s: float
     bytes_per_s_dram: float
@@ -244,13 +348,22 @@ class Peaks:
     cache_bytes: int | None = None  # last-level cache; None: unknown
 
     def bandwidth(self, working_set_bytes: float) -> float:
-        """Return bytes/s that a working set can see at best: what the cache holds at its speed, the rest at DRAM's.
+        """Return bytes/s that a working set can see at best: what the cache holds at
+        its speed, the rest at DRAM's.
 
-        An unknown cache size counts as large enough, so that the bound stays above the truth.
+        An unknown cache size counts as large enough, so that the bound stays above the
+        truth.
         """
         working_set_bytes = max(working_set_bytes, 1)
-        cached = working_set_bytes if self.cache_bytes is None else min(working_set_bytes, self.cache_bytes)
-        seconds = cached / self.bytes_per_s_cache + (working_set_bytes - cached) / self.bytes_per_s_dram
+        cached = (
+            working_set_bytes
+            if self.cache_bytes is None
+            else min(working_set_bytes, self.cache_bytes)
+        )
+        seconds = (
+            cached / self.bytes_per_s_cache
+            + (working_set_bytes - cached) / self.bytes_per_s_dram
+        )
         return working_set_bytes / seconds
 
     def best(self, other: Peaks) -> Peaks:
@@ -259,20 +372,32 @@ class Peaks:
 
 
 def measure_cpu_peaks(dtype: str = "float32") -> Peaks:
-    """Measure arithmetic rate, memory bandwidth and in-cache bandwidth in about a second, the best of several each.
+    """Measure arithmetic rate, memory bandwidth and in-cache bandwidth in about a
+    second, the best of several each.
 
-    The rate of arithmetic is that of torch's products, or of this CPU's vector units where that is higher and a C++
-    compiler is here. Low-precision dtypes count the fp32 rate too where it is higher: a kernel may compute in fp32.
+    The rate of arithmetic is that of torch's products, or of this CPU's vector units
+    where that is higher and a C++ compiler is here. Low-precision dtypes count the fp32
+    rate too where it is higher: a kernel may compute in fp32.
     """
     machine = detect()
     names = {dtype} if dtype in ("float32", "float64") else {"float32", dtype}
-    # No cache holds the buffer for DRAM: it has four times the size of the last level, at most 1/32 of the memory.
-    buffer = min(4 * (machine.cache_bytes or 2**25), 2**28, (machine.ram_bytes or 2**33) // 32)
+    # No cache holds the buffer for DRAM: it has four times the size of the last level,
+    # at most 1/32 of the memory.
+    buffer = min(
+        4 * (machine.cache_bytes or 2**25), 2**28, (machine.ram_bytes or 2**33) // 32
+    )
     with torch.no_grad():
-        flops = max(_matmul_rate(getattr(torch, name), MATMUL_S / len(names)) for name in names)
+        flops = max(
+            _matmul_rate(getattr(torch, name), MATMUL_S / len(names)) for name in names
+        )
         if dtype != "float64":
             shortest = partial(_best_seconds, budget_s=VECTOR_S)
-            flops = max(flops, native.multiply_rate(torch.get_num_threads(), dtype == "bfloat16", shortest))
+            flops = max(
+                flops,
+                native.multiply_rate(
+                    torch.get_num_threads(), dtype == "bfloat16", shortest
+                ),
+            )
         dram = _bandwidth(max(buffer, 2**22), DRAM_S)
         in_cache = max(_bandwidth(size, CACHE_S / 3) for size in (2**18, 2**20, 2**22))
     return Peaks(flops, dram, max(in_cache, dram), machine.cache_bytes)
@@ -289,7 +414,9 @@ def _best_seconds(call: Callable[[], object], budget_s: float) -> float:
 
 
 def _matmul_rate(dtype: torch.dtype, budget_s: float) -> float:
-    """Return FLOP/s of square products; where 2048 would take longer than the budget (slow fp16), of smaller ones."""
+    """Return FLOP/s of square products; where 2048 would take longer than the budget
+    (slow fp16), of smaller ones.
+    """
     best = 0.0
     for size in SIZES:
         if best and 2 * size**3 / best > budget_s / 2:
@@ -297,13 +424,26 @@ def _matmul_rate(dtype: torch.dtype, budget_s: float) -> float:
         a = torch.randn(size, size).to(dtype)  # (size, size)
         multiply = partial(torch.mm, a, a, out=torch.empty_like(a))
         multiply()  # the first call picks a kernel and touches the memory
-        best = max(best, 2 * size**3 / _best_seconds(multiply, budget_s if size == SIZES[-1] else 0.01))
+        best = max(
+            best,
+            2
+            * size**3
+            / _best_seconds(multiply, budget_s if size == SIZES[-1] else 0.01),
+        )
     return best
 
 
 def _bandwidth(buffer_bytes: int, budget_s: float) -> float:
-    """Return bytes/s, the best of copying (read plus write), summing (read) and filling (write) a buffer."""
+    """Return bytes/s, the best of copying (read plus write), summing (read) and filling
+    (write) a buffer.
+    """
     a = torch.ones(buffer_bytes // 4)
     b = torch.ones_like(a)
-    tries = [(2 * buffer_bytes, lambda: b.copy_(a)), (buffer_bytes, a.sum), (buffer_bytes, lambda: b.fill_(1.0))]
-    return max(moved / _best_seconds(call, budget_s / len(tries)) for moved, call in tries)
+    tries = [
+        (2 * buffer_bytes, lambda: b.copy_(a)),
+        (buffer_bytes, a.sum),
+        (buffer_bytes, lambda: b.fill_(1.0)),
+    ]
+    return max(
+        moved / _best_seconds(call, budget_s / len(tries)) for moved, call in tries
+    )

@@ -1,8 +1,10 @@
-"""What is known of hardware: profiles, and what a compute capability implies for dtypes and builds of torch.
+"""What is known of hardware: profiles, and what a compute capability implies for dtypes
+and builds of torch.
 
-Profiles are TOML files with a source beside every number; peaks are dense, bytes and rates in SI units. Facts about
-builds: pytorch RELEASE.md's support matrix (issues #172352, #182849, #190385 of pytorch/pytorch), NVIDIA's CUDA
-compatibility guide for driver versions, and its rule that a cubin runs on the same major and any later minor.
+Profiles are TOML files with a source beside every number; peaks are dense, bytes and
+rates in SI units. Facts about builds: pytorch RELEASE.md's support matrix (issues
+#172352, #182849, #190385 of pytorch/pytorch), NVIDIA's CUDA compatibility guide for
+driver versions, and its rule that a cubin runs on the same major and any later minor.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ MARGIN = 1.1  # measured rates are raised by this before they bound anything: a 
 
 
 class UnknownProfile(ValueError):
-    """A name that no profile has, or a file that is no profile; the message is one line and says what is wrong."""
+    """A name that no profile has, or a file that is no profile; the message is one line
+    and says what is wrong.
+    """
 
 
 @dataclass(frozen=True)
 class Profile:
     """One kind of hardware; a figure is None where no source states it.
 
-    `flops` holds dense peak rates in FLOP/s by arithmetic: float32 (no tensor cores), tf32, float16 and bfloat16
-    (tensor cores with fp32 accumulation where there are any). `links` holds bytes/s in one direction per GPU.
+    `flops` holds dense peak rates in FLOP/s by arithmetic: float32 (no tensor cores),
+    tf32, float16 and bfloat16 (tensor cores with fp32 accumulation where there are
+    any). `links` holds bytes/s in one direction per GPU.
 
     >>> get_profile("gtx1080").flops["bfloat16"] is None
     True
@@ -50,32 +55,51 @@ class Profile:
     flops: dict[str, float | None] = field(default_factory=dict)
     links: dict[str, float | None] = field(default_factory=dict)
     match: str | None = None  # regular expression for the device's name
-    memory_gib: tuple[float, float] = (0, math.inf)  # sizes, as the driver shows them, that are this card
+    memory_gib: tuple[float, float] = (
+        0,
+        math.inf,
+    )  # sizes, as the driver shows them, that are this card
     variants: tuple[Profile, ...] = ()
 
     def card(self, gpu: Gpu) -> Profile | None:
-        """Return the profile or variant that a GPU is, by name, compute capability and memory; None if it is neither.
+        """Return the profile or variant that a GPU is, by name, compute capability and
+        memory; None if it is neither.
 
         What the driver does not tell is not compared.
         """
-        if not self.match or not re.search(self.match, gpu.name) or gpu.capability not in (None, self.capability):
+        if (
+            not self.match
+            or not re.search(self.match, gpu.name)
+            or gpu.capability not in (None, self.capability)
+        ):
             return None
         gib = gpu.memory_bytes and gpu.memory_bytes / 2**30
-        fits = (p for p in (self, *self.variants) if gib is None or p.memory_gib[0] <= gib <= p.memory_gib[1])
+        fits = (
+            p
+            for p in (self, *self.variants)
+            if gib is None or p.memory_gib[0] <= gib <= p.memory_gib[1]
+        )
         return next(fits, None)
 
     def on(self, machine: Machine) -> Profile:
-        """Return this profile for the machine at hand: its variant of the card, and memory as its driver shows it."""
+        """Return this profile for the machine at hand: its variant of the card, and
+        memory as its driver shows it.
+        """
         if self.kind == "cpu":
-            return replace(self, title=machine.cpu_model, memory_bytes=machine.ram_bytes)
+            return replace(
+                self, title=machine.cpu_model, memory_bytes=machine.ram_bytes
+            )
         if match(machine) != self.name:
             return self
         gpu = machine.gpus[0]
-        chosen = self.card(gpu) or replace(self, title=gpu.name, capability=gpu.capability)  # no card is "generic"
+        chosen = self.card(gpu) or replace(
+            self, title=gpu.name, capability=gpu.capability
+        )  # no card is "generic"
         return replace(chosen, memory_bytes=gpu.memory_bytes or chosen.memory_bytes)
 
     def runnable(self, machine: Machine) -> tuple[bool, str]:
-        """Say in one line whether this profile can be measured on a machine, and why or why not.
+        """Say in one line whether this profile can be measured on a machine, and why or
+        why not.
 
         >>> get_profile("h100").runnable(Machine(cpu_model="some CPU"))
         (False, 'needs NVIDIA H100 SXM5 80 GB; no GPU here, only some CPU')
@@ -92,7 +116,9 @@ class Profile:
         return True, f"{machine.name} is here"
 
     def default_dtype(self) -> torch.dtype:
-        """Return the dtype policy of this hardware; float32 where the capability is not known."""
+        """Return the dtype policy of this hardware; float32 where the capability is not
+        known.
+        """
         return default_dtype(self.capability)
 
     def dtype_reason(self) -> str:
@@ -101,11 +127,15 @@ class Profile:
             return "float32: the choice is made when a GPU is there to ask"
         return dtype_reason(self.capability)
 
-    def peak(self, dtype: torch.dtype | str, machine: Machine | None = None) -> float | None:
-        """Return the peak rate, FLOP/s, of the arithmetic that serves a storage dtype; None where no figure is known.
+    def peak(
+        self, dtype: torch.dtype | str, machine: Machine | None = None
+    ) -> float | None:
+        """Return the peak rate, FLOP/s, of the arithmetic that serves a storage dtype;
+        None where no figure is known.
 
-        fp16 without tensor cores and bf16 without a unit compute in fp32. With a machine, scaled up where its driver
-        allows a higher clock than the sheet's, so that a bound is never below the truth.
+        fp16 without tensor cores and bf16 without a unit compute in fp32. With a
+        machine, scaled up where its driver allows a higher clock than the sheet's, so
+        that a bound is never below the truth.
 
         >>> p = get_profile("gtx1080")
         >>> p.peak("float16") == p.peak(torch.float32) == 8.873e12
@@ -114,29 +144,60 @@ class Profile:
         rate = self.flops.get(self._arithmetic(dtype))
         here = self.kind == "cuda" and machine and match(machine) == self.name
         clock = machine.gpus[0].clock_max_hz if here else None
-        return rate * max(1.0, clock / self.clock_hz) if rate and clock and self.clock_hz else rate
+        return (
+            rate * max(1.0, clock / self.clock_hz)
+            if rate and clock and self.clock_hz
+            else rate
+        )
 
     def _arithmetic(self, dtype: torch.dtype | str) -> str:
-        """The dtype whose arithmetic serves a storage dtype: float32 where the hardware has no unit for it."""
+        """The dtype whose arithmetic serves a storage dtype: float32 where the hardware
+        has no unit for it.
+        """
         name = str(dtype).removeprefix("torch.")
         has_unit = {"float16": has_tensor_cores, "bfloat16": has_bf16}.get(name)
-        return "float32" if has_unit and self.capability and not has_unit(self.capability) else name
+        return (
+            "float32"
+            if has_unit and self.capability and not has_unit(self.capability)
+            else name
+        )
 
     def bandwidth(self, working_set_bytes: float) -> float | None:
-        """Return bytes/s of memory; None for a working set that fits the L2 cache, whose speed no sheet states."""
-        return None if working_set_bytes <= (self.l2_bytes or -1) else self.bandwidth_bytes_per_s
+        """Return bytes/s of memory; None for a working set that fits the L2 cache,
+        whose speed no sheet states.
+        """
+        return (
+            None
+            if working_set_bytes <= (self.l2_bytes or -1)
+            else self.bandwidth_bytes_per_s
+        )
 
-    def rates(self, dtype: torch.dtype, working_set_bytes: float, machine: Machine | None = None) -> Rates:
-        """Return a GPU's rates for calls of a dtype on so many bytes; for links the fastest that it has."""
+    def rates(
+        self,
+        dtype: torch.dtype,
+        working_set_bytes: float,
+        machine: Machine | None = None,
+    ) -> Rates:
+        """Return a GPU's rates for calls of a dtype on so many bytes; for links the
+        fastest that it has.
+        """
         rate = self.peak(dtype, machine)
         if dtype == torch.float32 and rate and self.flops.get("tf32"):
-            rate = max(rate, self.flops["tf32"] / 3)  # fp32 out of three tf32 products, as CUTLASS does
-        return Rates(rate, self.bandwidth(working_set_bytes), max(filter(None, self.links.values()), default=None))
+            rate = max(
+                rate, self.flops["tf32"] / 3
+            )  # fp32 out of three tf32 products, as CUTLASS does
+        return Rates(
+            rate,
+            self.bandwidth(working_set_bytes),
+            max(filter(None, self.links.values()), default=None),
+        )
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank's device does at most: FLOP/s, bytes/s of memory, bytes/s sent to others; None: not known."""
+    """What one rank's device does at most: FLOP/s, bytes/s of memory, bytes/s sent to
+    others; None: not known.
+    """
 
     flops_per_s: float | None = None
     bytes_per_s: float | None = None
@@ -146,12 +207,16 @@ class Rates:
 def measured_rates(peaks: Iterable[Peaks], working_set_bytes: float) -> Rates:
     """A CPU's rates from its measured peaks, the best of each, raised by ``MARGIN``."""
     peaks = list(peaks)
-    flops, moved = max(p.flops_per_s for p in peaks), max(p.bandwidth(working_set_bytes) for p in peaks)
+    flops, moved = (
+        max(p.flops_per_s for p in peaks),
+        max(p.bandwidth(working_set_bytes) for p in peaks),
+    )
     return Rates(MARGIN * flops, MARGIN * moved)
 
 
 def load(path: Path) -> Profile:
-    """Read one profile file, in which every number is a table of its ``value`` and ``source``.
+    """Read one profile file, in which every number is a table of its ``value`` and
+    ``source``.
 
     Raises UnknownProfile for a file that is no profile.
     """
@@ -166,7 +231,9 @@ def load(path: Path) -> Profile:
 
 
 def _plain(entry):
-    """An entry of a file without the sources: the number of a table with one, and tuples for lists."""
+    """An entry of a file without the sources: the number of a table with one, and
+    tuples for lists.
+    """
     if isinstance(entry, dict):
         if "source" not in entry:
             return {name: _plain(x) for name, x in entry.items()}
@@ -178,58 +245,86 @@ def _plain(entry):
 
 @cache
 def profiles() -> dict[str, Profile]:
-    """Return all profiles by name: cpu first, then GPUs by compute capability, generic last."""
+    """Return all profiles by name: cpu first, then GPUs by compute capability, generic
+    last.
+    """
     found = sorted(
         map(load, FOLDER.glob("*.toml")),
-        key=lambda p: (p.kind != "cpu", p.name == "generic", p.capability or (), p.name),
+        key=lambda p: (
+            p.kind != "cpu",
+            p.name == "generic",
+            p.capability or (),
+            p.name,
+        ),
     )
     return {profile.name: profile for profile in found}
 
 
 def get_profile(name: str) -> Profile:
-    """Return a profile by name, in any case and with any dashes; UnknownProfile lists those there are and the closest.
+    """Return a profile by name, in any case and with any dashes; UnknownProfile lists
+    those there are and the closest.
 
     >>> get_profile("gtx180")
     Traceback (most recent call last):
     ...
     ringlab.hardware.profiles.UnknownProfile: unknown profile 'gtx180'; did you mean 'gtx1080'? known: auto, cpu, ...
     """
-    known = {re.sub(r"[^a-z0-9]", "", key): profile for key, profile in profiles().items()}
+    known = {
+        re.sub(r"[^a-z0-9]", "", key): profile for key, profile in profiles().items()
+    }
     asked = re.sub(r"[^a-z0-9]", "", str(name).lower())
     if asked in known:
         return known[asked]
     close = difflib.get_close_matches(asked, ("auto", *profiles()), n=1, cutoff=0.5)
     hint = f" did you mean {close[0]!r}?" if close else ""
-    raise UnknownProfile(f"unknown profile {str(name)!r};{hint} known: auto, {', '.join(profiles())}")
+    raise UnknownProfile(
+        f"unknown profile {str(name)!r};{hint} known: auto, {', '.join(profiles())}"
+    )
 
 
 def resolve(name: str = "auto", machine: Machine | None = None) -> Profile:
-    """Return the profile that a user asked for, "auto" being the one that matches the machine."""
+    """Return the profile that a user asked for, "auto" being the one that matches the
+    machine.
+    """
     return get_profile(match(machine or detect()) if name == "auto" else name)
 
 
 def match(machine: Machine) -> str:
-    """Name the profile of a machine: by its first GPU's name, capability and memory; "generic" or "cpu" otherwise.
+    """Name the profile of a machine: by its first GPU's name, capability and memory;
+    "generic" or "cpu" otherwise.
 
     >>> match(Machine(gpus=(Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000),))), match(Machine())
     ('gtx1080', 'cpu')
     """
     if not machine.gpus:
         return "cpu"
-    return next((name for name, profile in profiles().items() if profile.card(machine.gpus[0])), "generic")
+    return next(
+        (name for name, profile in profiles().items() if profile.card(machine.gpus[0])),
+        "generic",
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # what a compute capability implies
 
-# Native fp16 arithmetic at twice the fp32 rate; on 6.1 it runs at 1/64. CUDA C Programming Guide, throughput of native
-# arithmetic instructions (forums.developer.nvidia.com/t/108706).
+# Native fp16 arithmetic at twice the fp32 rate; on 6.1 it runs at 1/64. CUDA C
+# Programming Guide, throughput of native arithmetic instructions
+# (forums.developer.nvidia.com/t/108706).
 FAST_FP16_WITHOUT_TENSOR_CORES = frozenset({(5, 3), (6, 0), (6, 2)})
 TORCH = "2.13.0"  # the pin in constraints.txt
 OLDEST = (5, 0)  # older GPUs have no kernels in any wheel of this version
-OLDEST_CUDA13 = (7, 5)  # the default wheel is built with CUDA 13.0, which dropped Maxwell, Pascal and Volta
-NEWEST_CUDA126 = (9, 0)  # the CUDA 12.6 wheel stops at Hopper and holds no PTX for later ones
-CUDA126_DRIVER, CUDA13_DRIVER = 525, 580  # the oldest; docs.nvidia.com/deploy/cuda-compatibility, minor versions
+OLDEST_CUDA13 = (
+    7,
+    5,
+)  # the default wheel is built with CUDA 13.0, which dropped Maxwell, Pascal and Volta
+NEWEST_CUDA126 = (
+    9,
+    0,
+)  # the CUDA 12.6 wheel stops at Hopper and holds no PTX for later ones
+CUDA126_DRIVER, CUDA13_DRIVER = (
+    525,
+    580,
+)  # the oldest; docs.nvidia.com/deploy/cuda-compatibility, minor versions
 
 
 def sm(capability: Capability | None) -> str:
@@ -242,20 +337,25 @@ def sm(capability: Capability | None) -> str:
 
 
 def has_tensor_cores(capability: Capability | None) -> bool:
-    """Say whether fp16 products run on tensor cores: 7.0 and newer (7.5 also covers GTX 16xx, which emulate them)."""
+    """Say whether fp16 products run on tensor cores: 7.0 and newer (7.5 also covers GTX
+    16xx, which emulate them).
+    """
     return capability is not None and capability >= (7, 0)
 
 
 def has_bf16(capability: Capability | None) -> bool:
-    """Say whether there is a bf16 unit: 8.0 and newer. (A CPU computes bf16 by other means; ask torch.)"""
+    """Say whether there is a bf16 unit: 8.0 and newer. (A CPU computes bf16 by other
+    means; ask torch.)
+    """
     return capability is not None and capability >= (8, 0)
 
 
 def default_dtype(capability: Capability | None) -> torch.dtype:
     """Choose the dtype for a compute capability, None meaning the CPU.
 
-    float32 on the CPU and below 7.0, but float16 on 5.3, 6.0 and 6.2; float16 on 7.x; bfloat16 from 8.0 on, unknown
-    and newer capabilities included. Kernels accumulate in fp32 everywhere.
+    float32 on the CPU and below 7.0, but float16 on 5.3, 6.0 and 6.2; float16 on 7.x;
+    bfloat16 from 8.0 on, unknown and newer capabilities included. Kernels accumulate in
+    fp32 everywhere.
 
     >>> default_dtype((6, 1)), default_dtype((6, 0)), default_dtype((7, 5)), default_dtype((8, 10))
     (torch.float32, torch.float16, torch.float16, torch.bfloat16)
@@ -285,10 +385,12 @@ def dtype_reason(capability: Capability | None) -> str:
 
 
 def install_line(capability: Capability | None, driver: str | None = None) -> str:
-    """Give the exact command that installs a torch which drives this compute capability, or say that none does.
+    """Give the exact command that installs a torch which drives this compute
+    capability, or say that none does.
 
-    It is the default wheel (CUDA 13), or that of CUDA 12.6: for GPUs older than Turing, and for those up to Hopper
-    where the driver is older than 580 and cannot start CUDA 13.
+    It is the default wheel (CUDA 13), or that of CUDA 12.6: for GPUs older than Turing,
+    and for those up to Hopper where the driver is older than 580 and cannot start CUDA
+    13.
 
     >>> install_line((7, 5)), install_line((6, 1)) == install_line((8, 0), "550.54")
     ('pip install torch==2.13.0', True)
@@ -300,36 +402,48 @@ def install_line(capability: Capability | None, driver: str | None = None) -> st
     if capability and capability < OLDEST:
         return f"no torch {TORCH} wheel has kernels for {sm(capability)} (the oldest is sm_50): use the CPU, GPU=cpu"
     old_driver = CUDA126_DRIVER <= driver_major(driver) < CUDA13_DRIVER
-    if capability and (capability < OLDEST_CUDA13 or (old_driver and capability <= NEWEST_CUDA126)):
+    if capability and (
+        capability < OLDEST_CUDA13 or (old_driver and capability <= NEWEST_CUDA126)
+    ):
         return f"pip install torch=={TORCH}+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"
     return f"pip install torch=={TORCH}"
 
 
 def driver_major(driver: str | None) -> float:
-    """The first number of a driver's version; infinite where the version is not known, as of a new driver."""
+    """The first number of a driver's version; infinite where the version is not known,
+    as of a new driver.
+    """
     found = re.match(r"\d+", driver or "")
     return int(found[0]) if found else math.inf
 
 
 def drivable(machine: Machine) -> str | None:
-    """Return None where torch can use the machine's GPU or there is none; else one screen that says what to install."""
+    """Return None where torch can use the machine's GPU or there is none; else one
+    screen that says what to install.
+    """
     if (found := obstacle(machine)) is None:
         return None
     (reason, remedy), gpu = found, machine.gpus[0]
     known = sm(gpu.capability) if gpu.capability else "compute capability unknown"
-    memory = f"{gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else "memory unknown"
+    memory = (
+        f"{gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else "memory unknown"
+    )
     cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
-    return "\n".join([
-        reason,
-        f"  found:   {gpu.name}, {known}, {memory}, driver {gpu.driver or 'unknown'}",
-        f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}",
-        f"  {remedy}",
-        "  or:      GPU=cpu measures the CPU of this machine instead",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            reason,
+            f"  found:   {gpu.name}, {known}, {memory}, driver {gpu.driver or 'unknown'}",
+            f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}",
+            f"  {remedy}",
+            "  or:      GPU=cpu measures the CPU of this machine instead",
+        ]
+    )
 
 
 def obstacle(machine: Machine) -> tuple[str, str] | None:
-    """Say why torch cannot use the GPU that is there, and what would help; None where it can or there is none."""
+    """Say why torch cannot use the GPU that is there, and what would help; None where
+    it can or there is none.
+    """
     if not machine.gpus or machine.device == "cuda":
         return None
     gpu, torch = machine.gpus[0], f"this torch ({machine.torch})"
@@ -338,13 +452,28 @@ def obstacle(machine: Machine) -> tuple[str, str] | None:
     if gpu.capability is None:
         remedy += f" (a card older than Turing: {install_line((7, 0))})"
     if not machine.torch_cuda:
-        return f"{gpu.name} is here, but {torch} is a CPU build and drives no GPU", remedy
-    if gpu.capability and machine.arch_list and not runs(machine.arch_list, gpu.capability):
-        return f"{gpu.name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}", remedy
-    needed = CUDA13_DRIVER if int(machine.torch_cuda.split(".")[0]) >= 13 else CUDA126_DRIVER
+        return (
+            f"{gpu.name} is here, but {torch} is a CPU build and drives no GPU",
+            remedy,
+        )
+    if (
+        gpu.capability
+        and machine.arch_list
+        and not runs(machine.arch_list, gpu.capability)
+    ):
+        return (
+            f"{gpu.name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}",
+            remedy,
+        )
+    needed = (
+        CUDA13_DRIVER if int(machine.torch_cuda.split(".")[0]) >= 13 else CUDA126_DRIVER
+    )
     if driver < needed:
         if "cu126" not in line or driver < CUDA126_DRIVER:
             remedy = f"install: an NVIDIA driver of version {needed} or newer"
-        return f"{gpu.name} has driver {gpu.driver}; {torch} needs {needed} or newer", remedy
+        return (
+            f"{gpu.name} has driver {gpu.driver}; {torch} needs {needed} or newer",
+            remedy,
+        )
     cause = f": {machine.torch_error}" if machine.torch_error else ""
     return f"{gpu.name} is here, but {torch} cannot start it{cause}", remedy

@@ -1,8 +1,10 @@
 """The interface of a dense attention kernel, and helpers that the kernels share.
 
-All tensors are (b, m, h, d) with the same number of heads in q, k and v and a contiguous last dimension; other strides
-are free. lse is (b, h, m), natural log, fp32 (fp64 for fp64). ``scale`` is positive. k and v may have another number
-of rows than q, except in causal calls: there the mask is square, unless the kernel sets ``lower_right``.
+All tensors are (b, m, h, d) with the same number of heads in q, k and v and a
+contiguous last dimension; other strides are free. lse is (b, h, m), natural log, fp32
+(fp64 for fp64). ``scale`` is positive. k and v may have another number of rows than q,
+except in causal calls: there the mask is square, unless the kernel sets
+``lower_right``.
 """
 
 from __future__ import annotations
@@ -22,36 +24,49 @@ HALF = (torch.float16, torch.bfloat16)
 class Kernel(Protocol):
     """One attention kernel. Instances hold no state of a call.
 
-    Optional: ``lower_right`` and ``takes_bias``, see below; ``gathers``: forward takes an ``index`` (b, h, m_k) of the
-    rows of k and v that are the keys, and reads them where they lie, for one query too; ``cost``, a ``Cost``;
-    ``forward_into(out, lse, q, k, v, causal, scale, bias, index, *, merge)``, which writes into strided rows of fp32
-    or q's dtype, or merges with fp32 ones that are there.
+    Optional: ``lower_right`` and ``takes_bias``, see below; ``gathers``: forward takes
+    an ``index`` (b, h, m_k) of the rows of k and v that are the keys, and reads them
+    where they lie, for one query too; ``cost``, a ``Cost``; ``forward_into(out, lse, q,
+    k, v, causal, scale, bias, index, *, merge)``, which writes into strided rows of
+    fp32 or q's dtype, or merges with fp32 ones that are there.
     """
 
     name: str
 
-    def refuses(self, device: torch.device | DeviceSpec, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why this kernel cannot run on the device, dtype or head_dim, as far as its rules say, or None."""
+    def refuses(
+        self, device: torch.device | DeviceSpec, dtype: torch.dtype, head_dim: int
+    ) -> str | None:
+        """Why this kernel cannot run on the device, dtype or head_dim, as far as its
+        rules say, or None.
+        """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """out (b, m, h, d) in q's dtype or a wider one, and lse (b, h, m)."""
 
-    def backward(self, dout, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv (b, m, h, d) of ``P = exp(scale * q k^T - lse)``, ``dS = P * (dout v^T - rowsum(dout * out))``.
+    def backward(
+        self, dout, q, k, v, out, lse, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv (b, m, h, d) of ``P = exp(scale * q k^T - lse)``, ``dS = P * (dout
+        v^T - rowsum(dout * out))``.
 
-        (out, lse) may be those of a softmax over more keys. The gradients are then exact for that softmax.
+        (out, lse) may be those of a softmax over more keys. The gradients are then
+        exact for that softmax.
         """
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a dense kernel was measured to take on a CPU at head_dim 64 in fp32, by which planners choose between calls.
+    """What a dense kernel was measured to take on a CPU at head_dim 64 in fp32, by
+    which planners choose between calls.
 
-    In (query, key) pairs of a long call: ``work(rows, keys)`` of attention of ``rows`` queries by so many keys for one
-    head, a number or (calls,); ``call``, each call; ``merge``, a row of a result that is merged. ``copied`` times the
-    work where keys are scattered, ``bias`` where there is one of the keys, ``biases`` where it differs from query to
-    query. A causal call computes ``block`` keys at a time. Folded plans gain if they are predicted to take less than
-    ``gain`` of the time.
+    In (query, key) pairs of a long call: ``work(rows, keys)`` of attention of ``rows``
+    queries by so many keys for one head, a number or (calls,); ``call``, each call;
+    ``merge``, a row of a result that is merged. ``copied`` times the work where keys
+    are scattered, ``bias`` where there is one of the keys, ``biases`` where it differs
+    from query to query. A causal call computes ``block`` keys at a time. Folded plans
+    gain if they are predicted to take less than ``gain`` of the time.
     """
 
     work: Callable[[int, Tensor | float], Tensor | float]
@@ -65,21 +80,34 @@ class Cost:
 
 
 class PatternKernel(Kernel, Protocol):
-    """A kernel that also runs whole patterns. k and v may have fewer heads. ``cached(key, build)`` caches its plans."""
+    """A kernel that also runs whole patterns. k and v may have fewer heads.
+    ``cached(key, build)`` caches its plans.
+    """
 
-    def attend(self, q, k, v, pattern, causal: bool, scale: float, cached) -> tuple[Tensor, Tensor]:
-        """out (b, n, h, d) in q's dtype and lse (b, h, n). A query that sees nothing has out 0 and lse -inf."""
+    def attend(
+        self, q, k, v, pattern, causal: bool, scale: float, cached
+    ) -> tuple[Tensor, Tensor]:
+        """out (b, n, h, d) in q's dtype and lse (b, h, n). A query that sees nothing
+        has out 0 and lse -inf.
+        """
 
-    def gradients(self, dout, dlse, q, k, v, out, lse, pattern, causal: bool, scale: float, cached):
-        """dq, dk, dv in q's dtype for cotangents of out and, if not None, of lse (b, h, n)."""
+    def gradients(
+        self, dout, dlse, q, k, v, out, lse, pattern, causal: bool, scale: float, cached
+    ):
+        """dq, dk, dv in q's dtype for cotangents of out and, if not None, of lse (b, h,
+        n).
+        """
 
 
-OVERRIDE: ContextVar[tuple[Kernel, str] | None] = ContextVar("overridden kernel", default=None)  # and device type
+OVERRIDE: ContextVar[tuple[Kernel, str] | None] = ContextVar(
+    "overridden kernel", default=None
+)  # and device type
 
 
 @contextmanager
 def override_kernel(kernel: Kernel, device_type: str) -> Iterator[None]:
-    """Force this kernel and skip probing, as if tensors were on ``device_type``. Used for runs without data.
+    """Force this kernel and skip probing, as if tensors were on ``device_type``. Used
+    for runs without data.
 
     >>> from ringlab import kernels
     >>> with override_kernel(kernels.KERNELS["eager"], "cuda"):
@@ -94,19 +122,25 @@ def override_kernel(kernel: Kernel, device_type: str) -> Iterator[None]:
 
 
 def device_type_of(t: Tensor) -> str:
-    """The type of a tensor's device, "cpu" or "cuda", or the one that ``override_kernel`` pretends."""
+    """The type of a tensor's device, "cpu" or "cuda", or the one that
+    ``override_kernel`` pretends.
+    """
     found = OVERRIDE.get()
     return t.device.type if found is None else found[1]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of log-sum-exps and accumulators for tensors of ``dtype``: float32, or float64 for float64."""
+    """The dtype of log-sum-exps and accumulators for tensors of ``dtype``: float32, or
+    float64 for float64.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What the rules of a kernel ask about a device, for a device that this machine may not have."""
+    """What the rules of a kernel ask about a device, for a device that this machine may
+    not have.
+    """
 
     type: str
     capability: tuple[int, int] | None = None
@@ -114,11 +148,19 @@ class DeviceSpec:
 
 def capability(device: torch.device | DeviceSpec) -> tuple[int, int]:
     """The CUDA compute capability of a device."""
-    return device.capability if isinstance(device, DeviceSpec) else torch.cuda.get_device_capability(device)
+    return (
+        device.capability
+        if isinstance(device, DeviceSpec)
+        else torch.cuda.get_device_capability(device)
+    )
 
 
-def needs_cuda(device: torch.device | DeviceSpec, least: tuple[int, int], alone: bool = False) -> str | None:
-    """Why a CUDA kernel for the capability ``least`` and, unless ``alone``, newer ones cannot run, or None."""
+def needs_cuda(
+    device: torch.device | DeviceSpec, least: tuple[int, int], alone: bool = False
+) -> str | None:
+    """Why a CUDA kernel for the capability ``least`` and, unless ``alone``, newer ones
+    cannot run, or None.
+    """
     if device.type != "cuda":
         return f"needs a CUDA device, this is {device.type}"
     have = capability(device)
@@ -129,7 +171,9 @@ def needs_cuda(device: torch.device | DeviceSpec, least: tuple[int, int], alone:
 
 
 def needs_head_dim(head_dim: int, most: int) -> str | None:
-    """Why a kernel for head_dims up to ``most``, in steps of 8, cannot take ``head_dim``, or None."""
+    """Why a kernel for head_dims up to ``most``, in steps of 8, cannot take
+    ``head_dim``, or None.
+    """
     if head_dim > most or head_dim % 8:
         return f"needs a head_dim that is a multiple of 8 and at most {most}, not {head_dim}"
     return None
@@ -151,32 +195,57 @@ def wants_dtype(dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> str | N
 
 
 def supports_lower_right_causal(kernel: Kernel) -> bool:
-    """Whether causal calls may have more keys than queries: the last query then sees all keys, as with the mask
-    ``torch.nn.attention.bias.causal_lower_right``."""
+    """Whether causal calls may have more keys than queries: the last query then sees
+    all keys, as with the mask ``torch.nn.attention.bias.causal_lower_right``.
+    """
     return getattr(kernel, "lower_right", False)
 
 
 def supports_bias(kernel: Kernel, dtype: torch.dtype) -> bool:
-    """Whether forward and backward take a last argument ``bias`` (b, m or 1, h, m_k), which is added to the scores."""
+    """Whether forward and backward take a last argument ``bias`` (b, m or 1, h, m_k),
+    which is added to the scores.
+    """
     return hasattr(kernel, "takes_bias") and kernel.takes_bias(dtype)
 
 
 def gathers(kernel: Kernel) -> bool:
-    """Whether forward takes an ``index`` (b, h, m_k), int64, of the rows of k and v that are the keys."""
+    """Whether forward takes an ``index`` (b, h, m_k), int64, of the rows of k and v
+    that are the keys.
+    """
     return getattr(kernel, "gathers", False)
 
 
 def _torch_work(rows: int, keys: Tensor | float) -> Tensor | float:
-    """torch's CPU kernel takes fewer queries at a time in calls of fewer rows, and few keys cost it more."""
+    """torch's CPU kernel takes fewer queries at a time in calls of fewer rows, and few
+    keys cost it more.
+    """
     slower = next(
-        factor for least, factor in ((768, 1.0), (192, 1.06), (128, 1.17), (64, 1.24), (0, 1.4)) if rows >= least
+        factor
+        for least, factor in (
+            (768, 1.0),
+            (192, 1.06),
+            (128, 1.17),
+            (64, 1.24),
+            (0, 1.4),
+        )
+        if rows >= least
     )
     return rows * (keys * slower + 25 + 50 * (keys < 192))
 
 
-# On a GPU the order is the same and the differences are smaller. A bias that differs from query to query is not for
-# kernels that add it to the scores: as a mask it would not hide a key that is not finite.
-TORCH = Cost(_torch_work, call=1 << 15, merge=60, copied=1.25, bias=1.03, biases=float("inf"), block=512, gain=0.91)
+# On a GPU the order is the same and the differences are smaller. A bias that differs
+# from query to query is not for kernels that add it to the scores: as a mask it would
+# not hide a key that is not finite.
+TORCH = Cost(
+    _torch_work,
+    call=1 << 15,
+    merge=60,
+    copied=1.25,
+    bias=1.03,
+    biases=float("inf"),
+    block=512,
+    gain=0.91,
+)
 
 
 def cost_of(kernel: Kernel | None) -> Cost:

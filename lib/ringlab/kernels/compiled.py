@@ -1,7 +1,7 @@
 """Attention on a CPU by ``native.cpp``, which is compiled for this CPU.
 
-torch's own CPU kernel multiplies by a library that uses half of the vector width of some CPUs, and takes few queries at
-a time in short calls.
+torch's own CPU kernel multiplies by a library that uses half of the vector width of
+some CPUs, and takes few queries at a time in short calls.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ def _work(rows: int, keys: Tensor | float) -> Tensor | float:
     return keys * ((padded + rows) / 2 + 33 * -(-rows // 512)) + 58 * padded
 
 
-COST = Cost(_work, call=90_000, merge=20, copied=1.1, bias=1.04, biases=1.2, block=96, gain=0.95)
+COST = Cost(
+    _work, call=90_000, merge=20, copied=1.1, bias=1.04, biases=1.2, block=96, gain=0.95
+)
 
 
 class Compiled:
-    """Online softmax in blocks; bf16 is multiplied as such where the CPU can. ``forward``, ``backward`` return fp32."""
+    """Online softmax in blocks; bf16 is multiplied as such where the CPU can.
+    ``forward``, ``backward`` return fp32.
+    """
 
     name = "compiled"
     lower_right = True
@@ -44,34 +48,72 @@ class Compiled:
 
     def forward(self, q, k, v, causal, scale, bias=None, index=None):
         b, m, h, _ = q.shape
-        out, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (q.shape, (b, h, m)))
+        out, lse = (
+            torch.empty(shape, dtype=torch.float32, device=q.device)
+            for shape in (q.shape, (b, h, m))
+        )
         self.forward_into(out, lse, q, k, v, causal, scale, bias, index, merge=False)
         return out, lse
 
-    def forward_into(self, out, lse, q, k, v, causal, scale, bias=None, index=None, *, merge: bool):
+    def forward_into(
+        self, out, lse, q, k, v, causal, scale, bias=None, index=None, *, merge: bool
+    ):
         """Write out (b, m, h, d), in fp32 or q's dtype, and fp32 lse (b, h, m).
 
         ``merge``: join the results with those of other keys that are there, in fp32.
         """
-        _run("forward", (q, k, v, bias, out, lse, index, None, None, None, None), causal, scale, merge)
+        _run(
+            "forward",
+            (q, k, v, bias, out, lse, index, None, None, None, None),
+            causal,
+            scale,
+            merge,
+        )
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
-        dout, out = (t.to(q.dtype) if t.stride(3) == 1 else t.to(q.dtype).contiguous() for t in (dout, out))
-        dq, dk, dv = (torch.empty(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v))
-        _run("backward", (q, k, v, bias, out, lse, None, dout, dq, dk, dv), causal, scale, False)
+        dout, out = (
+            t.to(q.dtype) if t.stride(3) == 1 else t.to(q.dtype).contiguous()
+            for t in (dout, out)
+        )
+        dq, dk, dv = (
+            torch.empty(t.shape, dtype=torch.float32, device=q.device)
+            for t in (q, k, v)
+        )
+        _run(
+            "backward",
+            (q, k, v, bias, out, lse, None, dout, dq, dk, dv),
+            causal,
+            scale,
+            False,
+        )
         return dq, dk, dv
 
 
-_KEYS = getattr(torch._C, "_TorchDispatchModeKey", None)  # None: a torch that does not tell
-_MODES = (getattr(torch._C, "_get_dispatch_mode", None), getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None))
+_KEYS = getattr(
+    torch._C, "_TorchDispatchModeKey", None
+)  # None: a torch that does not tell
+_MODES = (
+    getattr(torch._C, "_get_dispatch_mode", None),
+    getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None),
+)
 
 
 def _is_recorded() -> bool:
-    """Whether torch.fx records the operators that are called; False with a torch that does not tell."""
-    return _KEYS is not None and any(mode is not None and mode(_KEYS.PROXY) is not None for mode in _MODES)
+    """Whether torch.fx records the operators that are called; False with a torch that
+    does not tell.
+    """
+    return _KEYS is not None and any(
+        mode is not None and mode(_KEYS.PROXY) is not None for mode in _MODES
+    )
 
 
-def _run(function: str, tensors: tuple[Tensor | None, ...], causal: bool, scale: float, merge: bool) -> None:
+def _run(
+    function: str,
+    tensors: tuple[Tensor | None, ...],
+    causal: bool,
+    scale: float,
+    merge: bool,
+) -> None:
     """Call native.cpp; ``tensors`` are those of its ``Call``, in that order."""
     q, k, _, bias, out, _, index, *_ = tensors
     if _is_recorded():
@@ -83,19 +125,41 @@ def _run(function: str, tensors: tuple[Tensor | None, ...], causal: bool, scale:
     narrow = function == "forward" and out.dtype != torch.float32
     if narrow and merge:
         raise ValueError("results are merged in float32")
-    threads, keys = torch.get_num_threads(), k.shape[1] if index is None else index.shape[2]
-    values = [batch, heads, queries, keys, d, DTYPES.index(q.dtype), causal, merge, narrow, threads]
+    threads, keys = (
+        torch.get_num_threads(),
+        k.shape[1] if index is None else index.shape[2],
+    )
+    values = [
+        batch,
+        heads,
+        queries,
+        keys,
+        d,
+        DTYPES.index(q.dtype),
+        causal,
+        merge,
+        narrow,
+        threads,
+    ]
     if bias is not None and bias.shape[1] == 1:
         tensors = *tensors[:3], bias.expand(-1, queries, -1, -1), *tensors[4:]
-    tensors = [t.resolve_neg() if t is not None and t.is_neg() else t for t in tensors]  # kept until the call has ended
+    tensors = [
+        t.resolve_neg() if t is not None and t.is_neg() else t for t in tensors
+    ]  # kept until the call has ended
     for t in tensors:
         if t is None:
             values += 0, 0, 0, 0, 0
             continue
         pointer = t.data_ptr()
         if not pointer and t.numel():
-            raise NotImplementedError(f"the compiled kernel needs plain tensors, got {type(t).__name__}")
-        batch, row, head, *item = t.stride() if t.dim() == 4 else (t.stride(0), t.stride(2), t.stride(1), 0)
+            raise NotImplementedError(
+                f"the compiled kernel needs plain tensors, got {type(t).__name__}"
+            )
+        batch, row, head, *item = (
+            t.stride() if t.dim() == 4 else (t.stride(0), t.stride(2), t.stride(1), 0)
+        )
         values += pointer, batch, row, head, *item
-    if getattr(native.library()[0], function)(struct.pack(f"d{len(values)}q", scale, *values)):
+    if getattr(native.library()[0], function)(
+        struct.pack(f"d{len(values)}q", scale, *values)
+    ):
         raise MemoryError(f"no memory for the scratch of {threads} threads")

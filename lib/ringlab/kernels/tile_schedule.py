@@ -1,14 +1,17 @@
-"""Which tile of rows visits which other tiles: the schedule by which one GPU kernel runs every pattern.
+"""Which tile of rows visits which other tiles: the schedule by which one GPU kernel
+runs every pattern.
 
-The rows are split into intervals. The rows of an interval lie ``stride`` apart and attend to the same keys. For dilated
-branches the stride is the least common multiple of their rates, so an interval lies in one residue class mod the
-stride, a free view of the sequence. Intervals end at every boundary of a segment, so all pairs of two intervals have
-one multiplicity M. A pair that several branches show is visited once (folded). Block-sparse patterns have stride 1 and
-M = 1.
+The rows are split into intervals. The rows of an interval lie ``stride`` apart and
+attend to the same keys. For dilated branches the stride is the least common multiple of
+their rates, so an interval lies in one residue class mod the stride, a free view of the
+sequence. Intervals end at every boundary of a segment, so all pairs of two intervals
+have one multiplicity M. A pair that several branches show is visited once (folded).
+Block-sparse patterns have stride 1 and M = 1.
 
-An entry of the schedule names a tile that is visited, its M and its number of rows. The tiles of one interval share
-their entries; a causal tile takes a part of them. This is index arithmetic in int64 on the CPU, int32 in the result.
-Nothing grows with n squared except what a block-sparse pattern shows.
+An entry of the schedule names a tile that is visited, its M and its number of rows. The
+tiles of one interval share their entries; a causal tile takes a part of them. This is
+index arithmetic in int64 on the CPU, int32 in the result. Nothing grows with n squared
+except what a block-sparse pattern shows.
 """
 
 from __future__ import annotations
@@ -29,11 +32,15 @@ LONG = 4  # tiles that an interval should hold for its branches to be folded
 Source = BlockSparse | tuple[Branch, ...]
 
 
-def split(pattern: Pattern, n: int, heads: int, kv_heads: int, rows: int = 128) -> list[Source]:
-    """The branches that are folded together, so that each group runs in one launch. Launches merge by log-sum-exp.
+def split(
+    pattern: Pattern, n: int, heads: int, kv_heads: int, rows: int = 128
+) -> list[Source]:
+    """The branches that are folded together, so that each group runs in one launch.
+    Launches merge by log-sum-exp.
 
-    Branches are added by rising rate while the intervals of a group hold several tiles of ``rows``: a larger stride
-    makes intervals shorter. Heads with one branch each (head groups) run in one launch, whatever their rates.
+    Branches are added by rising rate while the intervals of a group hold several tiles
+    of ``rows``: a larger stride makes intervals shorter. Heads with one branch each
+    (head groups) run in one launch, whatever their rates.
 
     >>> from ringlab.patterns import Dilated
     >>> ladder = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
@@ -43,7 +50,9 @@ def split(pattern: Pattern, n: int, heads: int, kv_heads: int, rows: int = 128) 
     if isinstance(pattern, BlockSparse):
         return [pattern]
     branches = sorted(pattern.branches(n, heads, kv_heads), key=lambda b: b.rate)
-    if len({h for b in branches for h in b.heads}) == sum(len(b.heads) for b in branches):
+    if len({h for b in branches for h in b.heads}) == sum(
+        len(b.heads) for b in branches
+    ):
         return [tuple(branches)]
     found: list[tuple[Branch, ...]] = []
     for branch in branches:
@@ -63,10 +72,12 @@ def interval_rows(source: Source) -> int:
 
 
 class Intervals(NamedTuple):
-    """Row intervals and the pairs of them that attend, repeated ``times`` times, ``period`` positions apart.
+    """Row intervals and the pairs of them that attend, repeated ``times`` times,
+    ``period`` positions apart.
 
-    Interval i has the rows ``first[i] + j * stride``, j < ``count[i]``. ``pairs``: (interval, first row and number of
-    rows of an interval of the other side, member, M), each (P,).
+    Interval i has the rows ``first[i] + j * stride``, j < ``count[i]``. ``pairs``:
+    (interval, first row and number of rows of an interval of the other side, member,
+    M), each (P,).
     """
 
     first: Tensor
@@ -77,15 +88,23 @@ class Intervals(NamedTuple):
     period: int = 0
 
 
-def _intervals(source: Source, specs, n: int, keys: int, members: int, by: str) -> Iterator[Intervals]:
-    """The intervals of a period of the pattern, which repeats, and of the rest of the sequence."""
+def _intervals(
+    source: Source, specs, n: int, keys: int, members: int, by: str
+) -> Iterator[Intervals]:
+    """The intervals of a period of the pattern, which repeats, and of the rest of the
+    sequence.
+    """
     if isinstance(source, BlockSparse):
         yield _blocks(source, n, members, by)
     elif keys != n:
-        own, other = (torch.tensor([m]) for m in ((n, keys) if by == "query" else (keys, n)))
+        own, other = (
+            torch.tensor([m]) for m in ((n, keys) if by == "query" else (keys, n))
+        )
         member = torch.arange(members)
         zero = torch.zeros_like(member)
-        yield Intervals(zero[:1], own, (zero, zero, other.expand(members), member, zero + 1))
+        yield Intervals(
+            zero[:1], own, (zero, zero, other.expand(members), member, zero + 1)
+        )
     else:
         branches = [b for spec in specs for b in spec]
         stride = lcm(*(rate for _, rate, _ in branches))
@@ -98,35 +117,62 @@ def _intervals(source: Source, specs, n: int, keys: int, members: int, by: str) 
 
 
 def _dilated(specs, stride: int, start: int, stop: int, times: int = 1) -> Intervals:
-    """The intervals of [start, stop): a residue class mod ``stride`` between two boundaries of any segments."""
-    length, rate, offset = torch.tensor([b for spec in specs for b in spec]).T  # (branches,)
-    member = torch.tensor([g for g, spec in enumerate(specs) for _ in spec])  # (branches,)
+    """The intervals of [start, stop): a residue class mod ``stride`` between two
+    boundaries of any segments.
+    """
+    length, rate, offset = torch.tensor(
+        [b for spec in specs for b in spec]
+    ).T  # (branches,)
+    member = torch.tensor(
+        [g for g, spec in enumerate(specs) for _ in spec]
+    )  # (branches,)
     inner = [torch.arange(-(-start // w) * w, stop, w) for w in length.tolist()]
-    edges = torch.cat([torch.tensor([start, stop]), *inner]).unique()  # (intervals + 1,)
+    edges = torch.cat(
+        [torch.tensor([start, stop]), *inner]
+    ).unique()  # (intervals + 1,)
     left = edges[:-1, None]  # (intervals, 1)
-    segment = left // length * length  # first position of each branch's segment (intervals, branches)
-    shown = (segment + offset) % rate  # the class mod its rate that a branch selects there
+    segment = (
+        left // length * length
+    )  # first position of each branch's segment (intervals, branches)
+    shown = (
+        segment + offset
+    ) % rate  # the class mod its rate that a branch selects there
     classes = torch.arange(stride)
-    selected = (classes % rate[:, None] == shown[:, :, None]).any(1)  # (intervals, stride)
+    selected = (classes % rate[:, None] == shown[:, :, None]).any(
+        1
+    )  # (intervals, stride)
     first = left + (classes - left) % stride  # (intervals, stride)
-    count = (edges[1:, None] - first + stride - 1).div(stride, rounding_mode="floor").clamp(min=0)
+    count = (
+        (edges[1:, None] - first + stride - 1)
+        .div(stride, rounding_mode="floor")
+        .clamp(min=0)
+    )
     interval, residue = (selected & (count > 0)).nonzero(as_tuple=True)  # (P,)
     first, count = first[interval, residue], count[interval, residue]
     runs = residue[:, None] % rate == shown[interval]  # (P, branches)
     segment = segment[interval]
-    # No interval attends outside of its segments, which begin and end at boundaries of intervals.
+    # No interval attends outside of its segments, which begin and end at boundaries of
+    # intervals.
     low = torch.where(runs, segment, stop).amin(1).clamp(min=start)
     high = torch.where(runs, segment + length, start).amax(1).clamp(max=stop)
-    from_, to = (torch.searchsorted(interval, torch.searchsorted(edges, x)) for x in (low, high))  # (P,)
+    from_, to = (
+        torch.searchsorted(interval, torch.searchsorted(edges, x)) for x in (low, high)
+    )  # (P,)
     found = []
-    for some in torch.arange(len(first)).split(max(1, CHUNK // max((to - from_).tolist(), default=1))):
+    for some in torch.arange(len(first)).split(
+        max(1, CHUNK // max((to - from_).tolist(), default=1))
+    ):
         nth, within = _ragged((to - from_)[some])
         a, b = some[nth], from_[some[nth]] + within
         both = runs[a] & runs[b] & (segment[a] == segment[b])  # (candidates, branches)
-        counts = torch.zeros(len(a), len(specs), dtype=torch.int64).index_add_(1, member, both.long())  # M by member
+        counts = torch.zeros(len(a), len(specs), dtype=torch.int64).index_add_(
+            1, member, both.long()
+        )  # M by member
         pair, g = counts.nonzero(as_tuple=True)
         found.append((a[pair], first[b[pair]], count[b[pair]], g, counts[pair, g]))
-    return Intervals(first, count, tuple(map(torch.cat, zip(*found))), stride, times, stop - start)
+    return Intervals(
+        first, count, tuple(map(torch.cat, zip(*found))), stride, times, stop - start
+    )
 
 
 def _ragged(sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,14 +187,26 @@ def _blocks(pattern: BlockSparse, n: int, members: int, by: str) -> Intervals:
     size = torch.diff(first, append=torch.tensor([n]))
     found = []
     for some in torch.arange(count).split(max(1, CHUNK // count)):
-        seen = pattern.blocks(n, some) if by == "query" else pattern.blocks(n, None, some).T  # (some, count)
+        seen = (
+            pattern.blocks(n, some)
+            if by == "query"
+            else pattern.blocks(n, None, some).T
+        )  # (some, count)
         a, b = seen.nonzero(as_tuple=True)
-        found += [(some[a], first[b], size[b], torch.full_like(a, g), torch.ones_like(a)) for g in range(members)]
+        found += [
+            (some[a], first[b], size[b], torch.full_like(a, g), torch.ones_like(a))
+            for g in range(members)
+        ]
     return Intervals(first, size, tuple(map(torch.cat, zip(*found))))
 
 
-HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = range(9)  # the columns of ``TileSchedule.tiles``
-ROWS_BITS, TIMES_BITS = 9, 8  # of a packed entry: rows that count, M; the rest is the member
+HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = range(
+    9
+)  # the columns of ``TileSchedule.tiles``
+ROWS_BITS, TIMES_BITS = (
+    9,
+    8,
+)  # of a packed entry: rows that count, M; the rest is the member
 SPAN = 1 << 32  # more than any two positions lie apart
 
 
@@ -177,22 +235,39 @@ class TileSchedule:
 
     @property
     def visits(self) -> int:
-        """The number of visits of all programs. Each costs ``rows * cols`` pairs, visible or not."""
+        """The number of visits of all programs. Each costs ``rows * cols`` pairs,
+        visible or not.
+        """
         return int(self.tiles[:, [FULL, MASKED]].sum())
 
     def to(self, device) -> TileSchedule:
-        return replace(self, tiles=self.tiles.to(device), entries=self.entries.to(device))
+        return replace(
+            self, tiles=self.tiles.to(device), entries=self.entries.to(device)
+        )
 
 
-def make_schedule(source: Source, n: int, heads: int, kv_heads: int, *, rows: int, cols: int, causal: bool = False,
-                  by: str = "query", keys: int | None = None) -> TileSchedule:  # fmt: skip
-    """The schedule of ``source`` (of ``split``): tiles of ``rows`` rows that visit tiles of ``cols`` rows.
+def make_schedule(
+    source: Source,
+    n: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    rows: int,
+    cols: int,
+    causal: bool = False,
+    by: str = "query",
+    keys: int | None = None,
+) -> TileSchedule:
+    """The schedule of ``source`` (of ``split``): tiles of ``rows`` rows that visit
+    tiles of ``cols`` rows.
 
-    ``by="query"``: query heads own tiles of queries and visit keys (forward, dq). ``by="key"``: K/V heads own tiles of
-    keys and visit the queries of every head of their group (dk, dv), so that no sum crosses programs. ``keys``: the
-    number of keys if it is not n, for one branch of rate 1 over all rows, not causal.
+    ``by="query"``: query heads own tiles of queries and visit keys (forward, dq).
+    ``by="key"``: K/V heads own tiles of keys and visit the queries of every head of
+    their group (dk, dv), so that no sum crosses programs. ``keys``: the number of keys
+    if it is not n, for one branch of rate 1 over all rows, not causal.
 
-    Raises ValueError for more than 2**31 - 1 positions, 255 branches or 16,383 query heads per K/V head.
+    Raises ValueError for more than 2**31 - 1 positions, 255 branches or 16,383 query
+    heads per K/V head.
 
     >>> from ringlab.patterns import Dilated
     >>> from ringlab.kernels.tile_schedule import split
@@ -206,15 +281,28 @@ def make_schedule(source: Source, n: int, heads: int, kv_heads: int, *, rows: in
     if longest >= 1 << 31:
         raise ValueError(f"positions must fit 32 bits, got a sequence of {longest}")
     if not isinstance(source, BlockSparse) and len(source) >= 1 << TIMES_BITS:
-        raise ValueError(f"at most {(1 << TIMES_BITS) - 1} branches fold together, got {len(source)}")
+        raise ValueError(
+            f"at most {(1 << TIMES_BITS) - 1} branches fold together, got {len(source)}"
+        )
     if members >= 1 << (31 - ROWS_BITS - TIMES_BITS):
         raise ValueError(f"a K/V head cannot serve {members} query heads")
-    owners_of: dict[tuple, list[int]] = {}  # by the branches of each member: heads with equal ones share their entries
+    owners_of: dict[
+        tuple, list[int]
+    ] = {}  # by the branches of each member: heads with equal ones share their entries
     for owner in range(heads // members):
         served = range(owner * members, (owner + 1) * members)
-        specs = ("blocks",) if isinstance(source, BlockSparse) else tuple(
-            tuple((b.length, b.rate, b.offsets[b.heads.index(h)]) for b in source if h in b.heads) for h in served
-        )  # fmt: skip
+        specs = (
+            ("blocks",)
+            if isinstance(source, BlockSparse)
+            else tuple(
+                tuple(
+                    (b.length, b.rate, b.offsets[b.heads.index(h)])
+                    for b in source
+                    if h in b.heads
+                )
+                for h in served
+            )
+        )
         owners_of.setdefault(specs, []).append(owner)
     all_tiles, all_entries = [torch.zeros(0, MASKED + 1, dtype=torch.int64)], []
     covered, stored = True, 0
@@ -228,7 +316,9 @@ def make_schedule(source: Source, n: int, heads: int, kv_heads: int, *, rows: in
             tiles[:, START] += stored
             stored += len(entries)
             bases = torch.arange(intervals.times) * intervals.period  # (times,)
-            tiles = tiles.repeat(len(owners), intervals.times, 1, 1)  # (owners, times, T, 9)
+            tiles = tiles.repeat(
+                len(owners), intervals.times, 1, 1
+            )  # (owners, times, T, 9)
             tiles[..., HEAD] = torch.tensor(owners)[:, None, None]
             tiles[..., FIRST] += bases[:, None]
             tiles[..., BASE] = bases[:, None]
@@ -236,29 +326,46 @@ def make_schedule(source: Source, n: int, heads: int, kv_heads: int, *, rows: in
             all_entries.append(entries)
         covered &= reached == (n if by == "query" else keys or n)
     tiles = torch.cat(all_tiles)
-    # Programs that read the same keys come together, so that these stay in the cache, and the longest first.
+    # Programs that read the same keys come together, so that these stay in the cache,
+    # and the longest first.
     span = 1 << 31 if isinstance(source, BlockSparse) else max(b.length for b in source)
     order = (tiles[:, FULL] + tiles[:, MASKED]).argsort(stable=True, descending=True)
     for key in (tiles[:, FIRST] // span, tiles[:, HEAD] // (group // members)):
         order = order[key[order].argsort(stable=True)]
     entries = torch.cat([*all_entries, torch.zeros(1, 2, dtype=torch.int64)])
     strides = tiles[:, STRIDE].unique().tolist()
-    return TileSchedule(tiles[order].int(), entries.int(), rows, cols, covered,
-                        strides[0] if len(strides) == 1 else 0, not tiles[:, MASKED].any())  # fmt: skip
+    return TileSchedule(
+        tiles[order].int(),
+        entries.int(),
+        rows,
+        cols,
+        covered,
+        strides[0] if len(strides) == 1 else 0,
+        not tiles[:, MASKED].any(),
+    )
 
 
-def _scheduled(intervals: Intervals, rows: int, cols: int, causal: bool, by: str) -> tuple[Tensor, Tensor]:
+def _scheduled(
+    intervals: Intervals, rows: int, cols: int, causal: bool, by: str
+) -> tuple[Tensor, Tensor]:
     """tiles (T, 9) with head 0, and entries (E, 2), both int64."""
     interval, first, count, packed = _visited(intervals, cols)  # (E,)
-    # A causal tile visits the keys before it; if keys own tiles, with mirrored positions, the queries after it.
+    # A causal tile visits the keys before it; if keys own tiles, with mirrored
+    # positions, the queries after it.
     low, high = _span(first, count, intervals.stride, by)
     full = count == cols
     order = torch.where(full, low, -low).argsort(stable=True)
-    order = order[(2 * interval + full)[order].argsort(stable=True)]  # partial from the far end, then full
+    order = order[
+        (2 * interval + full)[order].argsort(stable=True)
+    ]  # partial from the far end, then full
     number = len(intervals.first)
-    partials, fulls = (torch.bincount(interval[x], minlength=number) for x in (~full, full))  # (number,)
+    partials, fulls = (
+        torch.bincount(interval[x], minlength=number) for x in (~full, full)
+    )  # (number,)
     starts = (partials + fulls).cumsum(0) - partials - fulls
-    owner, begin, size = _tiles(intervals.first, intervals.count, intervals.stride, rows)  # (T,)
+    owner, begin, size = _tiles(
+        intervals.first, intervals.count, intervals.stride, rows
+    )  # (T,)
     partial, whole, seen = (x[owner] for x in (partials, fulls, fulls))  # (T,)
     if causal:
         near, far = _span(begin, size, intervals.stride, by)
@@ -266,8 +373,20 @@ def _scheduled(intervals: Intervals, rows: int, cols: int, causal: bool, by: str
         seen = _below(interval[full], low[full], owner, far)
         partial = _below(interval[~full], low[~full], owner, far)
     zero, start = torch.zeros_like(owner), starts[owner] + partials[owner] - partial
-    columns = zero, begin, size, zero + intervals.stride, zero, start, partial, whole, partial + seen - whole
-    return torch.stack(columns, 1)[partial + seen > 0], torch.stack([first, packed], 1)[order]
+    columns = (
+        zero,
+        begin,
+        size,
+        zero + intervals.stride,
+        zero,
+        start,
+        partial,
+        whole,
+        partial + seen - whole,
+    )
+    return torch.stack(columns, 1)[partial + seen > 0], torch.stack([first, packed], 1)[
+        order
+    ]
 
 
 def _below(interval: Tensor, value: Tensor, owner: Tensor, limit: Tensor) -> Tensor:
@@ -278,13 +397,17 @@ def _below(interval: Tensor, value: Tensor, owner: Tensor, limit: Tensor) -> Ten
 
 
 def _span(first: Tensor, count: Tensor, stride: int, by: str) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest position, mirrored if keys own the tiles, because causal queries come after keys."""
+    """The lowest and the highest position, mirrored if keys own the tiles, because
+    causal queries come after keys.
+    """
     last = first + (count - 1) * stride
     return (first, last) if by == "query" else (-last, -first)
 
 
 def _visited(intervals: Intervals, cols: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """interval, first, count, packed of tiles of ``cols`` rows: adjacent intervals with one M are cut as one."""
+    """interval, first, count, packed of tiles of ``cols`` rows: adjacent intervals with
+    one M are cut as one.
+    """
     a, first, count, member, times = intervals.pairs
     order = ((first % intervals.stride << 31) + first).argsort()  # class by class
     order = order[(a * SPAN + member)[order].argsort(stable=True)]
@@ -293,13 +416,26 @@ def _visited(intervals: Intervals, cols: int) -> tuple[Tensor, Tensor, Tensor, T
     for x in (a, member, times):
         joins &= x[1:] == x[:-1]
     new = torch.cat([torch.ones(1, dtype=torch.bool), ~joins])
-    length = torch.zeros(int(new.sum()), dtype=torch.int64).index_add_(0, new.cumsum(0) - 1, count)
+    length = torch.zeros(int(new.sum()), dtype=torch.int64).index_add_(
+        0, new.cumsum(0) - 1, count
+    )
     run, begin, size = _tiles(first[new], length, intervals.stride, cols)
     a, member, times = (x[new][run] for x in (a, member, times))
-    return a, begin, size, size + (times << ROWS_BITS) + (member << ROWS_BITS + TIMES_BITS)
+    return (
+        a,
+        begin,
+        size,
+        size + (times << ROWS_BITS) + (member << ROWS_BITS + TIMES_BITS),
+    )
 
 
-def _tiles(first: Tensor, count: Tensor, stride: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _tiles(
+    first: Tensor, count: Tensor, stride: int, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """(interval, first row, rows) of the tiles of intervals."""
     which, nth = _ragged(-(-count // rows))
-    return which, first[which] + nth * rows * stride, (count[which] - nth * rows).clamp(max=rows)
+    return (
+        which,
+        first[which] + nth * rows * stride,
+        (count[which] - nth * rows).clamp(max=rows),
+    )

@@ -1,7 +1,9 @@
-"""The kernels of torch: matrix products ("eager") and the operators behind ``scaled_dot_product_attention``.
+"""The kernels of torch: matrix products ("eager") and the operators behind
+``scaled_dot_product_attention``.
 
-The operators are called directly, because the public function returns no log-sum-exp. All of them read strided views
-without a copy as long as the last dimension is contiguous.
+The operators are called directly, because the public function returns no log-sum-exp.
+All of them read strided views without a copy as long as the last dimension is
+contiguous.
 """
 
 from __future__ import annotations
@@ -10,15 +12,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import HALF, accumulation_dtype, needs_bf16, needs_cuda, needs_head_dim, to_bhmd, wants_dtype
+from .base import (
+    HALF,
+    accumulation_dtype,
+    needs_bf16,
+    needs_cuda,
+    needs_head_dim,
+    to_bhmd,
+    wants_dtype,
+)
 
 _ATEN = torch.ops.aten
 
 
 class Eager:
-    """Scores, softmax, product, in fp32 or wider; runs everywhere, memory grows with m^2.
+    """Scores, softmax, product, in fp32 or wider; runs everywhere, memory grows with
+    m^2.
 
-    With ``tile_bytes`` the batch is walked in pieces whose scores stay about that large, so they stay in cache.
+    With ``tile_bytes`` the batch is walked in pieces whose scores stay about that
+    large, so they stay in cache.
     """
 
     name = "eager"
@@ -33,14 +45,28 @@ class Eager:
     def takes_bias(self, dtype):
         return True
 
-    def _pieces(self, causal: bool, scale: float, bias: Tensor | None, q: Tensor, k: Tensor, *others: Tensor):
-        """(batch entries, their masked scores (b', h, m, m_k), the tensors as (b', h, m, d)) of each piece."""
+    def _pieces(
+        self,
+        causal: bool,
+        scale: float,
+        bias: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        *others: Tensor,
+    ):
+        """(batch entries, their masked scores (b', h, m, m_k), the tensors as (b', h,
+        m, d)) of each piece.
+        """
         (b, m, heads, _), m_k = q.shape, k.shape[1]
-        step = b if self.tile_bytes is None else self.tile_bytes // (4 * heads * m * m_k)
+        step = (
+            b if self.tile_bytes is None else self.tile_bytes // (4 * heads * m * m_k)
+        )
         hidden = hidden_keys(m, m_k, q.device) if causal else None
         for i in range(0, b, max(1, step)):
             piece = slice(i, i + max(1, step))
-            tensors = to_bhmd(*(t[piece].to(accumulation_dtype(q.dtype)) for t in (q, k, *others)))
+            tensors = to_bhmd(
+                *(t[piece].to(accumulation_dtype(q.dtype)) for t in (q, k, *others))
+            )
             scores = torch.matmul(tensors[0], tensors[1].mT).mul_(scale)
             if bias is not None:
                 scores.add_(bias[piece].transpose(1, 2))
@@ -50,42 +76,63 @@ class Eager:
 
     def forward(self, q, k, v, causal, scale, bias=None):
         b, m, h, d = q.shape
-        out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)  # (b, m, h, d)
+        out = torch.empty(
+            q.shape, dtype=accumulation_dtype(q.dtype), device=q.device
+        )  # (b, m, h, d)
         lse = torch.empty(b, h, m, dtype=out.dtype, device=q.device)
         for piece, scores, _, _, v_t in self._pieces(causal, scale, bias, q, k, v):
             top = scores.amax(-1)  # (b', h, m)
             prob = scores.softmax(-1)
-            # The largest probability is exp(top - lse): the log-sum-exp without another pass of exponentials.
+            # The largest probability is exp(top - lse): the log-sum-exp without another
+            # pass of exponentials.
             lse[piece] = top - prob.amax(-1).log_()
             out[piece] = torch.matmul(prob, v_t).transpose(1, 2)
         return out, lse
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
-        grads = tuple(torch.empty(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v))
-        for piece, scores, q_t, k_t, v_t, g, o in self._pieces(causal, scale, bias, q, k, v, dout, out):
-            prob = scores.sub_(lse[piece].unsqueeze(-1)).exp_()  # (b', h, m, m_k), against the final lse
+        grads = tuple(
+            torch.empty(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v)
+        )
+        for piece, scores, q_t, k_t, v_t, g, o in self._pieces(
+            causal, scale, bias, q, k, v, dout, out
+        ):
+            prob = scores.sub_(
+                lse[piece].unsqueeze(-1)
+            ).exp_()  # (b', h, m, m_k), against the final lse
             delta = (g * o).sum(-1, keepdim=True)  # (b', h, m, 1)
-            # A row that sees one key has gradient 0: sum as delta does, so that the difference is 0 and not rounding.
-            d_prob = torch.matmul(g, v_t.mT) if k.shape[1] > 1 else (g * v_t).sum(-1, keepdim=True)
+            # A row that sees one key has gradient 0: sum as delta does, so that the
+            # difference is 0 and not rounding.
+            d_prob = (
+                torch.matmul(g, v_t.mT)
+                if k.shape[1] > 1
+                else (g * v_t).sum(-1, keepdim=True)
+            )
             d_scores = d_prob.sub_(delta).mul_(prob).mul_(scale)
-            for grad, product in zip(grads, (d_scores @ k_t, d_scores.mT @ q_t, prob.mT @ g)):
+            for grad, product in zip(
+                grads, (d_scores @ k_t, d_scores.mT @ q_t, prob.mT @ g)
+            ):
                 grad[piece] = product.transpose(1, 2)
         return grads
 
 
 def hidden_keys(m: int, m_k: int, device) -> Tensor:
-    """Which keys a causal call hides from which queries, bool (m, m_k): the last query sees all."""
+    """Which keys a causal call hides from which queries, bool (m, m_k): the last query
+    sees all.
+    """
     return torch.ones(m, m_k, dtype=torch.bool, device=device).triu(1 + m_k - m)
 
 
-# The kernel's backward in half precision takes up to three times as long as batched products for so few rows.
+# The kernel's backward in half precision takes up to three times as long as batched
+# products for so few rows.
 SHORT = 128
 FEW = 16  # keys, whose gradients cancel: the products sum in the same order and leave less
 _MATMUL = Eager(tile_bytes=1 << 20)
 
 
 def has_half_units(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies ``dtype`` natively; without, torch's backward in it takes ten times fp32's."""
+    """Whether this CPU multiplies ``dtype`` natively; without, torch's backward in it
+    takes ten times fp32's.
+    """
     bf16 = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     flags = bf16 if dtype == torch.bfloat16 else ("_is_amx_fp16_supported",)
     return any(getattr(torch.cpu, flag, bool)() for flag in flags)
@@ -96,9 +143,11 @@ _CPU_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.defau
 
 
 class CpuFlash:
-    """``aten::_scaled_dot_product_flash_attention_for_cpu``; backwards of few rows are tiled products.
+    """``aten::_scaled_dot_product_flash_attention_for_cpu``; backwards of few rows are
+    tiled products.
 
-    Half precision that the CPU does not multiply natively is computed, and returned, in fp32.
+    Half precision that the CPU does not multiply natively is computed, and returned, in
+    fp32.
     """
 
     name = "cpu_flash"
@@ -110,26 +159,54 @@ class CpuFlash:
         return wants_dtype(dtype, (torch.float64, torch.float32, *HALF))
 
     def takes_bias(self, dtype):
-        return dtype not in HALF or not has_half_units(dtype)  # half precision would round the bias
+        return dtype not in HALF or not has_half_units(
+            dtype
+        )  # half precision would round the bias
 
     def forward(self, q, k, v, causal, scale, bias=None):
         if q.dtype in HALF and not has_half_units(q.dtype):
             q, k, v = q.float(), k.float(), v.float()
-        mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else _mask(bias, q)
+        mask = (
+            _lower_right(q, k)
+            if causal and q.shape[1] != k.shape[1]
+            else _mask(bias, q)
+        )
         q_t, k_t, v_t = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, lse = _CPU_FORWARD(q_t, k_t, v_t, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
+        out, lse = _CPU_FORWARD(
+            q_t, k_t, v_t, 0.0, causal and mask is None, attn_mask=mask, scale=scale
+        )
         if _hides(mask) and not _finite(lse):
             return _MATMUL.forward(q, k, v, causal, scale, bias)
         return out.transpose(1, 2), lse
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
-        if k.shape[1] <= FEW or (q.dtype in HALF and max(q.shape[1], k.shape[1]) <= SHORT):
+        if k.shape[1] <= FEW or (
+            q.dtype in HALF and max(q.shape[1], k.shape[1]) <= SHORT
+        ):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale, bias)
         if q.dtype in HALF and not has_half_units(q.dtype):
-            dout, q, k, v, out = dout.float(), q.float(), k.float(), v.float(), out.float()
-        mask = _lower_right(q, k) if causal and q.shape[1] != k.shape[1] else _mask(bias, q)
-        reads = dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out.transpose(1, 2)
-        dq, dk, dv = _CPU_BACKWARD(*reads, lse, 0.0, causal and mask is None, attn_mask=mask, scale=scale)
+            dout, q, k, v, out = (
+                dout.float(),
+                q.float(),
+                k.float(),
+                v.float(),
+                out.float(),
+            )
+        mask = (
+            _lower_right(q, k)
+            if causal and q.shape[1] != k.shape[1]
+            else _mask(bias, q)
+        )
+        reads = (
+            dout.transpose(1, 2),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            out.transpose(1, 2),
+        )
+        dq, dk, dv = _CPU_BACKWARD(
+            *reads, lse, 0.0, causal and mask is None, attn_mask=mask, scale=scale
+        )
         if _hides(mask) and not _finite(dv.sum()):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale, bias)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
@@ -141,45 +218,73 @@ def _mask(bias: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _hides(mask: Tensor | None) -> bool:
-    """Whether a mask may hide keys of some queries: one that is the same for all of them has finite biases alone."""
+    """Whether a mask may hide keys of some queries: one that is the same for all of
+    them has finite biases alone.
+    """
     return mask is not None and mask.shape[2] > 1
 
 
 def _lower_right(q: Tensor, k: Tensor) -> Tensor:
-    """The causal mask (1, 1, m, m_k) to add; the operator's own one begins in the upper left corner."""
+    """The causal mask (1, 1, m, m_k) to add; the operator's own one begins in the upper
+    left corner.
+    """
     m, m_k = q.shape[1], k.shape[1]
-    return torch.zeros(1, 1, m, m_k, dtype=q.dtype).masked_fill_(hidden_keys(m, m_k, q.device), -torch.inf)
+    return torch.zeros(1, 1, m, m_k, dtype=q.dtype).masked_fill_(
+        hidden_keys(m, m_k, q.device), -torch.inf
+    )
 
 
 def _finite(t: Tensor) -> bool:
-    """Whether a masked result has no NaN, which an infinite score and the -inf that hides it make. True for meta."""
+    """Whether a masked result has no NaN, which an infinite score and the -inf that
+    hides it make. True for meta.
+    """
     found = t.isfinite().all()
     return found.is_meta or bool(found)
 
 
 class Flash:
-    """``aten::_scaled_dot_product_flash_attention`` (FlashAttention-2 as built into torch)."""
+    """``aten::_scaled_dot_product_flash_attention`` (FlashAttention-2 as built into
+    torch).
+    """
 
     name = "flash"
 
     def refuses(self, device, dtype, head_dim):
-        return needs_head_dim(head_dim, 256) or needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
+        return (
+            needs_head_dim(head_dim, 256)
+            or needs_cuda(device, (8, 0))
+            or wants_dtype(dtype, HALF)
+        )
 
     def forward(self, q, k, v, causal, scale):
-        out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(*to_bhmd(q, k, v), 0.0, causal, scale=scale)
+        out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
+            *to_bhmd(q, k, v), 0.0, causal, scale=scale
+        )
         return out.transpose(1, 2), lse[..., : q.shape[1]]
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         m, state = q.shape[1], torch.zeros(2, dtype=torch.uint64, device=q.device)
         # This operator reads the log-sum-exp by pointer, without its strides.
         grads = _ATEN._scaled_dot_product_flash_attention_backward(
-            *to_bhmd(dout, q, k, v, out), lse.contiguous(), None, None, m, m, 0.0, causal, state, state, scale=scale
+            *to_bhmd(dout, q, k, v, out),
+            lse.contiguous(),
+            None,
+            None,
+            m,
+            m,
+            0.0,
+            causal,
+            state,
+            state,
+            scale=scale,
         )
         return to_bhmd(*grads)
 
 
 class Efficient:
-    """``aten::_scaled_dot_product_efficient_attention`` (CUTLASS), the one fused kernel for fp32 and for Pascal."""
+    """``aten::_scaled_dot_product_efficient_attention`` (CUTLASS), the one fused kernel
+    for fp32 and for Pascal.
+    """
 
     name = "efficient"
 
@@ -192,40 +297,76 @@ class Efficient:
 
     def forward(self, q, k, v, causal, scale):
         read = to_bhmd(q, k, v)
-        out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(*read, None, True, 0.0, causal, scale=scale)
-        return out.transpose(1, 2), lse[..., : q.shape[1]]  # the kernel pads its rows to 32
+        out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(
+            *read, None, True, 0.0, causal, scale=scale
+        )
+        return out.transpose(1, 2), lse[
+            ..., : q.shape[1]
+        ]  # the kernel pads its rows to 32
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         padding = -lse.shape[-1] % 32
-        lse = F.pad(lse, (0, padding), value=torch.inf)[..., : lse.shape[-1]]  # keeps the padded row stride
-        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of random numbers, which dropout 0 never reads
+        lse = F.pad(lse, (0, padding), value=torch.inf)[
+            ..., : lse.shape[-1]
+        ]  # keeps the padded row stride
+        state = torch.zeros(
+            (), dtype=torch.int64, device=q.device
+        )  # of random numbers, which dropout 0 never reads
         grads = _ATEN._scaled_dot_product_efficient_attention_backward(
-            *to_bhmd(dout, q, k, v), None, out.transpose(1, 2), lse, state, state, 0.0, [True, True, True, False],
-            causal, scale=scale,
-        )  # fmt: skip
+            *to_bhmd(dout, q, k, v),
+            None,
+            out.transpose(1, 2),
+            lse,
+            state,
+            state,
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=scale,
+        )
         return to_bhmd(*grads[:3])
 
 
 class CuDNN:
-    """``aten::_scaled_dot_product_cudnn_attention``, the fastest of torch's kernels on Hopper and newer."""
+    """``aten::_scaled_dot_product_cudnn_attention``, the fastest of torch's kernels on
+    Hopper and newer.
+    """
 
     name = "cudnn"
 
     def refuses(self, device, dtype, head_dim):
-        return needs_head_dim(head_dim, 128) or needs_cuda(device, (8, 0)) or wants_dtype(dtype, HALF)
+        return (
+            needs_head_dim(head_dim, 128)
+            or needs_cuda(device, (8, 0))
+            or wants_dtype(dtype, HALF)
+        )
 
     def forward(self, q, k, v, causal, scale):
         op = _ATEN._scaled_dot_product_cudnn_attention
-        out, lse, *_ = op(*to_bhmd(q, k, v), None, True, 0.0, causal, False, scale=scale)
+        out, lse, *_ = op(
+            *to_bhmd(q, k, v), None, True, 0.0, causal, False, scale=scale
+        )
         return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
-        # cuDNN's backward graphs are cached by the strides of q, k and v alone, while those of out, dout and lse are
-        # baked in: always hand them over dense.
+        # cuDNN's backward graphs are cached by the strides of q, k and v alone, while
+        # those of out, dout and lse are baked in: always hand them over dense.
         m, state = q.shape[1], torch.zeros((), dtype=torch.int64, device=q.device)
         dense = [t.contiguous().transpose(1, 2) for t in (dout, out)]
         grads = _ATEN._scaled_dot_product_cudnn_attention_backward(
-            dense[0], *to_bhmd(q, k, v), dense[1], lse.contiguous().unsqueeze(-1), state, state, None, None, None,
-            m, m, 0.0, causal, scale=scale,
-        )  # fmt: skip
+            dense[0],
+            *to_bhmd(q, k, v),
+            dense[1],
+            lse.contiguous().unsqueeze(-1),
+            state,
+            state,
+            None,
+            None,
+            None,
+            m,
+            m,
+            0.0,
+            causal,
+            scale=scale,
+        )
         return to_bhmd(*grads)

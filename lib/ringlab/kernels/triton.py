@@ -1,12 +1,15 @@
-"""Any pattern in one kernel launch per pass: the Triton backend, for compute capability 8.0 and newer.
+"""Any pattern in one kernel launch per pass: the Triton backend, for compute capability
+8.0 and newer.
 
-Rows are read in place by strides; nothing is gathered. The branches of a pattern that ``tile_schedule.split`` groups
-are one softmax in one launch. If a pattern needs several launches, each adds to the results of the one before. Only
-results are allocated, one row sum per query and, for half precision in several launches, fp32 results.
+Rows are read in place by strides; nothing is gathered. The branches of a pattern that
+``tile_schedule.split`` groups are one softmax in one launch. If a pattern needs several
+launches, each adds to the results of the one before. Only results are allocated, one
+row sum per query and, for half precision in several launches, fp32 results.
 
-Tile sizes are those that ``triton_tune`` found for this GPU, else the defaults. Values are tested by Triton's
-interpreter, and all sizes compile for compute capability 8.0 to 12.0 without spills. The speed was never measured, so
-``backend="auto"`` does not choose this kernel.
+Tile sizes are those that ``triton_tune`` found for this GPU, else the defaults. Values
+are tested by Triton's interpreter, and all sizes compile for compute capability 8.0 to
+12.0 without spills. The speed was never measured, so ``backend="auto"`` does not choose
+this kernel.
 """
 
 from __future__ import annotations
@@ -29,16 +32,22 @@ from .triton_config import Sizes, early, padded, precision
 
 WIDEST = 256  # head_dim
 LOG2E = 1.4426950408889634
-Pick = Callable[[str, Tensor, Tensor, bool, bool], Sizes]  # by pass, q, k, causal and joins
+Pick = Callable[
+    [str, Tensor, Tensor, bool, bool], Sizes
+]  # by pass, q, k, causal and joins
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets kernels on CPU tensors instead of compiling them: for tests."""
+    """Whether Triton interprets kernels on CPU tensors instead of compiling them: for
+    tests.
+    """
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Launch(NamedTuple):
-    """One launch of a pass. ``why``: the reason why the picked sizes cannot run here and the defaults do, or None."""
+    """One launch of a pass. ``why``: the reason why the picked sizes cannot run here
+    and the defaults do, or None.
+    """
 
     size: Sizes
     schedule: TileSchedule
@@ -48,18 +57,27 @@ class Launch(NamedTuple):
 def shortened(size: Sizes, schedule: TileSchedule) -> str | None:
     """Why a launch has smaller tiles than its sizes, or None."""
     same = (schedule.rows, schedule.cols) == (size.rows, size.cols)
-    return None if same else f"the row intervals of the pattern are shorter than tiles of {size.rows} x {size.cols}"
+    return (
+        None
+        if same
+        else f"the row intervals of the pattern are shorter than tiles of {size.rows} x {size.cols}"
+    )
 
 
 def tuned(name: str, q: Tensor, k: Tensor, causal: bool, joins: bool) -> Sizes:
     """The sizes that were tuned for a launch on this GPU, else the defaults."""
     d, compute = q.shape[3], compute_of(q)
-    use = triton_config.Use.of(name, d, q.dtype, causal, joins, q.shape[2] // k.shape[2])
-    return triton_config.chosen(use, q.device, compute) or triton_config.sizes(name, d, q.dtype, compute, joins)
+    use = triton_config.Use.of(
+        name, d, q.dtype, causal, joins, q.shape[2] // k.shape[2]
+    )
+    return triton_config.chosen(use, q.device, compute) or triton_config.sizes(
+        name, d, q.dtype, compute, joins
+    )
 
 
 class TritonKernel:
-    """A dense kernel like the others, and whole patterns by ``attend`` and ``gradients``.
+    """A dense kernel like the others, and whole patterns by ``attend`` and
+    ``gradients``.
 
     ``pick`` chooses the sizes of a launch.
     """
@@ -70,7 +88,9 @@ class TritonKernel:
         self._pick = pick
 
     def refuses(self, device, dtype, head_dim):
-        if why := (None if interpreted() else needs_cuda(device, (8, 0))) or missing("triton", "triton"):
+        if why := (None if interpreted() else needs_cuda(device, (8, 0))) or missing(
+            "triton", "triton"
+        ):
             return why
         if interpreted() and dtype == torch.bfloat16:
             return "triton's interpreter multiplies bfloat16 wrongly"
@@ -84,8 +104,19 @@ class TritonKernel:
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         return self.gradients(dout, None, q, k, v, out, lse, Dense(), causal, scale)
 
-    def attend(self, q, k, v, pattern: Pattern, causal: bool, scale: float, cached=caches.GLOBAL.get):
-        """out (b, n, h, d) in q's dtype and lse (b, h, n) in fp32; q (b, n, h, d), k and v (b, m, h_kv, d)."""
+    def attend(
+        self,
+        q,
+        k,
+        v,
+        pattern: Pattern,
+        causal: bool,
+        scale: float,
+        cached=caches.GLOBAL.get,
+    ):
+        """out (b, n, h, d) in q's dtype and lse (b, h, n) in fp32; q (b, n, h, d), k
+        and v (b, m, h_kv, d).
+        """
         b, n, heads, _ = q.shape
         launches = self.launches("forward", (q, k, v), pattern, causal, cached)
         dtype = q.dtype if len(launches) == 1 else torch.float32
@@ -98,34 +129,83 @@ class TritonKernel:
             _launch("forward", launch, (q, k, v), (), (out, lse), scale, causal, i > 0)
         return out.to(q.dtype), lse
 
-    def gradients(self, dout, dlse, q, k, v, out, lse, pattern: Pattern, causal, scale, cached=caches.GLOBAL.get):
-        """dq, dk, dv for the cotangents ``dout`` and ``dlse`` (b, h, n) or None, with the final out and lse."""
+    def gradients(
+        self,
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        pattern: Pattern,
+        causal,
+        scale,
+        cached=caches.GLOBAL.get,
+    ):
+        """dq, dk, dv for the cotangents ``dout`` and ``dlse`` (b, h, n) or None, with
+        the final out and lse.
+        """
         dout, lse, less = dense_rows(dout), lse.contiguous(), row_sums(dout, out, dlse)
         given = dout, less, q, k, v, lse, pattern, causal, scale, cached
-        return *self.gradient("backward_q", *given), *self.gradient("backward_kv", *given)
+        return *self.gradient("backward_q", *given), *self.gradient(
+            "backward_kv", *given
+        )
 
-    def gradient(self, name, dout, less, q, k, v, lse, pattern: Pattern, causal, scale, cached=caches.GLOBAL.get):
-        """(dq,) of "backward_q" or (dk, dv) of "backward_kv"; ``less`` is the result of ``row_sums``."""
+    def gradient(
+        self,
+        name,
+        dout,
+        less,
+        q,
+        k,
+        v,
+        lse,
+        pattern: Pattern,
+        causal,
+        scale,
+        cached=caches.GLOBAL.get,
+    ):
+        """(dq,) of "backward_q" or (dk, dv) of "backward_kv"; ``less`` is the result of
+        ``row_sums``.
+        """
         launches = self.launches(name, (dout, q, k, v), pattern, causal, cached)
         dtype = q.dtype if len(launches) == 1 else torch.float32
         made = torch.empty if launches[0].schedule.covered else torch.zeros
-        into = [made(t.shape, dtype=dtype, device=t.device) for t in ((q,) if name == "backward_q" else (k, v))]
+        into = [
+            made(t.shape, dtype=dtype, device=t.device)
+            for t in ((q,) if name == "backward_q" else (k, v))
+        ]
         for i, launch in enumerate(launches):
-            _launch(name, launch, (dout, q, k, v), (lse, less), into, scale, causal, i > 0)
+            _launch(
+                name, launch, (dout, q, k, v), (lse, less), into, scale, causal, i > 0
+            )
         return tuple(t.to(q.dtype) for t in into)
 
-    def launches(self, name, read, pattern: Pattern, causal: bool, cached=caches.GLOBAL.get) -> list[Launch]:
-        """The launches of the pass ``name``, in order; ``read`` is (dout of a backward pass,) q, k, v."""
+    def launches(
+        self, name, read, pattern: Pattern, causal: bool, cached=caches.GLOBAL.get
+    ) -> list[Launch]:
+        """The launches of the pass ``name``, in order; ``read`` is (dout of a backward
+        pass,) q, k, v.
+        """
         from . import experimental
 
         q, k = read[-3:-1]
-        (_, n, heads, d), kv_heads, by = q.shape, k.shape[2], "key" if name == "backward_kv" else "query"
+        (_, n, heads, d), kv_heads, by = (
+            q.shape,
+            k.shape[2],
+            "key" if name == "backward_kv" else "query",
+        )
         found: list[Launch] = []
-        for source in tile_schedule.split(pattern, n, heads, kv_heads, self._pick(name, q, k, causal, False).rows):
+        for source in tile_schedule.split(
+            pattern, n, heads, kv_heads, self._pick(name, q, k, causal, False).rows
+        ):
             joins = bool(found)
             size, why = self._pick(name, q, k, causal, joins), None
             schedule = _schedule(source, size, q, k, causal, by, cached)
-            if size.reads != "pointers" and (why := experimental.unfit(size, schedule, read, joins)):
+            if size.reads != "pointers" and (
+                why := experimental.unfit(size, schedule, read, joins)
+            ):
                 size = triton_config.sizes(name, d, q.dtype, compute_of(q), joins)
                 schedule = _schedule(source, size, q, k, causal, by, cached)
             found.append(Launch(size, schedule, why))
@@ -133,7 +213,9 @@ class TritonKernel:
 
 
 def compute_of(t: Tensor) -> tuple[int, int]:
-    """The compute capability of a tensor's device; where Triton interprets, that of the oldest supported one."""
+    """The compute capability of a tensor's device; where Triton interprets, that of the
+    oldest supported one.
+    """
     return capability(t.device) if t.is_cuda else (8, 0)
 
 
@@ -142,20 +224,33 @@ def dense_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _schedule(source: Source, size: Sizes, q: Tensor, k: Tensor, causal: bool, by: str, cached) -> TileSchedule:
-    """The cached schedule of a source, with smaller tiles if its row intervals are shorter."""
-    short = max(triton_config.LEAST, 1 << (tile_schedule.interval_rows(source) - 1).bit_length())
+def _schedule(
+    source: Source, size: Sizes, q: Tensor, k: Tensor, causal: bool, by: str, cached
+) -> TileSchedule:
+    """The cached schedule of a source, with smaller tiles if its row intervals are
+    shorter.
+    """
+    short = max(
+        triton_config.LEAST, 1 << (tile_schedule.interval_rows(source) - 1).bit_length()
+    )
     rows = min(size.rows, short)
     cols = size.cols if isinstance(source, BlockSparse) else min(size.cols, short)
     (n, heads), (m, kv_heads) = q.shape[1:3], k.shape[1:3]
 
     options = {"rows": rows, "cols": cols, "causal": causal, "by": by, "keys": m}
     key = ("tile schedule", source, n, heads, kv_heads, *options.values(), q.device)
-    return cached(key, lambda: tile_schedule.make_schedule(source, n, heads, kv_heads, **options).to(q.device))
+    return cached(
+        key,
+        lambda: tile_schedule.make_schedule(source, n, heads, kv_heads, **options).to(
+            q.device
+        ),
+    )
 
 
 def row_sums(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, (b, h, n) in fp32, for (b, n, h, d): what every gradient pass subtracts."""
+    """rowsum(dout * out) - dlse, (b, h, n) in fp32, for (b, n, h, d): what every
+    gradient pass subtracts.
+    """
     from . import triton_kernels
 
     dout, out = dense_rows(dout), dense_rows(out)
@@ -164,38 +259,82 @@ def row_sums(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     extra = found if dlse is None else dlse.float().contiguous()
     with torch.cuda.device_of(dout):
         triton_kernels.delta[(-(-n // rows), b * heads)](
-            dout, out, extra, found, heads, n, *dout.stride()[:3], *out.stride()[:3],
-            ROWS=rows, DIM=d, PAD=padded(d), HAS_LSE=dlse is not None,
-        )  # fmt: skip
+            dout,
+            out,
+            extra,
+            found,
+            heads,
+            n,
+            *dout.stride()[:3],
+            *out.stride()[:3],
+            ROWS=rows,
+            DIM=d,
+            PAD=padded(d),
+            HAS_LSE=dlse is not None,
+        )
     return found
 
 
 def _launch(name, launch: Launch, read, rows, results, scale, causal, join) -> None:
-    """One launch: ``read`` is (dout,) q, k, v, ``rows`` lse and less of a backward pass, ``results`` are written."""
+    """One launch: ``read`` is (dout,) q, k, v, ``rows`` lse and less of a backward
+    pass, ``results`` are written.
+    """
     from . import experimental
 
     if not len(launch.schedule.tiles):
         return
     if launch.size.reads == "pointers":
-        start(name, launch, read, (*read, *rows, *results), results[0], scale, causal, join)
+        start(
+            name,
+            launch,
+            read,
+            (*read, *rows, *results),
+            results[0],
+            scale,
+            causal,
+            join,
+        )
     else:
         experimental.run(name, launch, read, rows, results, scale, causal, join)
 
 
-def start(name, launch: Launch, read, arguments, result, scale, causal, join, **more) -> None:
-    """Start one program for each tile and batch entry. ``more`` replaces constants of the kernel."""
+def start(
+    name, launch: Launch, read, arguments, result, scale, causal, join, **more
+) -> None:
+    """Start one program for each tile and batch entry. ``more`` replaces constants of
+    the kernel.
+    """
     from . import triton_kernels
 
     (size, schedule, _), (q, k) = launch, read[-3:-1]
     (b, n, heads, d), programs = q.shape, len(schedule.tiles)
     constants = {
-        "ROWS": schedule.rows, "COLS": schedule.cols, "DIM": d, "PAD": padded(d), "CAUSAL": causal, "JOIN": join,
-        "PRECISION": precision(d, q.dtype), "EARLY": early(compute_of(q), size.reads), "READS": "pointers", "STEP": 0,
-        "num_warps": size.warps, "num_stages": size.stages,
-    }  # fmt: skip
+        "ROWS": schedule.rows,
+        "COLS": schedule.cols,
+        "DIM": d,
+        "PAD": padded(d),
+        "CAUSAL": causal,
+        "JOIN": join,
+        "PRECISION": precision(d, q.dtype),
+        "EARLY": early(compute_of(q), size.reads),
+        "READS": "pointers",
+        "STEP": 0,
+        "num_warps": size.warps,
+        "num_stages": size.stages,
+    }
     constants |= ({"MASK": True} if name == "forward" else {}) | more
     kernel = getattr(triton_kernels, name)[(programs * b,)]
     strides = (s for t in (*read, result) for s in t.stride()[:3])
     with torch.cuda.device_of(q):
-        kernel(*arguments, schedule.tiles, schedule.entries, scale * LOG2E, programs, heads, heads // k.shape[2], n,
-               *strides, **constants)  # fmt: skip
+        kernel(
+            *arguments,
+            schedule.tiles,
+            schedule.entries,
+            scale * LOG2E,
+            programs,
+            heads,
+            heads // k.shape[2],
+            n,
+            *strides,
+            **constants,
+        )

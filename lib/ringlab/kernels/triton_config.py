@@ -1,10 +1,13 @@
-"""Tile sizes of the Triton kernels: defaults, candidates for tuning, and the file of tuned sizes.
+"""Tile sizes of the Triton kernels: defaults, candidates for tuning, and the file of
+tuned sizes.
 
-Candidates were compiled without a GPU, in bfloat16 for head_dim 64, 128 and 256, causal or not, for compute capability
-8.0, 8.6, 8.9, 9.0, 10.0 and 12.0. None spills registers or needs more shared memory than there is.
+Candidates were compiled without a GPU, in bfloat16 for head_dim 64, 128 and 256, causal
+or not, for compute capability 8.0, 8.6, 8.9, 9.0, 10.0 and 12.0. None spills registers
+or needs more shared memory than there is.
 
-The tuned sizes of each GPU model are one JSON file in the user's cache folder, valid for one version of Triton and of
-the kernels' code. A file that cannot be read or does not fit is ignored with one warning; the defaults are used.
+The tuned sizes of each GPU model are one JSON file in the user's cache folder, valid
+for one version of Triton and of the kernels' code. A file that cannot be read or does
+not fit is ignored with one warning; the defaults are used.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ TILE_PASSES = ("forward", "backward_q", "backward_kv")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows of a program's own tile, rows of a tile that it visits, warps of a program, stages of its pipeline.
+    """Rows of a program's own tile, rows of a tile that it visits, warps of a program,
+    stages of its pipeline.
 
     ``reads``: how tensors are read, "pointers" or one of ``experimental.READS``.
 
@@ -46,7 +50,8 @@ class Sizes:
         return f"{self.rows} x {self.cols}, {self.warps} warps, {self.stages} stages, {self.reads}"
 
 
-# By pass, then head_dim up to: (2-byte dtypes; the same on Hopper and data-centre Blackwell; fp32 anywhere).
+# By pass, then head_dim up to: (2-byte dtypes; the same on Hopper and data-centre
+# Blackwell; fp32 anywhere).
 SIZES = {
     "forward": {
         64: (Sizes(128, 64, 8, 2), Sizes(128, 64, 8, 2), Sizes(32, 32, 8, 1)),
@@ -66,8 +71,8 @@ SIZES = {
 }
 
 
-# What tuning times besides the default in 2-byte dtypes, by architecture class and pass: for head_dim up to 64, to 128
-# and to 256. As Sizes read by pointers.
+# What tuning times besides the default in 2-byte dtypes, by architecture class and
+# pass: for head_dim up to 64, to 128 and to 256. As Sizes read by pointers.
 CANDIDATES = {
     ("9.x", "forward"): ([(64, 64, 4, 3)], [(128, 32, 8, 3)], [(64, 64, 8, 2)]),
     ("9.x", "backward_q"): (
@@ -81,32 +86,79 @@ CANDIDATES = {
         [(32, 64, 8, 1)],
     ),
     ("10.x", "forward"): ([(128, 64, 4, 2)], [(128, 32, 8, 2)], [(64, 64, 8, 2)]),
-    ("10.x", "backward_q"): ([(128, 32, 8, 2), (64, 64, 4, 2)], [(64, 64, 8, 2)], [(32, 64, 8, 1)]),
-    ("10.x", "backward_kv"): ([(128, 32, 8, 2), (64, 64, 8, 2)], [(64, 32, 8, 2), (64, 64, 8, 2)], [(32, 64, 8, 1)]),
-    ("8.0", "forward"): ([(64, 64, 4, 2)], [(64, 32, 4, 2), (64, 32, 4, 3)], [(64, 32, 8, 2), (32, 32, 4, 2)]),
+    ("10.x", "backward_q"): (
+        [(128, 32, 8, 2), (64, 64, 4, 2)],
+        [(64, 64, 8, 2)],
+        [(32, 64, 8, 1)],
+    ),
+    ("10.x", "backward_kv"): (
+        [(128, 32, 8, 2), (64, 64, 8, 2)],
+        [(64, 32, 8, 2), (64, 64, 8, 2)],
+        [(32, 64, 8, 1)],
+    ),
+    ("8.0", "forward"): (
+        [(64, 64, 4, 2)],
+        [(64, 32, 4, 2), (64, 32, 4, 3)],
+        [(64, 32, 8, 2), (32, 32, 4, 2)],
+    ),
     ("8.0", "backward_q"): (
         [(128, 32, 8, 2), (128, 64, 8, 3)],
         [(64, 64, 8, 2), (128, 32, 8, 3)],
         [(64, 64, 8, 1), (64, 32, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1)],
     ),
-    ("8.0", "backward_kv"): ([(128, 32, 8, 3), (64, 32, 4, 2)], [(64, 64, 8, 1)], [(32, 64, 8, 1)]),
-    ("small", "forward"): ([(64, 64, 4, 2)], [(64, 32, 4, 2), (64, 32, 4, 3)], [(64, 32, 8, 2), (32, 32, 4, 2)]),
-    ("small", "backward_q"): ([(128, 32, 8, 2)], [(64, 64, 8, 2), (64, 32, 4, 2)], [(32, 32, 4, 1)]),
+    ("8.0", "backward_kv"): (
+        [(128, 32, 8, 3), (64, 32, 4, 2)],
+        [(64, 64, 8, 1)],
+        [(32, 64, 8, 1)],
+    ),
+    ("small", "forward"): (
+        [(64, 64, 4, 2)],
+        [(64, 32, 4, 2), (64, 32, 4, 3)],
+        [(64, 32, 8, 2), (32, 32, 4, 2)],
+    ),
+    ("small", "backward_q"): (
+        [(128, 32, 8, 2)],
+        [(64, 64, 8, 2), (64, 32, 4, 2)],
+        [(32, 32, 4, 1)],
+    ),
     ("small", "backward_kv"): ([(64, 32, 4, 2)], [(32, 32, 4, 2)], []),
 }
 
 
-def sizes(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False) -> Sizes:
-    """The default of the pass ``name`` on a compute capability. Patterns with short row intervals make it smaller.
+def sizes(
+    name: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    compute: tuple[int, int],
+    joins: bool = False,
+) -> Sizes:
+    """The default of the pass ``name`` on a compute capability. Patterns with short row
+    intervals make it smaller.
 
-    ``joins``: for a launch that adds to the results of an earlier one, which takes more registers.
+    ``joins``: for a launch that adds to the results of an earlier one, which takes more
+    registers.
     """
-    small, large, single = next(x for most, x in SIZES[name].items() if head_dim <= most)
-    return single if dtype not in HALF else large if compute[0] in (9, 10) and not joins else small
+    small, large, single = next(
+        x for most, x in SIZES[name].items() if head_dim <= most
+    )
+    return (
+        single
+        if dtype not in HALF
+        else large
+        if compute[0] in (9, 10) and not joins
+        else small
+    )
 
 
-def candidates(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool = False):
-    """The ``Sizes`` that tuning times, at most eight: the default first, then experimental ones, then other tiles.
+def candidates(
+    name: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    compute: tuple[int, int],
+    joins: bool = False,
+):
+    """The ``Sizes`` that tuning times, at most eight: the default first, then
+    experimental ones, then other tiles.
 
     >>> candidates("backward_kv", 128, torch.float32, (8, 6))
     (Sizes(rows=32, cols=16, warps=8, stages=1, reads='pointers'),)
@@ -116,21 +168,33 @@ def candidates(name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int,
     default = sizes(name, head_dim, dtype, compute, joins)
     if dtype not in HALF:
         return (default,)
-    kind = f"{compute[0]}.x" if compute[0] in (9, 10) else "8.0" if compute in ((8, 0), (8, 7)) else "small"
+    kind = (
+        f"{compute[0]}.x"
+        if compute[0] in (9, 10)
+        else "8.0"
+        if compute in ((8, 0), (8, 7))
+        else "small"
+    )
     listed = CANDIDATES[kind, name][(head_dim > 64) + (head_dim > 128)]
-    found = (*experimental.candidates(name, head_dim, compute, joins), *(Sizes(*x) for x in listed))
+    found = (
+        *experimental.candidates(name, head_dim, compute, joins),
+        *(Sizes(*x) for x in listed),
+    )
     return (default, *(x for x in found if x != default))
 
 
 def precision(head_dim: int, dtype: torch.dtype) -> str:
-    """How products are computed: fp32 as three tf32 products, which keeps its accuracy, or "ieee" for wide heads."""
+    """How products are computed: fp32 as three tf32 products, which keeps its accuracy,
+    or "ieee" for wide heads.
+    """
     return "tf32" if dtype in HALF else "tf32x3" if head_dim <= 64 else "ieee"
 
 
 def early(compute: tuple[int, int], reads: str = "pointers") -> bool:
     """Whether a program fetches the next entry of its schedule early.
 
-    Triton 3.7 fails to compile that for 10.x, and 3.6 and 3.7 for specialized warps whose loop masks nothing.
+    Triton 3.7 fails to compile that for 10.x, and 3.6 and 3.7 for specialized warps
+    whose loop masks nothing.
     """
     return compute[0] != 10 and reads != "specialized"
 
@@ -141,7 +205,13 @@ def padded(head_dim: int) -> int:
 
 
 # The files of the code that is timed: tuned sizes hold for this code alone.
-CODE = ("triton.py", "triton_kernels.py", "tile_schedule.py", "experimental/__init__.py", "experimental/gluon.py")
+CODE = (
+    "triton.py",
+    "triton_kernels.py",
+    "tile_schedule.py",
+    "experimental/__init__.py",
+    "experimental/gluon.py",
+)
 FILES = "triton-lists-*.json"
 MOST_MEMBERS = 8  # query heads per K/V head; more are tuned as if there were 8
 
@@ -150,8 +220,8 @@ MOST_MEMBERS = 8  # query heads per K/V head; more are tuned as if there were 8
 class Use:
     """What sizes are tuned for. The sequence length is not part of it.
 
-    ``name``: the pass. ``joins``: a launch that adds to the results of an earlier one. ``group``: query heads per K/V
-    head, as a power of two.
+    ``name``: the pass. ``joins``: a launch that adds to the results of an earlier one.
+    ``group``: query heads per K/V head, as a power of two.
 
     >>> str(Use.of("forward", 128, torch.bfloat16, True, False, 12))
     'forward, head_dim 128, bfloat16, causal, groups of 8'
@@ -165,49 +235,94 @@ class Use:
     group: int
 
     @classmethod
-    def of(cls, name: str, head_dim: int, dtype: torch.dtype, causal: bool, joins: bool, group: int) -> Use:
+    def of(
+        cls,
+        name: str,
+        head_dim: int,
+        dtype: torch.dtype,
+        causal: bool,
+        joins: bool,
+        group: int,
+    ) -> Use:
         """The use of a launch with any number of query heads per K/V head."""
-        return cls(name, head_dim, dtype, causal, joins, min(MOST_MEMBERS, 1 << (group.bit_length() - 1)))
+        return cls(
+            name,
+            head_dim,
+            dtype,
+            causal,
+            joins,
+            min(MOST_MEMBERS, 1 << (group.bit_length() - 1)),
+        )
 
     def __str__(self) -> str:
-        said = (self.name, f"head_dim {self.head_dim}", str(self.dtype).removeprefix("torch."))
-        return ", ".join([*said, *["causal"] * self.causal, *["joins"] * self.joins, f"groups of {self.group}"])
+        said = (
+            self.name,
+            f"head_dim {self.head_dim}",
+            str(self.dtype).removeprefix("torch."),
+        )
+        return ", ".join(
+            [
+                *said,
+                *["causal"] * self.causal,
+                *["joins"] * self.joins,
+                f"groups of {self.group}",
+            ]
+        )
 
 
 def folder() -> Path:
-    """``RINGLAB_CACHE``, else ``ringlab`` in the user's cache folder. It need not exist."""
+    """``RINGLAB_CACHE``, else ``ringlab`` in the user's cache folder. It need not
+    exist.
+    """
     if given := os.environ.get("RINGLAB_CACHE"):
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ringlab"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        / "ringlab"
+    )
 
 
 @lru_cache(maxsize=64)
 def stamp(device: torch.device) -> dict[str, str]:
-    """The GPU model, Triton's version and a hash of the kernels' code: tuned sizes hold for these alone."""
-    model = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    """The GPU model, Triton's version and a hash of the kernels' code: tuned sizes hold
+    for these alone.
+    """
+    model = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    )
     here, sha = Path(__file__).parent, hashlib.sha256()
     for name in CODE:
         sha.update((here / name).read_bytes())
-    return {"device": model, "triton": version("triton"), "engine": sha.hexdigest()[:12]}
+    return {
+        "device": model,
+        "triton": version("triton"),
+        "engine": sha.hexdigest()[:12],
+    }
 
 
 def path(device: torch.device) -> Path:
     """The file of the tuned sizes for a GPU. It need not exist."""
-    return folder() / FILES.replace("*", hashlib.sha256(json.dumps(stamp(device)).encode()).hexdigest()[:12])
+    return folder() / FILES.replace(
+        "*", hashlib.sha256(json.dumps(stamp(device)).encode()).hexdigest()[:12]
+    )
 
 
 def chosen(use: Use, device: torch.device, compute: tuple[int, int]) -> Sizes | None:
     """The sizes that were tuned for a use on a GPU, or None."""
     if (text := _read(path(device), device).get(str(use))) is None:
         return None
-    known = {str(x): x for x in candidates(use.name, use.head_dim, use.dtype, compute, use.joins)}
+    known = {
+        str(x): x
+        for x in candidates(use.name, use.head_dim, use.dtype, compute, use.joins)
+    }
     if str(text) not in known:
         _warn(path(device), f"{text} is no candidate for {use}")
     return known.get(str(text))
 
 
 def keep(found: dict[Use, Sizes], device: torch.device) -> Path:
-    """Add tuned sizes to the file of a GPU and return its path. The file is replaced at once, never half written.
+    """Add tuned sizes to the file of a GPU and return its path. The file is replaced at
+    once, never half written.
 
     Raises OSError where the folder cannot be written.
     """
@@ -216,7 +331,12 @@ def keep(found: dict[Use, Sizes], device: torch.device) -> Path:
     choices = _read(file, device) | {str(use): str(x) for use, x in found.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     made = file.with_suffix(f".{os.getpid()}.tmp")
-    made.write_text(json.dumps(stamp(device) | {"choices": dict(sorted(choices.items()))}, indent=1), encoding="utf-8")
+    made.write_text(
+        json.dumps(
+            stamp(device) | {"choices": dict(sorted(choices.items()))}, indent=1
+        ),
+        encoding="utf-8",
+    )
     os.replace(made, file)
     _read.cache_clear()
     return file
@@ -224,7 +344,9 @@ def keep(found: dict[Use, Sizes], device: torch.device) -> Path:
 
 @lru_cache(maxsize=64)
 def _read(file: Path, device: torch.device) -> dict[str, str]:
-    """Sizes by use, both as text. Nothing, and one warning, if the file is not valid for this GPU and code."""
+    """Sizes by use, both as text. Nothing, and one warning, if the file is not valid
+    for this GPU and code.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         choices = found.pop("choices")
@@ -233,10 +355,20 @@ def _read(file: Path, device: torch.device) -> dict[str, str]:
         _warn(file, f"it is of {found}")
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # ValueError: not JSON
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # ValueError: not JSON
         _warn(file, f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
     return {}
 
 
 def _warn(file: Path, why: str) -> None:
-    warnings.warn(f"sizes tuned for the Triton kernels are ignored, {file.name}: {why}", RuntimeWarning, stacklevel=2)
+    warnings.warn(
+        f"sizes tuned for the Triton kernels are ignored, {file.name}: {why}",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,21 +1,27 @@
-"""The device code in Triton (Tillet et al. 2019): forward, dq, and dk with dv, over a tile schedule.
+"""The device code in Triton (Tillet et al. 2019): forward, dq, and dk with dv, over a
+tile schedule.
 
-One program owns one tile of rows, reads them in place and visits the tiles of its schedule (see ``tile_schedule``). No
-program writes another's rows, so there are no atomics and results are deterministic. Scores are in log2: ``scale`` is
-the softmax scale times log2(e). A pair that counts M times adds log2(M) to its exponent. Sums are in fp32. lse outside
-is natural. The offset of a row is 64 bits wide before it is multiplied. EARLY: the next entry of the schedule is
-fetched one iteration early, because a load that waits for another load costs pipeline stages.
+One program owns one tile of rows, reads them in place and visits the tiles of its
+schedule (see ``tile_schedule``). No program writes another's rows, so there are no
+atomics and results are deterministic. Scores are in log2: ``scale`` is the softmax
+scale times log2(e). A pair that counts M times adds log2(M) to its exponent. Sums are
+in fp32. lse outside is natural. The offset of a row is 64 bits wide before it is
+multiplied. EARLY: the next entry of the schedule is fetched one iteration early,
+because a load that waits for another load costs pipeline stages.
 
-READS: "pointers". ``experimental`` alone sets others, which read by tensor descriptors over the view
-(b, STEP, h, n / STEP, d), in which a tile of one residue class mod STEP is a block for the copy engine. "specialized"
-(forward only) leaves reading to extra warps. Triton does so for a single loop, which masks every tile if MASK.
+READS: "pointers". ``experimental`` alone sets others, which read by tensor descriptors
+over the view (b, STEP, h, n / STEP, d), in which a tile of one residue class mod STEP
+is a block for the copy engine. "specialized" (forward only) leaves reading to extra
+warps. Triton does so for a single loop, which masks every tile if MASK.
 """
 
 import triton
 import triton.language as tl
 
 # Columns of a tile and bits of an entry, as in tile_schedule
-HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = (tl.constexpr(i) for i in range(9))
+HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = (
+    tl.constexpr(i) for i in range(9)
+)
 COLUMNS = tl.constexpr(9)
 TIMES_AT, MEMBER_AT = tl.constexpr(9), tl.constexpr(17)
 ROWS_MASK, TIMES_MASK = tl.constexpr(511), tl.constexpr(255)
@@ -24,7 +30,15 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _rows(pointer, positions, s_n, valid, DIM: tl.constexpr, PAD: tl.constexpr, MASK: tl.constexpr):
+def _rows(
+    pointer,
+    positions,
+    s_n,
+    valid,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    MASK: tl.constexpr,
+):
     """(rows, PAD) at ``positions``; zeros where not ``valid`` (if MASK) and past DIM."""
     dims = tl.arange(0, PAD)
     at = pointer + positions.to(tl.int64)[:, None] * s_n + dims[None, :]
@@ -37,7 +51,16 @@ def _rows(pointer, positions, s_n, valid, DIM: tl.constexpr, PAD: tl.constexpr, 
 
 
 @triton.jit
-def _put(pointer, values, positions, s_n, valid, DIM: tl.constexpr, PAD: tl.constexpr, ADD: tl.constexpr):
+def _put(
+    pointer,
+    values,
+    positions,
+    s_n,
+    valid,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    ADD: tl.constexpr,
+):
     dims = tl.arange(0, PAD)
     at = pointer + positions.to(tl.int64)[:, None] * s_n + dims[None, :]
     mask = valid[:, None] & (dims < DIM)[None, :]
@@ -50,14 +73,19 @@ def _put(pointer, values, positions, s_n, valid, DIM: tl.constexpr, PAD: tl.cons
 def _program(tiles, programs):
     """batch, tile, head, base, start, partial, full of this program."""
     tile = tiles + (tl.program_id(0) % programs) * COLUMNS
-    batch, head = (tl.program_id(0) // programs).to(tl.int64), tl.load(tile + HEAD).to(tl.int64)
+    batch, head = (
+        (tl.program_id(0) // programs).to(tl.int64),
+        tl.load(tile + HEAD).to(tl.int64),
+    )
     base, start = tl.load(tile + BASE), tl.load(tile + START)
     return batch, tile, head, base, start, tl.load(tile + PARTIAL), tl.load(tile + FULL)
 
 
 @triton.jit
 def _entry(entries, i, start, partial, full, MASK: tl.constexpr):
-    """(first position less the base, packed) of entry i of the full or of the masked entries of a tile."""
+    """(first position less the base, packed) of entry i of the full or of the masked
+    entries of a tile.
+    """
     if MASK:
         at = start + i + tl.where(i >= partial, full, 0)
     else:
@@ -67,10 +95,22 @@ def _entry(entries, i, start, partial, full, MASK: tl.constexpr):
 
 @triton.jit
 def _visit(
-    entries, i, next_first, next_packed, others, base, start, partial, full, stride, MASK: tl.constexpr,
+    entries,
+    i,
+    next_first,
+    next_packed,
+    others,
+    base,
+    start,
+    partial,
+    full,
+    stride,
+    MASK: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
-    """Entry i: first position, positions (COLS,), which exist, log2(M), member; then the next entry if EARLY."""
+):
+    """Entry i: first position, positions (COLS,), which exist, log2(M), member; then
+    the next entry if EARLY.
+    """
     if EARLY:
         first, packed = next_first, next_packed
         next_first, next_packed = _entry(entries, i + 1, start, partial, full, MASK)
@@ -78,15 +118,36 @@ def _visit(
         first, packed = _entry(entries, i, start, partial, full, MASK)
     times, first = (packed >> TIMES_AT) & TIMES_MASK, base + first
     bonus, member = tl.math.log2(times.to(tl.float32)), packed >> MEMBER_AT
-    return first, first + others * stride, others < (packed & ROWS_MASK), bonus, member, next_first, next_packed
+    return (
+        first,
+        first + others * stride,
+        others < (packed & ROWS_MASK),
+        bonus,
+        member,
+        next_first,
+        next_packed,
+    )
 
 
 @triton.jit
 def _tile(
-    tensor, batch, head, first, positions, s_n, valid, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    MASK: tl.constexpr, READS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """(ROWS, PAD) at ``positions``, which begin at ``first``: by pointers of one head, or else by a descriptor."""
+    tensor,
+    batch,
+    head,
+    first,
+    positions,
+    s_n,
+    valid,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    MASK: tl.constexpr,
+    READS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """(ROWS, PAD) at ``positions``, which begin at ``first``: by pointers of one head,
+    or else by a descriptor.
+    """
     if READS == "pointers":
         return _rows(tensor, positions, s_n, valid, DIM, PAD, MASK)
     else:
@@ -96,13 +157,45 @@ def _tile(
 
 @triton.jit
 def forward(
-    q, k, v, out, lse, tiles, entries, scale, programs, heads, group, n,
-    s_qb, s_qn, s_qh, s_kb, s_kn, s_kh, s_vb, s_vn, s_vh, s_ob, s_on, s_oh,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CAUSAL: tl.constexpr,
-    JOIN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, READS: tl.constexpr, STEP: tl.constexpr,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    tiles,
+    entries,
+    scale,
+    programs,
+    heads,
+    group,
+    n,
+    s_qb,
+    s_qn,
+    s_qh,
+    s_kb,
+    s_kn,
+    s_kh,
+    s_vb,
+    s_vn,
+    s_vh,
+    s_ob,
+    s_on,
+    s_oh,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    JOIN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+    READS: tl.constexpr,
+    STEP: tl.constexpr,
     MASK: tl.constexpr,
-):  # fmt: skip
-    """out and lse of one tile of queries. JOIN: merged with the values that are there. MASK: see READS."""
+):
+    """out and lse of one tile of queries. JOIN: merged with the values that are there.
+    MASK: see READS.
+    """
     batch, tile, head, base, start, partial, full = _program(tiles, programs)
     stride = STEP if READS != "pointers" else tl.load(tile + STRIDE)
     span, others = tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -115,12 +208,18 @@ def forward(
         k += batch * s_kb + kv_head * s_kh
         v += batch * s_vb + kv_head * s_vh
         q += batch * s_qb + head * s_qh
-    if READS == "specialized":  # two groups of warps share the rows; only a descriptor made here can be cut
+    if (
+        READS == "specialized"
+    ):  # two groups of warps share the rows; only a descriptor made here can be cut
         q += batch * s_qb + head * s_qh + (begin % STEP).to(tl.int64) * s_qn
-        rows = tl.make_tensor_descriptor(q, [n // STEP, DIM], [s_qn * STEP, 1], [ROWS, DIM])
+        rows = tl.make_tensor_descriptor(
+            q, [n // STEP, DIM], [s_qn * STEP, 1], [ROWS, DIM]
+        )
         queries = rows.load([begin // STEP, 0])
     else:
-        queries = _tile(q, batch, head, begin, mine, s_qn, valid, ROWS, DIM, PAD, True, READS, STEP)  # (ROWS, PAD)
+        queries = _tile(
+            q, batch, head, begin, mine, s_qn, valid, ROWS, DIM, PAD, True, READS, STEP
+        )  # (ROWS, PAD)
     if JOIN:
         acc = _rows(out, mine, s_on, valid, DIM, PAD, True).to(tl.float32)
         top = tl.load(lse, mask=valid, other=float("-inf")) * LOG2E
@@ -129,7 +228,9 @@ def forward(
         acc = tl.zeros([ROWS, PAD], tl.float32)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-    if READS == "specialized":  # one loop over all entries, which are contiguous: masked, full, masked
+    if (
+        READS == "specialized"
+    ):  # one loop over all entries, which are contiguous: masked, full, masked
         every = full + tl.load(tile + MASKED)
         partial, full = 0, 0
     for PART in tl.static_range(2):  # full entries, then masked ones
@@ -141,40 +242,112 @@ def forward(
             next_first, next_packed = _entry(entries, 0, start, partial, full, PART)
             for i in tl.range(0, count, warp_specialize=READS == "specialized"):
                 first, other, shown, bonus, member, next_first, next_packed = _visit(
-                    entries, i, next_first, next_packed, others, base, start, partial, full, stride, PART, EARLY
+                    entries,
+                    i,
+                    next_first,
+                    next_packed,
+                    others,
+                    base,
+                    start,
+                    partial,
+                    full,
+                    stride,
+                    PART,
+                    EARLY,
                 )
-                keys = _tile(k, batch, kv_head, first, other, s_kn, shown, COLS, DIM, PAD, PART, READS, STEP)
-                s = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (ROWS, COLS)
+                keys = _tile(
+                    k,
+                    batch,
+                    kv_head,
+                    first,
+                    other,
+                    s_kn,
+                    shown,
+                    COLS,
+                    DIM,
+                    PAD,
+                    PART,
+                    READS,
+                    STEP,
+                )
+                s = tl.dot(
+                    queries, tl.trans(keys), input_precision=PRECISION
+                )  # (ROWS, COLS)
                 if PART:
                     seen = shown[None, :]
                     if CAUSAL:
                         seen = seen & (other[None, :] <= mine[:, None])
                     s = tl.where(seen, s, float("-inf"))
-                # M is left out of the maximum: a probability is then at most M, and no sum overflows.
+                # M is left out of the maximum: a probability is then at most M, and no
+                # sum overflows.
                 high = tl.maximum(top, tl.max(s, 1) * scale)
                 shift = tl.where(high == float("-inf"), 0.0, high) if PART else high
                 p = tl.math.exp2(s * scale - (shift - bonus)[:, None])
                 fade = tl.math.exp2(top - shift)
                 total = total * fade + tl.sum(p, 1)
-                values = _tile(v, batch, kv_head, first, other, s_vn, shown, COLS, DIM, PAD, PART, READS, STEP)
-                acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
+                values = _tile(
+                    v,
+                    batch,
+                    kv_head,
+                    first,
+                    other,
+                    s_vn,
+                    shown,
+                    COLS,
+                    DIM,
+                    PAD,
+                    PART,
+                    READS,
+                    STEP,
+                )
+                acc = tl.dot(
+                    p.to(values.dtype),
+                    values,
+                    acc * fade[:, None],
+                    input_precision=PRECISION,
+                )
                 top = high
-    total = tl.where(total == 0.0, 1.0, total)  # a query that sees nothing: out 0, lse -inf, as top is
+    total = tl.where(
+        total == 0.0, 1.0, total
+    )  # a query that sees nothing: out 0, lse -inf, as top is
     _put(out, acc / total[:, None], mine, s_on, valid, DIM, PAD, False)
     tl.store(lse, (top + tl.math.log2(total)) * LN2, mask=valid)
 
 
 @triton.jit
 def delta(
-    dout, out, dlse, found, heads, n, s_gb, s_gn, s_gh, s_ob, s_on, s_oh,
-    ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    """rowsum(dout * out) - dlse, (b, h, n) in fp32, which a flash backward subtracts from ``dout v^T``."""
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    dout,
+    out,
+    dlse,
+    found,
+    heads,
+    n,
+    s_gb,
+    s_gn,
+    s_gh,
+    s_ob,
+    s_on,
+    s_oh,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """rowsum(dout * out) - dlse, (b, h, n) in fp32, which a flash backward subtracts
+    from ``dout v^T``.
+    """
+    batch, head = (
+        (tl.program_id(1) // heads).to(tl.int64),
+        (tl.program_id(1) % heads).to(tl.int64),
+    )
     mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = mine < n
-    g = _rows(dout + batch * s_gb + head * s_gh, mine, s_gn, valid, DIM, PAD, True).to(tl.float32)
-    o = _rows(out + batch * s_ob + head * s_oh, mine, s_on, valid, DIM, PAD, True).to(tl.float32)
+    g = _rows(dout + batch * s_gb + head * s_gh, mine, s_gn, valid, DIM, PAD, True).to(
+        tl.float32
+    )
+    o = _rows(out + batch * s_ob + head * s_oh, mine, s_on, valid, DIM, PAD, True).to(
+        tl.float32
+    )
     at = (batch * heads + head) * n + mine
     total = tl.sum(g * o, 1)
     if HAS_LSE:
@@ -184,21 +357,64 @@ def delta(
 
 @triton.jit
 def _alive(lse, valid):
-    """lse in log2, inf for rows that see nothing or do not exist, so that their probabilities are 0."""
+    """lse in log2, inf for rows that see nothing or do not exist, so that their
+    probabilities are 0.
+    """
     found = tl.load(lse, mask=valid, other=float("inf"))
     return tl.where(found == float("-inf"), float("inf"), found * LOG2E)
 
 
 @triton.jit
 def backward_q(
-    dout, q, k, v, lse, less, dq, tiles, entries, scale, programs, heads, group, n,
-    s_gb, s_gn, s_gh, s_qb, s_qn, s_qh, s_kb, s_kn, s_kh, s_vb, s_vn, s_vh, s_db, s_dn, s_dh,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CAUSAL: tl.constexpr,
-    JOIN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, READS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """dq of one tile of queries from the final lse and the sums of ``delta``. JOIN: added to what is there."""
+    dout,
+    q,
+    k,
+    v,
+    lse,
+    less,
+    dq,
+    tiles,
+    entries,
+    scale,
+    programs,
+    heads,
+    group,
+    n,
+    s_gb,
+    s_gn,
+    s_gh,
+    s_qb,
+    s_qn,
+    s_qh,
+    s_kb,
+    s_kn,
+    s_kh,
+    s_vb,
+    s_vn,
+    s_vh,
+    s_db,
+    s_dn,
+    s_dh,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    JOIN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+    READS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """dq of one tile of queries from the final lse and the sums of ``delta``. JOIN:
+    added to what is there.
+    """
     batch, tile, head, base, start, partial, full = _program(tiles, programs)
-    span, others, stride = tl.arange(0, ROWS), tl.arange(0, COLS), tl.load(tile + STRIDE)
+    span, others, stride = (
+        tl.arange(0, ROWS),
+        tl.arange(0, COLS),
+        tl.load(tile + STRIDE),
+    )
     begin = tl.load(tile + FIRST)
     mine, valid = begin + span * stride, span < tl.load(tile + COUNT)  # (ROWS,)
     kv_head = head // group
@@ -207,8 +423,12 @@ def backward_q(
         v += batch * s_vb + kv_head * s_vh
         q += batch * s_qb + head * s_qh
         dout += batch * s_gb + head * s_gh
-    queries = _tile(q, batch, head, begin, mine, s_qn, valid, ROWS, DIM, PAD, True, READS, STEP)  # (ROWS, PAD)
-    g = _tile(dout, batch, head, begin, mine, s_gn, valid, ROWS, DIM, PAD, True, READS, STEP)  # (ROWS, PAD)
+    queries = _tile(
+        q, batch, head, begin, mine, s_qn, valid, ROWS, DIM, PAD, True, READS, STEP
+    )  # (ROWS, PAD)
+    g = _tile(
+        dout, batch, head, begin, mine, s_gn, valid, ROWS, DIM, PAD, True, READS, STEP
+    )  # (ROWS, PAD)
     at = (batch * heads + head) * n + mine
     final, minus = _alive(lse + at, valid), tl.load(less + at, mask=valid, other=0.0)
     acc = tl.zeros([ROWS, PAD], tl.float32)
@@ -216,32 +436,126 @@ def backward_q(
         next_first, next_packed = _entry(entries, 0, start, partial, full, MASK)
         for i in range(tl.load(tile + MASKED) if MASK else full):
             first, other, shown, bonus, member, next_first, next_packed = _visit(
-                entries, i, next_first, next_packed, others, base, start, partial, full, stride, MASK, EARLY
+                entries,
+                i,
+                next_first,
+                next_packed,
+                others,
+                base,
+                start,
+                partial,
+                full,
+                stride,
+                MASK,
+                EARLY,
             )
-            keys = _tile(k, batch, kv_head, first, other, s_kn, shown, COLS, DIM, PAD, MASK, READS, STEP)
-            values = _tile(v, batch, kv_head, first, other, s_vn, shown, COLS, DIM, PAD, MASK, READS, STEP)
-            s = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)  # (ROWS, COLS)
+            keys = _tile(
+                k,
+                batch,
+                kv_head,
+                first,
+                other,
+                s_kn,
+                shown,
+                COLS,
+                DIM,
+                PAD,
+                MASK,
+                READS,
+                STEP,
+            )
+            values = _tile(
+                v,
+                batch,
+                kv_head,
+                first,
+                other,
+                s_vn,
+                shown,
+                COLS,
+                DIM,
+                PAD,
+                MASK,
+                READS,
+                STEP,
+            )
+            s = tl.dot(
+                queries, tl.trans(keys), input_precision=PRECISION
+            )  # (ROWS, COLS)
             p = tl.math.exp2(s * scale - (final - bonus)[:, None])
             if MASK:
                 seen = shown[None, :]
                 if CAUSAL:
                     seen = seen & (other[None, :] <= mine[:, None])
                 p = tl.where(seen, p, 0.0)
-            ds = p * (tl.dot(g, tl.trans(values), input_precision=PRECISION) - minus[:, None])
+            ds = p * (
+                tl.dot(g, tl.trans(values), input_precision=PRECISION) - minus[:, None]
+            )
             acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision=PRECISION)
-    _put(dq + batch * s_db + head * s_dh, acc * (scale * LN2), mine, s_dn, valid, DIM, PAD, JOIN)
+    _put(
+        dq + batch * s_db + head * s_dh,
+        acc * (scale * LN2),
+        mine,
+        s_dn,
+        valid,
+        DIM,
+        PAD,
+        JOIN,
+    )
 
 
 @triton.jit
 def backward_kv(
-    dout, q, k, v, lse, less, dk, dv, tiles, entries, scale, programs, heads, group, n,
-    s_gb, s_gn, s_gh, s_qb, s_qn, s_qh, s_kb, s_kn, s_kh, s_vb, s_vn, s_vh, s_db, s_dn, s_dh,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CAUSAL: tl.constexpr,
-    JOIN: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, READS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of one tile of keys, from the queries of all heads of its group. dk and dv have the same strides."""
+    dout,
+    q,
+    k,
+    v,
+    lse,
+    less,
+    dk,
+    dv,
+    tiles,
+    entries,
+    scale,
+    programs,
+    heads,
+    group,
+    n,
+    s_gb,
+    s_gn,
+    s_gh,
+    s_qb,
+    s_qn,
+    s_qh,
+    s_kb,
+    s_kn,
+    s_kh,
+    s_vb,
+    s_vn,
+    s_vh,
+    s_db,
+    s_dn,
+    s_dh,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    JOIN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+    READS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """dk and dv of one tile of keys, from the queries of all heads of its group. dk and
+    dv have the same strides.
+    """
     batch, tile, head, base, start, partial, full = _program(tiles, programs)
-    span, others, stride = tl.arange(0, ROWS), tl.arange(0, COLS), tl.load(tile + STRIDE)
+    span, others, stride = (
+        tl.arange(0, ROWS),
+        tl.arange(0, COLS),
+        tl.load(tile + STRIDE),
+    )
     begin = tl.load(tile + FIRST)
     mine, valid = begin + span * stride, span < tl.load(tile + COUNT)  # (ROWS,)
     if READS == "pointers":
@@ -249,8 +563,12 @@ def backward_kv(
         v += batch * s_vb + head * s_vh
         q += batch * s_qb + head * group * s_qh
         dout += batch * s_gb + head * group * s_gh
-    keys = _tile(k, batch, head, begin, mine, s_kn, valid, ROWS, DIM, PAD, True, READS, STEP)  # (ROWS, PAD)
-    values = _tile(v, batch, head, begin, mine, s_vn, valid, ROWS, DIM, PAD, True, READS, STEP)  # (ROWS, PAD)
+    keys = _tile(
+        k, batch, head, begin, mine, s_kn, valid, ROWS, DIM, PAD, True, READS, STEP
+    )  # (ROWS, PAD)
+    values = _tile(
+        v, batch, head, begin, mine, s_vn, valid, ROWS, DIM, PAD, True, READS, STEP
+    )  # (ROWS, PAD)
     lse += (batch * heads + head * group) * n
     less += (batch * heads + head * group) * n
     sum_k, sum_v = tl.zeros([ROWS, PAD], tl.float32), tl.zeros([ROWS, PAD], tl.float32)
@@ -258,23 +576,80 @@ def backward_kv(
         next_first, next_packed = _entry(entries, 0, start, partial, full, MASK)
         for i in range(tl.load(tile + MASKED) if MASK else full):
             first, other, shown, bonus, member, next_first, next_packed = _visit(
-                entries, i, next_first, next_packed, others, base, start, partial, full, stride, MASK, EARLY
+                entries,
+                i,
+                next_first,
+                next_packed,
+                others,
+                base,
+                start,
+                partial,
+                full,
+                stride,
+                MASK,
+                EARLY,
             )
             reader, q_of, g_of = head * group + member, q, dout
             if READS == "pointers":
                 q_of += member.to(tl.int64) * s_qh
                 g_of += member.to(tl.int64) * s_gh
-            queries = _tile(q_of, batch, reader, first, other, s_qn, shown, COLS, DIM, PAD, MASK, READS, STEP)
-            g = _tile(g_of, batch, reader, first, other, s_gn, shown, COLS, DIM, PAD, MASK, READS, STEP)
+            queries = _tile(
+                q_of,
+                batch,
+                reader,
+                first,
+                other,
+                s_qn,
+                shown,
+                COLS,
+                DIM,
+                PAD,
+                MASK,
+                READS,
+                STEP,
+            )
+            g = _tile(
+                g_of,
+                batch,
+                reader,
+                first,
+                other,
+                s_gn,
+                shown,
+                COLS,
+                DIM,
+                PAD,
+                MASK,
+                READS,
+                STEP,
+            )
             at = member.to(tl.int64) * n + other
-            final, minus = _alive(lse + at, shown), tl.load(less + at, mask=shown, other=0.0)
-            s = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)  # (ROWS, COLS)
+            final, minus = (
+                _alive(lse + at, shown),
+                tl.load(less + at, mask=shown, other=0.0),
+            )
+            s = tl.dot(
+                keys, tl.trans(queries), input_precision=PRECISION
+            )  # (ROWS, COLS)
             p = tl.math.exp2(s * scale - (final - bonus)[None, :])
             if MASK:
                 if CAUSAL:
                     p = tl.where(mine[:, None] <= other[None, :], p, 0.0)
             sum_v = tl.dot(p.to(g.dtype), g, sum_v, input_precision=PRECISION)
-            ds = p * (tl.dot(values, tl.trans(g), input_precision=PRECISION) - minus[None, :])
-            sum_k = tl.dot(ds.to(queries.dtype), queries, sum_k, input_precision=PRECISION)
-    _put(dk + batch * s_db + head * s_dh, sum_k * (scale * LN2), mine, s_dn, valid, DIM, PAD, JOIN)
+            ds = p * (
+                tl.dot(values, tl.trans(g), input_precision=PRECISION) - minus[None, :]
+            )
+            sum_k = tl.dot(
+                ds.to(queries.dtype), queries, sum_k, input_precision=PRECISION
+            )
+    _put(
+        dk + batch * s_db + head * s_dh,
+        sum_k * (scale * LN2),
+        mine,
+        s_dn,
+        valid,
+        DIM,
+        PAD,
+        JOIN,
+    )
     _put(dv + batch * s_db + head * s_dh, sum_v, mine, s_dn, valid, DIM, PAD, JOIN)

@@ -1,6 +1,8 @@
-"""Time the candidates for the Triton kernels' tile sizes on this GPU and store the fastest correct one.
+"""Time the candidates for the Triton kernels' tile sizes on this GPU and store the
+fastest correct one.
 
-Tuning runs only when asked for. A call of attention times nothing: it uses the stored sizes, or the defaults.
+Tuning runs only when asked for. A call of attention times nothing: it uses the stored
+sizes, or the defaults.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Timer = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Timed:
-    """The result for one use: seconds per call of each correct candidate, and the reason why others were not timed.
+    """The result for one use: seconds per call of each correct candidate, and the
+    reason why others were not timed.
 
     ``default`` runs if nothing is tuned.
     """
@@ -35,7 +38,11 @@ class Timed:
     @property
     def best(self) -> Sizes:
         """The fastest. The default if it is as fast, or if nothing was timed."""
-        return min(self.seconds, key=lambda x: (self.seconds[x], x != self.default), default=self.default)
+        return min(
+            self.seconds,
+            key=lambda x: (self.seconds[x], x != self.default),
+            default=self.default,
+        )
 
 
 def median(call: Callable[[], object]) -> float:
@@ -45,22 +52,36 @@ def median(call: Callable[[], object]) -> float:
     return do_bench(call, return_mode="median") * 1e-3
 
 
-def tune(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, causal: bool = False,
-         passes: tuple[str, ...] = TILE_PASSES, timer: Timer = median) -> list[Timed]:  # fmt: skip
-    """Time every candidate of each pass on the given tensors, q (b, n, h, d), k and v (b, n, h_kv, d).
+def tune(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    causal: bool = False,
+    passes: tuple[str, ...] = TILE_PASSES,
+    timer: Timer = median,
+) -> list[Timed]:
+    """Time every candidate of each pass on the given tensors, q (b, n, h, d), k and v
+    (b, n, h_kv, d).
 
-    A candidate must give the results of the defaults, up to rounding; the probe compares those with float64. One that
-    differs, does not compile or cannot read these tensors is refused with the reason. The fastest is stored for its
-    use (``Use``) in the file of this GPU. If a pattern needs several launches, the first is tuned, then the later ones.
-    ``timer(call)`` returns the seconds of a call.
+    A candidate must give the results of the defaults, up to rounding; the probe
+    compares those with float64. One that differs, does not compile or cannot read these
+    tensors is refused with the reason. The fastest is stored for its use (``Use``) in
+    the file of this GPU. If a pattern needs several launches, the first is tuned, then
+    the later ones. ``timer(call)`` returns the seconds of a call.
 
-    Raises NotImplementedError, with the reason, where the kernels cannot run, ValueError for an unknown pass and
-    OSError if the file cannot be written.
+    Raises NotImplementedError, with the reason, where the kernels cannot run,
+    ValueError for an unknown pass and OSError if the file cannot be written.
     """
     if unknown := set(passes) - set(TILE_PASSES):
-        raise ValueError(f"unknown pass {sorted(unknown)[0]!r}; known: {', '.join(TILE_PASSES)}")
+        raise ValueError(
+            f"unknown pass {sorted(unknown)[0]!r}; known: {', '.join(TILE_PASSES)}"
+        )
     if why := probe("triton", q.device, q.dtype, q.shape[3], causal, True):
-        raise NotImplementedError(f"backend 'triton' cannot run on {q.device.type} in {q.dtype}: {why}")
+        raise NotImplementedError(
+            f"backend 'triton' cannot run on {q.device.type} in {q.dtype}: {why}"
+        )
     calls, found = Calls(q, k, v, pattern, causal), []
     for name in passes:
         taken: dict[Use, Sizes] = {}
@@ -81,8 +102,11 @@ def _timed(calls: Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Tim
     for size in tried:
         now = taken | {use: size}
         launch = calls.launches(use.name, now)[use.joins]
-        # Tiles that this pattern makes smaller would be timed under the name of larger ones.
-        why = launch.why or (None if size == default else shortened(size, launch.schedule))
+        # Tiles that this pattern makes smaller would be timed under the name of larger
+        # ones.
+        why = launch.why or (
+            None if size == default else shortened(size, launch.schedule)
+        )
         if why is None and size.reads in experimental.IN_GLUON:
             why = experimental.trial(use, size, calls.tensors[0].device)
         try:
@@ -97,10 +121,17 @@ def _timed(calls: Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Tim
     return found
 
 
-def differs(found: tuple[Tensor, ...], want: tuple[Tensor, ...], most: float) -> str | None:
-    """Why results are not those of the defaults, or None. Rows that see nothing have lse -inf in both."""
+def differs(
+    found: tuple[Tensor, ...], want: tuple[Tensor, ...], most: float
+) -> str | None:
+    """Why results are not those of the defaults, or None. Rows that see nothing have
+    lse -inf in both.
+    """
     for x, y in zip(found, want):
-        off = torch.where(x == y, 0, x - y).float().norm() / y.float().nan_to_num(0, 0, 0).norm()
+        off = (
+            torch.where(x == y, 0, x - y).float().norm()
+            / y.float().nan_to_num(0, 0, 0).norm()
+        )
         if not off <= most:
             return f"wrong result: off by {off:.1e}"
     return None
@@ -109,7 +140,9 @@ def differs(found: tuple[Tensor, ...], want: tuple[Tensor, ...], most: float) ->
 class Calls:
     """The passes of one attention call, to be run with given sizes."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, causal: bool) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, causal: bool
+    ) -> None:
         self.tensors = tuple(map(dense_rows, (q, k, v)))
         self.shared = (pattern, causal, q.shape[3] ** -0.5)
         out, self.lse = self.call("forward", {})()
@@ -118,11 +151,15 @@ class Calls:
 
     def use(self, name: str, joins: bool) -> Use:
         q, k, _ = self.tensors
-        return Use.of(name, q.shape[3], q.dtype, self.shared[1], joins, q.shape[2] // k.shape[2])
+        return Use.of(
+            name, q.shape[3], q.dtype, self.shared[1], joins, q.shape[2] // k.shape[2]
+        )
 
     def candidates(self, use: Use) -> tuple[Sizes, ...]:
         compute = compute_of(self.tensors[0])
-        return triton_config.candidates(use.name, use.head_dim, use.dtype, compute, use.joins)
+        return triton_config.candidates(
+            use.name, use.head_dim, use.dtype, compute, use.joins
+        )
 
     def kernel(self, taken: dict[Use, Sizes]) -> TritonKernel:
         """The kernel with these sizes, and the defaults for every other use."""
@@ -136,9 +173,13 @@ class Calls:
         read = self.tensors if name == "forward" else (self.dout, *self.tensors)
         return self.kernel(taken).launches(name, read, *self.shared[:2])
 
-    def call(self, name: str, taken: dict[Use, Sizes]) -> Callable[[], tuple[Tensor, ...]]:
+    def call(
+        self, name: str, taken: dict[Use, Sizes]
+    ) -> Callable[[], tuple[Tensor, ...]]:
         """One pass, ready to run. It keeps its own plans."""
         kernel, cached = self.kernel(taken), PatternCache(1 << 30).get
         if name == "forward":
             return lambda: kernel.attend(*self.tensors, *self.shared, cached)
-        return lambda: kernel.gradient(name, self.dout, self.less, *self.tensors, self.lse, *self.shared, cached)
+        return lambda: kernel.gradient(
+            name, self.dout, self.less, *self.tensors, self.lse, *self.shared, cached
+        )

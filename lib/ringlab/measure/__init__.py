@@ -1,4 +1,6 @@
-"""Measuring: points in isolated workers, checked before they are timed, kept as rows that say where they come from."""
+"""Measuring: points in isolated workers, checked before they are timed, kept as rows
+that say where they come from.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,17 @@ from .stats import Ratio, ratio
 from .store import SCHEMA, Busy, load
 
 __all__ = [
-    "SCHEMA", "Busy", "Group", "Interrupted", "Point", "Ratio", "Result", "engine_hash", "load", "machine_id", "ratio",
-    "run", "sgemm",
-]  # fmt: skip
+    "SCHEMA",
+    "Busy",
+    "Group",
+    "Interrupted",
+    "Point",
+    "Ratio",
+    "Result",
+    "engine_hash",
+    "load",
+    "machine_id",
+    "ratio",
+    "run",
+    "sgemm",
+]

@@ -1,4 +1,6 @@
-"""Systems of what models do beside training on one sequence: steps of generation, and packed documents."""
+"""Systems of what models do beside training on one sequence: steps of generation, and
+packed documents.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +22,55 @@ SHORTEST, LONGEST = 64, 4096  # tokens of a document
 
 
 def visible(pattern: Pattern, n: int, heads: int, kv_heads: int) -> list[Tensor]:
-    """M of the positions n .. n + STEPS - 1 over all up to themselves, (STEPS, n + STEPS) for each query head."""
+    """M of the positions n .. n + STEPS - 1 over all up to themselves, (STEPS, n +
+    STEPS) for each query head.
+    """
     queries, keys = torch.arange(n, n + STEPS), torch.arange(n + STEPS)
     about = {"n": n + STEPS, "heads": heads, "kv_heads": kv_heads}
     before = keys <= queries[:, None]
-    return [pattern.multiplicity(queries, keys, head=h, **about) * before for h in range(heads)]
+    return [
+        pattern.multiplicity(queries, keys, head=h, **about) * before
+        for h in range(heads)
+    ]
 
 
 def generation(point: Point, device) -> System:
-    """``STEPS`` new positions, one by one, after ``seq_len`` positions whose live rows a ``KVCache`` keeps.
+    """``STEPS`` new positions, one by one, after ``seq_len`` positions whose live rows
+    a ``KVCache`` keeps.
 
-    The roofline reads the rows that each step sees once. The check: each step is that row of the float64 reference.
+    The roofline reads the rows that each step sees once. The check: each step is that
+    row of the float64 reference.
     """
     only(point)
     if not point.causal or point.passes != "fwd":
         raise Refused("generation is causal and has no backward")
-    system, n, group = System(point, device, None), point.seq_len, point.heads // point.kv_heads
+    system, n, group = (
+        System(point, device, None),
+        point.seq_len,
+        point.heads // point.kv_heads,
+    )
     tensors, pattern = system.inputs, system.pattern
-    sizes = {"batch": point.batch, "heads": point.heads, "kv_heads": point.kv_heads, "head_dim": point.head_dim}
+    sizes = {
+        "batch": point.batch,
+        "heads": point.heads,
+        "kv_heads": point.kv_heads,
+        "head_dim": point.head_dim,
+    }
     sizes |= {"max_seq_len": n + STEPS, "dtype": system.dtype}
     seen = visible(pattern, n, point.heads, point.kv_heads)
-    pairs, distinct = (point.batch * sum(int(m.sum()) for m in each) for each in (seen, [m > 0 for m in seen]))
-    rows = sum(int(torch.stack(seen[h : h + group]).any(0).sum()) for h in range(0, point.heads, group))
+    pairs, distinct = (
+        point.batch * sum(int(m.sum()) for m in each)
+        for each in (seen, [m > 0 for m in seen])
+    )
+    rows = sum(
+        int(torch.stack(seen[h : h + group]).any(0).sum())
+        for h in range(0, point.heads, group)
+    )
     read = 2 * point.batch * rows * point.head_dim * system.dtype.itemsize
-    counted = {"cache_bytes": cache_bytes(pattern, **sizes), "floor_bytes": read // STEPS}  # read again by each step
+    counted = {
+        "cache_bytes": cache_bytes(pattern, **sizes),
+        "floor_bytes": read // STEPS,
+    }  # read again by each step
     flops = [4 * point.head_dim * count for count in (pairs, distinct)]
     system.cost = Cost(pairs, distinct, *flops, floor_bytes=read)
     system.shapes = lambda: [
@@ -62,27 +89,42 @@ def generation(point: Point, device) -> System:
         q, k, v = given[0], given[1][:, n:], given[2][:, n:]
         with torch.no_grad():
             steps = zip(*(t.split(1, 1) for t in (q, k, v)))
-            out = torch.cat([attention(*step, pattern, causal=True, cache=cache) for step in steps], 1)
+            out = torch.cat(
+                [attention(*step, pattern, causal=True, cache=cache) for step in steps],
+                1,
+            )
         cache.crop(n)
         return Output(out, counted=counted)
 
-    def check(given: list[Tensor], output: Output) -> tuple[dict[str, float], dict[str, float]]:
+    def check(
+        given: list[Tensor], output: Output
+    ) -> tuple[dict[str, float], dict[str, float]]:
         q, k, v = given
         wanted = []
         for h, m in enumerate(seen):
-            keys, values = (t[:, :, h // group].double() for t in (k, v))  # (b, n + STEPS, d)
-            scores = point.head_dim**-0.5 * q[:, :, h].double() @ keys.mT + m.to(q.device).double().log()
+            keys, values = (
+                t[:, :, h // group].double() for t in (k, v)
+            )  # (b, n + STEPS, d)
+            scores = (
+                point.head_dim**-0.5 * q[:, :, h].double() @ keys.mT
+                + m.to(q.device).double().log()
+            )
             wanted.append(scores.softmax(-1) @ values)
         if "out" not in system.tolerance:
-            system.tolerance = {"out": reference.tolerance(q, k[:, n:], v[:, n:], causal=True)["out"]}
-        return {"out": reference.error(output.out, torch.stack(wanted, 2), 1.0)}, dict(system.tolerance)
+            system.tolerance = {
+                "out": reference.tolerance(q, k[:, n:], v[:, n:], causal=True)["out"]
+            }
+        return {"out": reference.error(output.out, torch.stack(wanted, 2), 1.0)}, dict(
+            system.tolerance
+        )
 
     system.inputs, system.run, system.check = inputs, run, check
     return system
 
 
 def document_lengths(count: int, equal: bool = False) -> list[int]:
-    """Lengths of ``count`` documents, drawn once for all; ``equal``: as many tokens and pairs in equal documents.
+    """Lengths of ``count`` documents, drawn once for all; ``equal``: as many tokens and
+    pairs in equal documents.
 
     >>> lengths = document_lengths(100)
     >>> sum(lengths), sum(document_lengths(100, equal=True)), len(document_lengths(100, equal=True))
@@ -97,25 +139,43 @@ def document_lengths(count: int, equal: bool = False) -> list[int]:
 
 
 def packed(point: Point, device) -> System:
-    """``documents`` documents of different length in one sequence; ``equal=True``: as many pairs in equal ones."""
+    """``documents`` documents of different length in one sequence; ``equal=True``: as
+    many pairs in equal ones.
+    """
     options = only(point, "documents", "equal")
     lengths = document_lengths(options["documents"], options.get("equal", False))
     if point.seq_len != sum(lengths):
-        raise Refused(f"{options['documents']} documents have {sum(lengths)} tokens, not {point.seq_len}")
+        raise Refused(
+            f"{options['documents']} documents have {sum(lengths)} tokens, not {point.seq_len}"
+        )
     borders = torch.tensor([0, *lengths]).cumsum(0)
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    document = torch.repeat_interleave(
+        torch.arange(len(lengths)), torch.tensor(lengths)
+    )
     start = borders[document]
 
     def forward(q, k, v):
-        return attention(q, k, v, pattern, causal=point.causal, cu_seqlens=borders, return_lse=True)
+        return attention(
+            q, k, v, pattern, causal=point.causal, cu_seqlens=borders, return_lse=True
+        )
 
     def multiplicity(queries: Tensor, keys: Tensor, **about) -> Tensor:
         alike = document[queries][:, None] == document[keys]
-        return pattern.multiplicity(queries - start[queries], keys - start[keys], **about) * alike
+        return (
+            pattern.multiplicity(queries - start[queries], keys - start[keys], **about)
+            * alike
+        )
 
     system = System(point, device, forward)
     pattern = system.pattern
-    system.pattern = SimpleNamespace(multiplicity=multiplicity, reach=lambda first, last, n: (0, n))
-    each = [cost.count(pattern, dtype=system.dtype, **point.shape | {"seq_len": n}) for n in lengths]
-    system.cost = replace(each[0], **{name: sum(getattr(c, name) for c in each) for name in vars(each[0])})
+    system.pattern = SimpleNamespace(
+        multiplicity=multiplicity, reach=lambda first, last, n: (0, n)
+    )
+    each = [
+        cost.count(pattern, dtype=system.dtype, **point.shape | {"seq_len": n})
+        for n in lengths
+    ]
+    system.cost = replace(
+        each[0], **{name: sum(getattr(c, name) for c in each) for name in vars(each[0])}
+    )
     return system

@@ -1,8 +1,10 @@
-"""Attention of other packages, if they are installed; each is checked against the function that it documents.
+"""Attention of other packages, if they are installed; each is checked against the
+function that it documents.
 
-A package is imported when one of its points is built, and never required: ``make report PEERS=1`` installs them. The
-option ``version`` of a point makes each version another point. A kernel that a package imports and that needs a GPU is
-replaced on a CPU by torch's, inside the package's own algorithm; ``PEERS`` says which.
+A package is imported when one of its points is built, and never required: ``make report
+PEERS=1`` installs them. The option ``version`` of a point makes each version another
+point. A kernel that a package imports and that needs a GPU is replaced on a CPU by
+torch's, inside the package's own algorithm; ``PEERS`` says which.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from .systems import Refused, System, only, pattern_of
 
 
 class Peer(NamedTuple):
-    """A package: its distribution, how to install it, and the GPU kernel that torch's stands in for on a CPU."""
+    """A package: its distribution, how to install it, and the GPU kernel that torch's
+    stands in for on a CPU.
+    """
 
     package: str
     how: str = "`make report PEERS=1` installs it"
@@ -34,7 +38,9 @@ class Peer(NamedTuple):
 PEERS = {
     "dilated_attention_pytorch": Peer("dilated-attention-pytorch", kernel="xformers"),
     "torchscale_dilated": Peer(
-        "torchscale", "no release has its DilatedAttention; `make report PEERS=1` installs it from GitHub", "flash-attn"
+        "torchscale",
+        "no release has its DilatedAttention; `make report PEERS=1` installs it from GitHub",
+        "flash-attn",
     ),
     "local_attention": Peer("local-attention"),
     "ring_attention_pytorch": Peer("ring-attention-pytorch"),
@@ -42,7 +48,8 @@ PEERS = {
 
 
 def installed(system: str) -> str | None:
-    """The installed version of a peer's package, with the commit if it came from git; None if it is absent.
+    """The installed version of a peer's package, with the commit if it came from git;
+    None if it is absent.
 
     >>> version = installed("ring_attention_pytorch")  # as "0.5.20"
     """
@@ -50,12 +57,18 @@ def installed(system: str) -> str | None:
         found = metadata.distribution(PEERS[system].package)
     except metadata.PackageNotFoundError:
         return None
-    commit = json.loads(found.read_text("direct_url.json") or "{}").get("vcs_info", {}).get("commit_id", "")
+    commit = (
+        json.loads(found.read_text("direct_url.json") or "{}")
+        .get("vcs_info", {})
+        .get("commit_id", "")
+    )
     return found.version + (f"+{commit[:7]}" if commit else "")
 
 
 def _module(point: Point, name: str):
-    """A module of the point's package; NotImplementedError if it is absent or cannot be imported."""
+    """A module of the point's package; NotImplementedError if it is absent or cannot be
+    imported.
+    """
     (package, how, _), version = PEERS[point.system], installed(point.system)
     wanted = only(point, "version").get("version", version)
     if version is None:
@@ -65,45 +78,66 @@ def _module(point: Point, name: str):
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise NotImplementedError(f"{package} {version} cannot be imported: {error}; {how}") from error
+        raise NotImplementedError(
+            f"{package} {version} cannot be imported: {error}; {how}"
+        ) from error
 
 
 def _dilated(point: Point, mixing: str, offsets: str) -> patterns.Dilated:
     """The pattern of a point, if the package documents its function."""
     computed = f"dilated {mixing} with offsets by {offsets}"
-    pattern = pattern_of(point, computed, kind="dilated", mixing=mixing, offsets=offsets)
+    pattern = pattern_of(
+        point, computed, kind="dilated", mixing=mixing, offsets=offsets
+    )
     if point.kv_heads != point.heads:
-        raise Refused(f"{point.system} needs as many K/V heads as heads, got {point.kv_heads} and {point.heads}")
+        raise Refused(
+            f"{point.system} needs as many K/V heads as heads, got {point.kv_heads} and {point.heads}"
+        )
     return pattern
 
 
 def _flash(q, k, v, causal: bool):
-    """torch's kernel for the CPU: out (b, n, h, d) and log-sum-exp (b, h, n) of q, k, v (b, n, h, d)."""
+    """torch's kernel for the CPU: out (b, n, h, d) and log-sum-exp (b, h, n) of q, k, v
+    (b, n, h, d).
+    """
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = attend(*(t.transpose(1, 2) for t in (q, k, v)), 0.0, causal)
     return out.transpose(1, 2), lse
 
 
 def _replaced(module, name: str, value, device):
-    """A context in which ``value`` has a name of a module; on a GPU nothing is replaced."""
-    return mock.patch.object(module, name, value) if torch.device(device).type == "cpu" else nullcontext()
+    """A context in which ``value`` has a name of a module; on a GPU nothing is
+    replaced.
+    """
+    return (
+        mock.patch.object(module, name, value)
+        if torch.device(device).type == "cpu"
+        else nullcontext()
+    )
 
 
 def dilated_attention_pytorch(point: Point, device) -> System:
-    """DilatedAttention of dilated-attention-pytorch: a group of heads for each branch, over the number of groups.
+    """DilatedAttention of dilated-attention-pytorch: a group of heads for each branch,
+    over the number of groups.
 
     On the CPU torch's kernel replaces that of xformers.
     """
     module = _module(point, "dilated_attention_pytorch.dilated_attention")
     pattern = _dilated(point, "head_groups", "branch")
     if rest := [w for w in pattern.segment_lengths if point.seq_len % w]:
-        raise Refused(f"{point.system} needs whole segments of {rest[0]}, got {point.seq_len} positions")
-    attention = module.DilatedAttention(list(pattern.segment_lengths), list(pattern.dilation_rates))
+        raise Refused(
+            f"{point.system} needs whole segments of {rest[0]}, got {point.seq_len} positions"
+        )
+    attention = module.DilatedAttention(
+        list(pattern.segment_lengths), list(pattern.dilation_rates)
+    )
 
     def kernel(query, key, value, op=None, attn_bias=None):
         return _flash(query, key, value, attn_bias is not None)[0]
 
-    ours = SimpleNamespace(memory_efficient_attention=kernel, LowerTriangularMask=object)
+    ours = SimpleNamespace(
+        memory_efficient_attention=kernel, LowerTriangularMask=object
+    )
 
     def forward(q, k, v):
         with _replaced(module, "xops", ours, device):
@@ -115,18 +149,29 @@ def dilated_attention_pytorch(point: Point, device) -> System:
 
 
 def torchscale_dilated(point: Point, device) -> System:
-    """DilatedAttention of torchscale, LongNet's own code, without its projections: offsets by block of heads.
+    """DilatedAttention of torchscale, LongNet's own code, without its projections:
+    offsets by block of heads.
 
     On the CPU torch's kernel replaces that of flash-attn.
     """
     module = _module(point, "torchscale.component.dilated_attention")
-    kernels = _module(point, "torchscale.component.multihead_attention")  # it looks its kernel up there
+    kernels = _module(
+        point, "torchscale.component.multihead_attention"
+    )  # it looks its kernel up there
     pattern = _dilated(point, "lse", "block")
     arguments = SimpleNamespace(
-        segment_length=list(pattern.segment_lengths), dilated_ratio=list(pattern.dilation_rates), flash_attention=True,
-        seq_parallel=False, multiway=False, layernorm_eps=1e-5, xpos_rel_pos=False, xpos_scale_base=512,
-    )  # fmt: skip
-    attention = module.DilatedAttention(arguments, point.heads * point.head_dim, point.heads, self_attention=True)
+        segment_length=list(pattern.segment_lengths),
+        dilated_ratio=list(pattern.dilation_rates),
+        flash_attention=True,
+        seq_parallel=False,
+        multiway=False,
+        layernorm_eps=1e-5,
+        xpos_rel_pos=False,
+        xpos_scale_base=512,
+    )
+    attention = module.DilatedAttention(
+        arguments, point.heads * point.head_dim, point.heads, self_attention=True
+    )
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         setattr(attention, name, torch.nn.Identity())
 
@@ -135,35 +180,56 @@ def torchscale_dilated(point: Point, device) -> System:
 
     def forward(q, k, v):
         with _replaced(kernels, "flash_attn_func", kernel, device):
-            out, _ = attention(*(t.flatten(2) for t in (q, k, v)), is_causal=point.causal)  # (b, n, h * d)
+            out, _ = attention(
+                *(t.flatten(2) for t in (q, k, v)), is_causal=point.causal
+            )  # (b, n, h * d)
         return out.unflatten(2, (point.heads, point.head_dim)), None
 
     return System(point, device, forward)
 
 
 def local_attention(point: Point, device) -> System:
-    """LocalAttention of local-attention, without its rotary embedding: the block of a query and one either way."""
+    """LocalAttention of local-attention, without its rotary embedding: the block of a
+    query and one either way.
+    """
     module = _module(point, "local_attention")
     window = sliding_window(1).to_dict()
-    pattern = pattern_of(point, "a window of one block either way", kind=window["kind"], parts=window["parts"])
+    pattern = pattern_of(
+        point,
+        "a window of one block either way",
+        kind=window["kind"],
+        parts=window["parts"],
+    )
     if point.seq_len % pattern.block_size:
-        raise Refused(f"{point.system} needs whole blocks of {pattern.block_size}, got {point.seq_len} positions")
-    attention = module.LocalAttention(pattern.block_size, causal=point.causal, use_rotary_pos_emb=False)
+        raise Refused(
+            f"{point.system} needs whole blocks of {pattern.block_size}, got {point.seq_len} positions"
+        )
+    attention = module.LocalAttention(
+        pattern.block_size, causal=point.causal, use_rotary_pos_emb=False
+    )
 
     def forward(q, k, v):
-        return attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2), None  # (b, h, n, d) inside
+        return attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(
+            1, 2
+        ), None  # (b, h, n, d) inside
 
     return System(point, device, forward)
 
 
 def ring_attention_pytorch(point: Point, device) -> System:
-    """ring_flash_attn of ring-attention-pytorch on one device: dense attention in buckets of 1024, no ring."""
+    """ring_flash_attn of ring-attention-pytorch on one device: dense attention in
+    buckets of 1024, no ring.
+    """
     gpu = torch.device(device).type == "cuda"
-    module = _module(point, f"ring_attention_pytorch.ring_flash_attention{'_cuda' if gpu else ''}")
+    module = _module(
+        point, f"ring_attention_pytorch.ring_flash_attention{'_cuda' if gpu else ''}"
+    )
     pattern_of(point, "dense attention", kind="dense")
     attention = module.ring_flash_attn_cuda if gpu else module.ring_flash_attn
 
     def forward(q, k, v):
-        return attention(q, k, v, causal=point.causal, bucket_size=min(1024, point.seq_len)), None
+        return attention(
+            q, k, v, causal=point.causal, bucket_size=min(1024, point.seq_len)
+        ), None
 
     return System(point, device, forward)

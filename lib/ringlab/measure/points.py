@@ -1,4 +1,6 @@
-"""What is measured: a point, a group of points, and the result of one point; ids are digests, equal in every run."""
+"""What is measured: a point, a group of points, and the result of one point; ids are
+digests, equal in every run.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ def digest(value, length: int = 16) -> str:
 class Point:
     """One call to measure: a system on tensors (batch, seq_len, heads, head_dim).
 
-    ``system``: a name in ``systems.SYSTEMS`` or an entry ``"module:function"``; ``pattern``: a ringlab pattern or its
-    dictionary; ``dtype``: a name such as "float32"; ``passes``: "fwd" or "fwd+bwd"; ``options``: those of the system.
-    Raises ValueError for invalid fields.
+    ``system``: a name in ``systems.SYSTEMS`` or an entry ``"module:function"``;
+    ``pattern``: a ringlab pattern or its dictionary; ``dtype``: a name such as
+    "float32"; ``passes``: "fwd" or "fwd+bwd"; ``options``: those of the system. Raises
+    ValueError for invalid fields.
 
     >>> p = Point("ringlab", patterns.Dilated([2, 4], [1, 2]), seq_len=64, options={"gather": True})
     >>> p.label()
@@ -54,19 +57,33 @@ class Point:
 
     def __post_init__(self):
         pattern, set_ = self.pattern, object.__setattr__
-        set_(self, "pattern", (patterns.from_dict(pattern) if isinstance(pattern, Mapping) else pattern).to_dict())
-        set_(self, "options", tuple(sorted(dict(self.options).items())))  # of a mapping or pairs
+        set_(
+            self,
+            "pattern",
+            (
+                patterns.from_dict(pattern) if isinstance(pattern, Mapping) else pattern
+            ).to_dict(),
+        )
+        set_(
+            self, "options", tuple(sorted(dict(self.options).items()))
+        )  # of a mapping or pairs
         set_(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         set_(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.passes not in PASSES:
-            raise ValueError(f"unknown passes {self.passes!r}; known: {', '.join(PASSES)}")
+            raise ValueError(
+                f"unknown passes {self.passes!r}; known: {', '.join(PASSES)}"
+            )
         if not getattr(getattr(torch, self.dtype, None), "is_floating_point", False):
-            raise ValueError(f"unknown dtype {self.dtype!r}; known are torch's, as float32 or bfloat16")
+            raise ValueError(
+                f"unknown dtype {self.dtype!r}; known are torch's, as float32 or bfloat16"
+            )
         for name in ("batch", "seq_len", "heads", "kv_heads", "head_dim", "world_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads: {self.heads} and {self.kv_heads}")
+            raise ValueError(
+                f"heads must be a multiple of kv_heads: {self.heads} and {self.kv_heads}"
+            )
 
     def __hash__(self):
         return hash(self.id)
@@ -78,7 +95,15 @@ class Point:
     @property
     def shape(self) -> dict:
         """The arguments of ``cost.count`` besides the pattern and the dtype."""
-        names = ("batch", "seq_len", "heads", "kv_heads", "head_dim", "causal", "passes")
+        names = (
+            "batch",
+            "seq_len",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "causal",
+            "passes",
+        )
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -115,10 +140,12 @@ def sgemm(size: int = 2048) -> Point:
 
 @dataclass(frozen=True)
 class Group:
-    """Points that are measured together, each in its own process; interleaved, they take turns sample by sample.
+    """Points that are measured together, each in its own process; interleaved, they
+    take turns sample by sample.
 
-    Ratios within an interleaved group are paired round by round. ``timed=False`` measures memory and errors only.
-    ``rounds``: the least number of rounds, for long calls, as far as the time limit allows.
+    Ratios within an interleaved group are paired round by round. ``timed=False``
+    measures memory and errors only. ``rounds``: the least number of rounds, for long
+    calls, as far as the time limit allows.
     """
 
     name: str
@@ -137,12 +164,24 @@ class Group:
     @property
     def id(self) -> str:
         """A digest of the points and of how they are measured."""
-        return digest([[p.id for p in self.points], self.timed, self.interleave, *self._more], 12)
+        return digest(
+            [[p.id for p in self.points], self.timed, self.interleave, *self._more], 12
+        )
 
     def composition(self, point: Point) -> str:
-        """A digest of what the point's samples depend on: all points of its group if interleaved, else itself."""
+        """A digest of what the point's samples depend on: all points of its group if
+        interleaved, else itself.
+        """
         members = [p.id for p in self.points] if self.interleave else [point.id]
-        return digest([members, self.timed, *([self.ranks] if self.ranks > 1 else []), *self._more], 12)
+        return digest(
+            [
+                members,
+                self.timed,
+                *([self.ranks] if self.ranks > 1 else []),
+                *self._more,
+            ],
+            12,
+        )
 
     @property
     def _more(self) -> list[str]:
@@ -150,7 +189,9 @@ class Group:
 
     @property
     def ranks(self) -> int:
-        """The largest number of ranks of a point; every rank of every point gets the machine's cores over this."""
+        """The largest number of ranks of a point; every rank of every point gets the
+        machine's cores over this.
+        """
         return max(p.world_size for p in self.points)
 
 
@@ -158,13 +199,16 @@ class Group:
 class Result:
     """The result of one point after a run; times in seconds, memory in bytes.
 
-    ``status``: "ok", "incorrect", "oom", "unsupported", "timeout", "crashed", or "suspect" for what cannot be true.
-    ``seconds`` has one time per sample and ``rounds`` their numbers (by default 0, 1, ...); results of one ``run`` and
-    an interleaved group are paired by round. ``final`` is false if trying again may help. ``share``: useful FLOPs per
-    second as a fraction of the rate of the group's sgemm. ``ranks``, in a group with points on several: ``threads`` of
-    each, ``oversubscribed`` (more ranks than cores: no time is taken), the ``scheme`` and, by rank, ``bytes_sent`` in a
-    call, ``planned`` bytes, ``messages`` and ``tracked_peak_bytes``. Times are those of the slowest rank, ``memory``
-    that of the rank with the highest peak.
+    ``status``: "ok", "incorrect", "oom", "unsupported", "timeout", "crashed", or
+    "suspect" for what cannot be true. ``seconds`` has one time per sample and
+    ``rounds`` their numbers (by default 0, 1, ...); results of one ``run`` and an
+    interleaved group are paired by round. ``final`` is false if trying again may help.
+    ``share``: useful FLOPs per second as a fraction of the rate of the group's sgemm.
+    ``ranks``, in a group with points on several: ``threads`` of each,
+    ``oversubscribed`` (more ranks than cores: no time is taken), the ``scheme`` and, by
+    rank, ``bytes_sent`` in a call, ``planned`` bytes, ``messages`` and
+    ``tracked_peak_bytes``. Times are those of the slowest rank, ``memory`` that of the
+    rank with the highest peak.
     """
 
     point: Point
@@ -200,7 +244,9 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float | None:
-        return self.point.batch * self.point.seq_len / self.median if self.median else None
+        return (
+            self.point.batch * self.point.seq_len / self.median if self.median else None
+        )
 
     def option(self, name: str, default=None):
         return dict(self.point.options).get(name, default)

@@ -1,4 +1,6 @@
-"""Where a row comes from: code, versions, machine and its state. No host name, no user name, no path."""
+"""Where a row comes from: code, versions, machine and its state. No host name, no user
+name, no path.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,52 @@ from .. import __version__, hardware
 from ..kernels import triton_config
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# What a measured call runs, by folder or module of the package, and what of these only starts or tunes it.
+# What a measured call runs, by folder or module of the package, and what of these only
+# starts or tunes it.
 ENGINE = (
-    "patterns", "block_patterns", "cache", "memory", "attention", "kv_cache", "adaptive", "compat", "kernels", "engine",
-    "ring", "native",
-)  # fmt: skip
+    "patterns",
+    "block_patterns",
+    "cache",
+    "memory",
+    "attention",
+    "kv_cache",
+    "adaptive",
+    "compat",
+    "kernels",
+    "engine",
+    "ring",
+    "native",
+)
 NOT_RUN = ("kernels/triton_tune", "ring/launch", "ring/watch")
-# What decides how a call is timed and checked; in measure/ the others name the points, run them and keep the rows.
+# What decides how a call is timed and checked; in measure/ the others name the points,
+# run them and keep the rows.
 METHOD = (
-    "cost", "reference", "tracking", "hardware", "network", "measure/systems", "measure/cache_systems",
-    "measure/model_systems", "measure/peers", "measure/links", "measure/workers", "measure/timing", "measure/stats",
-)  # fmt: skip
+    "cost",
+    "reference",
+    "tracking",
+    "hardware",
+    "network",
+    "measure/systems",
+    "measure/cache_systems",
+    "measure/model_systems",
+    "measure/peers",
+    "measure/links",
+    "measure/workers",
+    "measure/timing",
+    "measure/stats",
+)
 SALT = "ringlab measurement"  # keeps the id of a machine from being looked up elsewhere
 # Rows count as done only where all of these agree.
-KEY = ("engine", "method", "torch", "device", "device_name", "machine", "threads", "tuning")
+KEY = (
+    "engine",
+    "method",
+    "torch",
+    "device",
+    "device_name",
+    "machine",
+    "threads",
+    "tuning",
+)
 
 
 class _Code(ast.NodeTransformer):
@@ -47,7 +81,9 @@ class _Code(ast.NodeTransformer):
 
 
 def code_hash(paths, root: Path) -> str:
-    """12 hex digits over files: Python without comments, docstrings, layout and messages of errors; C++ as it is."""
+    """12 hex digits over files: Python without comments, docstrings, layout and
+    messages of errors; C++ as it is.
+    """
     sha = hashlib.sha256()
     for path in sorted(paths):
         code = path.read_text(encoding="utf-8")
@@ -58,8 +94,15 @@ def code_hash(paths, root: Path) -> str:
 
 
 def _hash_of(package: Path, names: tuple[str, ...]) -> str:
-    inside = (path for name in names for path in (package / name).rglob("*") if path.suffix in (".py", ".cpp"))
-    paths = {package / f"{name}{end}" for name in names for end in (".py", ".cpp")} | set(inside)
+    inside = (
+        path
+        for name in names
+        for path in (package / name).rglob("*")
+        if path.suffix in (".py", ".cpp")
+    )
+    paths = {
+        package / f"{name}{end}" for name in names for end in (".py", ".cpp")
+    } | set(inside)
     paths -= {package / f"{name}.py" for name in NOT_RUN}
     return code_hash({path for path in paths if path.exists()}, package)
 
@@ -72,7 +115,9 @@ def engine_hash(package: Path = PACKAGE) -> str:
 
 @functools.cache
 def method_hash(package: Path = PACKAGE) -> str:
-    """Hash of the code that decides how a point is measured: its inputs, checks, timing, bounds and statistics."""
+    """Hash of the code that decides how a point is measured: its inputs, checks,
+    timing, bounds and statistics.
+    """
     return _hash_of(package, METHOD)
 
 
@@ -80,9 +125,13 @@ def method_hash(package: Path = PACKAGE) -> str:
 def machine_id() -> str:
     """12 hex digits that name this machine and tell nothing about it.
 
-    Its processor and GPUs are part of the name: machines started from one image share the rest.
+    Its processor and GPUs are part of the name: machines started from one image share
+    the rest.
     """
-    name, node = (hardware.Probe().read("/etc/machine-id") or "").strip(), uuid.getnode()
+    name, node = (
+        (hardware.Probe().read("/etc/machine-id") or "").strip(),
+        uuid.getnode(),
+    )
     if not name:  # getnode() without a network card is random, and then has its lowest bit of the first octet set
         name = f"{node:x}" if not node >> 40 & 1 else platform.node()
     found = hardware.detect()
@@ -91,16 +140,19 @@ def machine_id() -> str:
 
 
 def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
-    """(commit, dirty) of the checkout that holds this package; changes in reports/ do not count.
+    """(commit, dirty) of the checkout that holds this package; changes in reports/ do
+    not count.
 
-    Outside of git the commit is the hash in the environment variable RINGLAB_COMMIT, or "unknown", and dirty is
-    "unknown".
+    Outside of git the commit is the hash in the environment variable RINGLAB_COMMIT, or
+    "unknown", and dirty is "unknown".
     """
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(package), *arguments]
         try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+            return subprocess.run(
+                command, capture_output=True, text=True, timeout=20, check=True
+            ).stdout.strip()
         except (OSError, subprocess.SubprocessError):
             return None
 
@@ -114,17 +166,28 @@ def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
 
 
 def threads() -> int:
-    """The physical cores that this process may run on, at most what its control group grants: one thread each."""
+    """The physical cores that this process may run on, at most what its control group
+    grants: one thread each.
+    """
     probe, quota = hardware.Probe(), hardware.detect().cpu_quota
     path = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    siblings = {(probe.read(path.format(core)) or str(core)).strip() for core in probe.affinity()}
+    siblings = {
+        (probe.read(path.format(core)) or str(core)).strip()
+        for core in probe.affinity()
+    }
     return max(1, min(len(siblings), int(quota) if quota else len(siblings)))
 
 
 def tuning() -> str | None:
-    """12 hex digits over the tile sizes that ``ringlab tune`` keeps for list kernels; None where it has kept none."""
+    """12 hex digits over the tile sizes that ``ringlab tune`` keeps for list kernels;
+    None where it has kept none.
+    """
     files = sorted(triton_config.folder().glob(triton_config.FILES))
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12] if files else None
+    return (
+        hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
+        if files
+        else None
+    )
 
 
 def collect(device: str) -> dict:
@@ -155,30 +218,51 @@ def collect(device: str) -> dict:
 
 
 def moment(device: str) -> dict:
-    """What changes from group to group: UTC time, load average of the last minute, clocks and temperature."""
+    """What changes from group to group: UTC time, load average of the last minute,
+    clocks and temperature.
+    """
     lines = (hardware.Probe().read("/proc/cpuinfo") or "").splitlines()
-    clocks = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]  # not on every architecture
-    found = {"utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "load_average": round(os.getloadavg()[0], 2)}
+    clocks = [
+        float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")
+    ]  # not on every architecture
+    found = {
+        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
     found["cpu_mhz"] = round(mean(clocks)) if clocks else None
     state = device_state(device)
     return found | ({"gpu_before": state} if state else {})
 
 
 GPU_STATE = {  # fields of nvidia-smi --query-gpu, by our names
-    "sm_clock_mhz": "clocks.sm", "memory_clock_mhz": "clocks.mem", "max_sm_clock_mhz": "clocks.max.sm",
-    "temperature_c": "temperature.gpu", "power_w": "power.draw", "power_limit_w": "power.limit",
-    "throttle_reasons": "clocks_throttle_reasons.active", "performance_state": "pstate",
-}  # fmt: skip
+    "sm_clock_mhz": "clocks.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "max_sm_clock_mhz": "clocks.max.sm",
+    "temperature_c": "temperature.gpu",
+    "power_w": "power.draw",
+    "power_limit_w": "power.limit",
+    "throttle_reasons": "clocks_throttle_reasons.active",
+    "performance_state": "pstate",
+}
 
 
 def device_state(device: str) -> dict:
-    """Clocks, temperature, power and throttle reasons of the first GPU now, by nvidia-smi; {} elsewhere."""
-    text = hardware.Probe().nvidia_smi([*GPU_STATE.values()]) if torch.device(device).type == "cuda" else None
+    """Clocks, temperature, power and throttle reasons of the first GPU now, by
+    nvidia-smi; {} elsewhere.
+    """
+    text = (
+        hardware.Probe().nvidia_smi([*GPU_STATE.values()])
+        if torch.device(device).type == "cuda"
+        else None
+    )
     if not text:
         return {}
     values = [value.strip() for value in text.splitlines()[0].split(",")]
     number = re.compile(r"-?\d+(\.\d+)?")  # others are "[N/A]", a bit mask, "P0"
-    return {name: float(x) if number.fullmatch(x) else x for name, x in zip(GPU_STATE, values)}
+    return {
+        name: float(x) if number.fullmatch(x) else x
+        for name, x in zip(GPU_STATE, values)
+    }
 
 
 def key(provenance: dict) -> tuple:

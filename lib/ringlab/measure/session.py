@@ -1,7 +1,8 @@
-"""Runs the points that have no rows yet, each in its own process; points of a group take turns.
+"""Runs the points that have no rows yet, each in its own process; points of a group
+take turns.
 
-Every sample is stored at once, so that a run that was stopped goes on at its next round. A process that dies costs
-its point alone.
+Every sample is stored at once, so that a run that was stopped goes on at its next
+round. A process that dies costs its point alone.
 """
 
 from __future__ import annotations
@@ -30,27 +31,34 @@ from .workers import Workers
 
 TIMEOUT_S = 120.0  # that one point may take, all its rounds included
 CONTENTION = 0.1  # times are not trusted where more cores are missing, as a part of the threads that need them
-MORE, MORE_S = 3, 45.0  # times the rounds that a point asks for, and seconds of a run, for points that are unstable
+MORE, MORE_S = (
+    3,
+    45.0,
+)  # times the rounds that a point asks for, and seconds of a run, for points that are unstable
 LEAST_S = 0.9  # the machine counts in hundredths of a second, too coarse for less
 
 
 def busy_seconds() -> float:
-    """CPU time that all processes of this machine have used since it started, with what a hypervisor stole.
+    """CPU time that all processes of this machine have used since it started, with what
+    a hypervisor stole.
 
     NaN without /proc/stat.
     """
     text = hardware.Probe().read("/proc/stat")
     if text is None:
         return math.nan
-    user, nice, system, _idle, _iowait, irq, softirq, stolen = map(int, text.split()[1:9])
+    user, nice, system, _idle, _iowait, irq, softirq, stolen = map(
+        int, text.split()[1:9]
+    )
     return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 class CpuContention:
-    """CPU time that other processes use while samples are taken, which makes our times too long.
+    """CPU time that other processes use while samples are taken, which makes our times
+    too long.
 
-    It is the machine's busy time minus our own. ``threads``: how many of ours must not wait. Nothing is known of less
-    than a second in all.
+    It is the machine's busy time minus our own. ``threads``: how many of ours must not
+    wait. Nothing is known of less than a second in all.
     """
 
     def __init__(self, threads: int, clock: Callable[[], float] = time.monotonic):
@@ -58,7 +66,9 @@ class CpuContention:
 
     @contextmanager
     def watched(self, workers: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
-        """Count inside this context; ``workers``: CPU seconds that our other processes have used so far."""
+        """Count inside this context; ``workers``: CPU seconds that our other processes
+        have used so far.
+        """
         ours = lambda: time.process_time() + workers()  # noqa: E731
         busy, used, begin = busy_seconds(), ours(), self.clock()
         yield
@@ -74,7 +84,9 @@ class CpuContention:
     @property
     def high(self) -> bool:
         """Too few cores were left for our threads."""
-        return (self.cores or 0.0) + self.threads - (os.cpu_count() or 1) > CONTENTION * self.threads
+        return (self.cores or 0.0) + self.threads - (
+            os.cpu_count() or 1
+        ) > CONTENTION * self.threads
 
 
 EVERY_S = 10.0
@@ -83,7 +95,8 @@ PREPARED = 0.2  # of a point is done once it is built and checked
 
 
 class Progress:
-    """What a run prints to stderr: a line for each group and point, and every ten seconds what is at work.
+    """What a run prints to stderr: a line for each group and point, and every ten
+    seconds what is at work.
 
     The time left assumes that all points take equally long.
     """
@@ -99,9 +112,13 @@ class Progress:
             warn(text)
 
     def left(self) -> str:
-        pace = (self.clock() - self.start + PRIOR_S) / (self.done + PRIOR_POINTS)  # seconds per point
+        pace = (self.clock() - self.start + PRIOR_S) / (
+            self.done + PRIOR_POINTS
+        )  # seconds per point
         seconds = max(0.0, self.total - self.done) * pace
-        return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+        return (
+            f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+        )
 
     def did(self, text: str, share: float) -> None:
         """Another ``share`` of a point is done; ``text`` says what."""
@@ -115,19 +132,25 @@ class Progress:
         found += ["unstable"] if result.unstable else []
         found += [f"{result.status}: {result.reason}"] if result.status != "ok" else []
         said = " ".join(found) or "checked"
-        self.say(f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {said}")
+        self.say(
+            f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {said}"
+        )
 
 
 @dataclass
 class Member:
-    """A point of a group that is being measured: its processes, its row so far, and its samples by round."""
+    """A point of a group that is being measured: its processes, its row so far, and its
+    samples by round.
+    """
 
     point: Point
     samples: dict[int, float]
     timed: bool
     threads: int  # of each rank
     workers: Workers
-    row: dict = field(default_factory=lambda: {"status": "ok", "reason": "", "cpu_s": 0.0})
+    row: dict = field(
+        default_factory=lambda: {"status": "ok", "reason": "", "cpu_s": 0.0}
+    )
     wanted: int = 0
     spent: float = 0.0
 
@@ -136,40 +159,74 @@ class Member:
         return self.row["status"] == "ok"
 
 
-CONTEXT_BYTES = 700 << 20  # of GPU memory that each waiting process holds, with its libraries' workspaces
+CONTEXT_BYTES = (
+    700 << 20
+)  # of GPU memory that each waiting process holds, with its libraries' workspaces
 
 
 class Session:
-    """The state that all groups of a run share; arguments as ``run``. ``workers`` starts the processes of a point."""
+    """The state that all groups of a run share; arguments as ``run``. ``workers``
+    starts the processes of a point.
+    """
 
     def __init__(
-        self, folder, *, profile, device=None, rehearsal=False, timeout_s=TIMEOUT_S, progress=False,
-        workers: Callable[..., Workers] = Workers, contention: type[CpuContention] = CpuContention,
+        self,
+        folder,
+        *,
+        profile,
+        device=None,
+        rehearsal=False,
+        timeout_s=TIMEOUT_S,
+        progress=False,
+        workers: Callable[..., Workers] = Workers,
+        contention: type[CpuContention] = CpuContention,
         clock: Callable[[], float] = time.monotonic,
-    ):  # fmt: skip
+    ):
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
         name = getattr(profile, "name", profile)
         if device is None:
             device = "cpu" if rehearsal else hardware.get_profile(name).kind
         if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"profile {name!r} is of a GPU, and torch drives none here; rehearsal=True times this CPU")
+            raise ValueError(
+                f"profile {name!r} is of a GPU, and torch drives none here; rehearsal=True times this CPU"
+            )
         self.here = provenance.collect(device) | {"profile": name}
-        self.folder, self.device, self.rehearsal, self.timeout_s = folder, device, rehearsal, timeout_s
+        self.folder, self.device, self.rehearsal, self.timeout_s = (
+            folder,
+            device,
+            rehearsal,
+            timeout_s,
+        )
         self.threads, self.show = self.here["threads"], progress
-        memory = available_bytes(hardware.detect().ram_bytes) if device == "cpu" else None
-        self.settings = {"device": device, "threads": self.threads, "timeout_s": timeout_s, "memory_bytes": memory}
+        memory = (
+            available_bytes(hardware.detect().ram_bytes) if device == "cpu" else None
+        )
+        self.settings = {
+            "device": device,
+            "threads": self.threads,
+            "timeout_s": timeout_s,
+            "memory_bytes": memory,
+        }
         self.start, self.contention, self.clock = workers, contention, clock
         self.bounds = Bounds(device, None if rehearsal else name, self.probe)
         self.results: list[Result] = []
         self.more_s = MORE_S  # left for points that are unstable
-        self.tolerances: dict[tuple, dict] = {}  # by shape and dtype: half precision takes seconds
+        self.tolerances: dict[
+            tuple, dict
+        ] = {}  # by shape and dtype: half precision takes seconds
 
-    def run(self, groups: Iterable[Group], force: bool = False, minutes: float | None = None) -> list[Result]:
+    def run(
+        self, groups: Iterable[Group], force: bool = False, minutes: float | None = None
+    ) -> list[Result]:
         groups = list(groups)
         if odd := [group for group in groups if not isinstance(group, Group)]:
-            raise ValueError(f"groups must be measure.Group objects, got {type(odd[0]).__name__}")
-        if twice := [name for name, count in Counter(g.name for g in groups).items() if count > 1]:
+            raise ValueError(
+                f"groups must be measure.Group objects, got {type(odd[0]).__name__}"
+            )
+        if twice := [
+            name for name, count in Counter(g.name for g in groups).items() if count > 1
+        ]:
             raise ValueError(f"two groups have the name {twice[0]!r}")
         if minutes is not None and not minutes > 0:
             raise ValueError(f"minutes must be positive, got {minutes!r}")
@@ -181,35 +238,80 @@ class Session:
             disturbed = {r.group for r in kept if r.provenance.get("crowded")}
             if disturbed and self._busy_now():
                 disturbed = set()
-            kept = [r for r in kept if not (r.group in disturbed and r.provenance.get("crowded"))]
+            kept = [
+                r
+                for r in kept
+                if not (r.group in disturbed and r.provenance.get("crowded"))
+            ]
             done = {(r.group, r.composition, r.point.id) for r in kept}
-            wanted = {(g.name, g.composition(p), p.id) for g in groups for p in g.points}
-            missing = [(g, [p for p in g.points if (g.name, g.composition(p), p.id) not in done]) for g in groups]
+            wanted = {
+                (g.name, g.composition(p), p.id) for g in groups for p in g.points
+            }
+            missing = [
+                (
+                    g,
+                    [
+                        p
+                        for p in g.points
+                        if (g.name, g.composition(p), p.id) not in done
+                    ],
+                )
+                for g in groups
+            ]
             todo = [(group, points) for group, points in missing if points]
-            apart = {name for r in there for name in provenance.differs(r.provenance, self.here)}
+            apart = {
+                name
+                for r in there
+                for name in provenance.differs(r.provenance, self.here)
+            }
             if self.show and todo and apart:
-                warn(f"rows that differ from this run in {', '.join(sorted(apart))} do not count: measuring anew")
+                warn(
+                    f"rows that differ from this run in {', '.join(sorted(apart))} do not count: measuring anew"
+                )
             elif self.show and not todo:
                 newest = max((r.provenance.get("utc", "") for r in kept), default="")
-                warn(f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure")
-            self.progress = Progress(sum(len(points) for _, points in todo), self.show, self.clock)
+                warn(
+                    f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure"
+                )
+            self.progress = Progress(
+                sum(len(points) for _, points in todo), self.show, self.clock
+            )
             try:
                 for number, (group, points) in enumerate(todo):
                     if number and self.clock() >= until:
-                        left, names = sum(len(p) for _, p in todo[number:]), "; ".join(g.name for g, _ in todo[number:])
-                        warn(f"{minutes:g} minutes are over: {left} points are left, of {names}; run again to go on")
+                        left, names = (
+                            sum(len(p) for _, p in todo[number:]),
+                            "; ".join(g.name for g, _ in todo[number:]),
+                        )
+                        warn(
+                            f"{minutes:g} minutes are over: {left} points are left, of {names}; run again to go on"
+                        )
                         break
                     anew = force or group.name in disturbed
-                    earlier = None if anew else unfinished(self.folder, group, self.here, self.rehearsal)
+                    earlier = (
+                        None
+                        if anew
+                        else unfinished(self.folder, group, self.here, self.rehearsal)
+                    )
                     self._run_group(group, points, earlier)
             except KeyboardInterrupt:
                 said = f"{len(self.results)} points and the finished samples of others are kept"
                 raise Interrupted(f"interrupted: {said}; run again to go on") from None
-        return latest([r for r in kept + self.results if (r.group, r.composition, r.point.id) in wanted])
+        return latest(
+            [
+                r
+                for r in kept + self.results
+                if (r.group, r.composition, r.point.id) in wanted
+            ]
+        )
 
     def _counts(self, result: Result) -> bool:
-        """Whether a result of an earlier run counts: the same code on this machine, and nothing to try again."""
-        same = result.rehearsal == self.rehearsal and not provenance.differs(result.provenance, self.here)
+        """Whether a result of an earlier run counts: the same code on this machine, and
+        nothing to try again.
+        """
+        same = result.rehearsal == self.rehearsal and not provenance.differs(
+            result.provenance, self.here
+        )
         less_time = result.provenance.get("timeout_s", self.timeout_s) < self.timeout_s
         return result.final and same and not (result.status == "timeout" and less_time)
 
@@ -218,19 +320,33 @@ class Session:
         with (now := self.contention(self.threads)).watched():
             time.sleep(1.0)
         if now.high:
-            warn(f"rows that other work disturbed are kept, as others use {now.cores:g} cores now too")
+            warn(
+                f"rows that other work disturbed are kept, as others use {now.cores:g} cores now too"
+            )
         return now.high
 
     def _run_group(self, group: Group, points: list[Point], run: Run | None) -> None:
-        """Measure points of a group, together or one by one; ``run``: one that was stopped, to go on with."""
+        """Measure points of a group, together or one by one; ``run``: one that was
+        stopped, to go on with.
+        """
         turns = ", taking turns" if group.interleave and len(points) > 1 else ""
-        self.progress.say(f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self.progress.left()})")
+        self.progress.say(
+            f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self.progress.left()})"
+        )
         if run is None:
             run = Run({"run": uuid4().hex[:12], "rehearsal": self.rehearsal})
             key = provenance.key(self.here)
-            self.store.append(kind="run", group=group.name, members=group.id, key=key, **run.about)
-        most = len(points) if group.interleave else 1  # points whose processes live at the same time
-        if group.interleave and self.device == "cuda" and self.here["device_memory_bytes"]:
+            self.store.append(
+                kind="run", group=group.name, members=group.id, key=key, **run.about
+            )
+        most = (
+            len(points) if group.interleave else 1
+        )  # points whose processes live at the same time
+        if (
+            group.interleave
+            and self.device == "cuda"
+            and self.here["device_memory_bytes"]
+        ):
             most = max(2, int(0.6 * self.here["device_memory_bytes"] / CONTEXT_BYTES))
         cohorts = [points[i : i + most] for i in range(0, len(points), most)]
         while cohorts:
@@ -238,40 +354,72 @@ class Session:
             try:
                 for point in cohorts.pop(0):
                     members.append(self._start(group, run, point))
-                cohorts += [[member.point] for member in self._run_together(group, run, members)]
+                cohorts += [
+                    [member.point] for member in self._run_together(group, run, members)
+                ]
             finally:
                 for member in members:
                     member.workers.close()
 
     def _start(self, group: Group, run: Run, point: Point) -> Member:
-        """Start a point's processes; on a GPU, where it takes seconds, those of a group build their systems at once."""
+        """Start a point's processes; on a GPU, where it takes seconds, those of a group
+        build their systems at once.
+        """
         early = self.device == "cuda" and point.world_size == 1
         threads = max(1, self.threads // group.ranks)
-        settings = self.settings | {"point": point.to_dict(), "early": early, "threads": threads}
+        settings = self.settings | {
+            "point": point.to_dict(),
+            "early": early,
+            "threads": threads,
+        }
         workers = self.start(settings, point.world_size)
-        timed = group.timed and point.world_size <= self.threads  # no time without a core for each rank
-        return Member(point, run.samples.setdefault(point.id, {}), timed, threads, workers)
+        timed = (
+            group.timed and point.world_size <= self.threads
+        )  # no time without a core for each rank
+        return Member(
+            point, run.samples.setdefault(point.id, {}), timed, threads, workers
+        )
 
-    def _run_together(self, group: Group, run: Run, members: list[Member]) -> list[Member]:
-        """Prepare all members, take rounds in turn and store the results; return those to measure again, alone."""
-        origin = self.here | provenance.moment(self.device) | {"timeout_s": self.timeout_s}
+    def _run_together(
+        self, group: Group, run: Run, members: list[Member]
+    ) -> list[Member]:
+        """Prepare all members, take rounds in turn and store the results; return those
+        to measure again, alone.
+        """
+        origin = (
+            self.here | provenance.moment(self.device) | {"timeout_s": self.timeout_s}
+        )
         others = self.contention(self.threads if self.device == "cpu" else 0)
         for member in members:
-            known = self.tolerances.setdefault((*member.point.shape.values(), member.point.dtype), {})
-            known |= self._ask(member, "prepare", PREPARED, tolerance=known).get("known", {})
+            known = self.tolerances.setdefault(
+                (*member.point.shape.values(), member.point.dtype), {}
+            )
+            known |= self._ask(member, "prepare", PREPARED, tolerance=known).get(
+                "known", {}
+            )
             if not member.timed:
                 member.workers.close()
-        self._take_rounds(group, run, [m for m in members if m.timed and m.alive], others)
+        self._take_rounds(
+            group, run, [m for m in members if m.timed and m.alive], others
+        )
         starved = [m for m in members if m.row["status"] == "oom" and len(members) > 1]
-        self._conclude(group, run, [m for m in members if m not in starved], origin, others)
+        self._conclude(
+            group, run, [m for m in members if m not in starved], origin, others
+        )
         return starved
 
-    def _take_rounds(self, group: Group, run: Run, members: list[Member], others: CpuContention) -> None:
+    def _take_rounds(
+        self, group: Group, run: Run, members: list[Member], others: CpuContention
+    ) -> None:
         for member in members:
             self._ask(member, "calibrate", 0.0)
         members = [m for m in members if m.alive]
-        for member, count in zip(members, rounds_for([m.row["estimate"] for m in members], group.interleave)):
-            in_time = int(self.timeout_s / 2 / member.row["estimate"])  # the rest is for its first call and its check
+        for member, count in zip(
+            members, rounds_for([m.row["estimate"] for m in members], group.interleave)
+        ):
+            in_time = int(
+                self.timeout_s / 2 / member.row["estimate"]
+            )  # the rest is for its first call and its check
             member.wanted = max(count, min(group.rounds, in_time))
         while waiting := self._waiting(members):
             more, start = len(waiting[0].samples) >= waiting[0].wanted, self.clock()
@@ -281,11 +429,19 @@ class Session:
                 share = 0.0 if more else (1 - PREPARED) / member.wanted
                 text = f"{group.name}: {'more of what is unstable' if more else f'round {number} of {member.wanted}'}"
                 with others.watched(lambda member=member: member.row["cpu_s"]):
-                    self._ask(member, "sample", share, text, last=number == member.wanted)
+                    self._ask(
+                        member, "sample", share, text, last=number == member.wanted
+                    )
                 if member.alive:
                     seconds = member.samples[run.rounds] = member.row["seconds"]
-                    sample = {"round": run.rounds, "seconds": seconds, "loops": member.row["loops"]}
-                    self.store.append(kind="sample", point=member.point.id, **run.about, **sample)
+                    sample = {
+                        "round": run.rounds,
+                        "seconds": seconds,
+                        "loops": member.row["loops"],
+                    }
+                    self.store.append(
+                        kind="sample", point=member.point.id, **run.about, **sample
+                    )
             run.rounds += 1
             self.more_s -= (self.clock() - start) * more
         for member in members:
@@ -293,22 +449,33 @@ class Session:
                 self._ask(member, "verify", 0.0)
 
     def _waiting(self, members: list[Member]) -> list[Member]:
-        """Whose turn it is: those that lack rounds, and once none does the unstable ones, as time allows."""
+        """Whose turn it is: those that lack rounds, and once none does the unstable
+        ones, as time allows.
+        """
         lacking = [m for m in members if m.alive and len(m.samples) < m.wanted]
         if lacking or self.more_s <= 0:
             return lacking
 
         def worth(m: Member) -> bool:
             seconds = [*m.samples.values()]
-            cheap = m.row.get("loops", 1) * sum(seconds[m.wanted :]) < POINT_S and m.spent < self.timeout_s / 2
+            cheap = (
+                m.row.get("loops", 1) * sum(seconds[m.wanted :]) < POINT_S
+                and m.spent < self.timeout_s / 2
+            )
             return len(seconds) < MORE * m.wanted and cheap and unsteady(seconds)
 
         return [m for m in members if m.alive and worth(m)]
 
-    def _ask(self, member: Member, command: str, share: float, text: str = "", **arguments) -> dict:
-        """Send one command to a point's processes; the reply goes into its row, and a failure ends the point."""
+    def _ask(
+        self, member: Member, command: str, share: float, text: str = "", **arguments
+    ) -> dict:
+        """Send one command to a point's processes; the reply goes into its row, and a
+        failure ends the point.
+        """
         start = self.clock()
-        reply = member.workers.ask(command, max(0.0, self.timeout_s - member.spent), **arguments)
+        reply = member.workers.ask(
+            command, max(0.0, self.timeout_s - member.spent), **arguments
+        )
         member.spent += self.clock() - start
         member.row |= reply
         self.progress.did(text or f"{command} {member.point.label()}", share)
@@ -317,61 +484,125 @@ class Session:
         return reply
 
     def probe(self, names: list[str]) -> dict:
-        """The CPU's rates, measured in a process of their own; {} if that fails or other processes disturb it.
+        """The CPU's rates, measured in a process of their own; {} if that fails or
+        other processes disturb it.
 
-        A disturbed rate is too low, and correct rows would be faster than the roofline that it gives.
+        A disturbed rate is too low, and correct rows would be faster than the roofline
+        that it gives.
         """
         others, reply = self.contention(self.threads), {"cpu_s": 0.0}
         with closing(self.start(self.settings | {"memory_bytes": None})) as worker:
             with others.watched(lambda: reply["cpu_s"]):
                 reply |= worker.ask("probe", self.timeout_s, dtypes=names)
-        why = f"others used {others.cores:g} cores meanwhile" if others.high else reply["reason"]
+        why = (
+            f"others used {others.cores:g} cores meanwhile"
+            if others.high
+            else reply["reason"]
+        )
         if why:
-            warn_once(f"the CPU's rates could not be measured, so these rows have no lower bound: {why}")
+            warn_once(
+                f"the CPU's rates could not be measured, so these rows have no lower bound: {why}"
+            )
         return {} if why else reply["peaks"]
 
-    def _conclude(self, group: Group, run: Run, members: list[Member], origin: dict, others: CpuContention):
-        """Store each point with its statistics and roofline; a result that cannot be true becomes suspect."""
+    def _conclude(
+        self,
+        group: Group,
+        run: Run,
+        members: list[Member],
+        origin: dict,
+        others: CpuContention,
+    ):
+        """Store each point with its statistics and roofline; a result that cannot be
+        true becomes suspect.
+        """
         self.bounds.need({m.point.dtype for m in members if m.alive and m.samples})
         state = provenance.device_state(self.device)
-        origin |= {"others_cores": others.cores, "crowded": others.high} | ({"gpu_after": state} if state else {})
+        origin |= {"others_cores": others.cores, "crowded": others.high} | (
+            {"gpu_after": state} if state else {}
+        )
         if others.high:
-            warn(f"{group.name}: others used {others.cores:g} cores meanwhile, so that these times are too long")
-        gemm = [m for m in members if m.point.system == "sgemm" and m.samples and m.alive]
-        rate = gemm[0].row["cost"]["flops"] / median(gemm[0].samples.values()) if gemm else None
+            warn(
+                f"{group.name}: others used {others.cores:g} cores meanwhile, so that these times are too long"
+            )
+        gemm = [
+            m for m in members if m.point.system == "sgemm" and m.samples and m.alive
+        ]
+        rate = (
+            gemm[0].row["cost"]["flops"] / median(gemm[0].samples.values())
+            if gemm
+            else None
+        )
         for member in members:
-            row = {k: v for k, v in member.row.items() if k not in ("cpu_s", "known", "estimate", "seconds")}
+            row = {
+                k: v
+                for k, v in member.row.items()
+                if k not in ("cpu_s", "known", "estimate", "seconds")
+            }
             if group.ranks > 1:
                 oversubscribed = member.point.world_size > self.threads
-                row["ranks"] = {"threads": member.threads, "oversubscribed": oversubscribed} | row.get("ranks", {})
+                row["ranks"] = {
+                    "threads": member.threads,
+                    "oversubscribed": oversubscribed,
+                } | row.get("ranks", {})
             if member.alive:
                 row |= self._judged(member, rate, others.high)
             samples = member.samples if row.get("median") is not None else {}
             result = Result(
-                point=member.point, group=group.name, **run.about,
-                composition=group.composition(member.point), interleaved=group.interleave,
-                seconds=tuple(samples.values()), rounds=tuple(samples), final=row["status"] != "crashed",
-                provenance=origin | {"seed": member.point.id}, **row,
-            )  # fmt: skip
+                point=member.point,
+                group=group.name,
+                **run.about,
+                composition=group.composition(member.point),
+                interleaved=group.interleave,
+                seconds=tuple(samples.values()),
+                rounds=tuple(samples),
+                final=row["status"] != "crashed",
+                provenance=origin | {"seed": member.point.id},
+                **row,
+            )
             self.store.append(**result_row(result, member.spent))
             self.results.append(result)
             self.progress.result(result)
 
     def _judged(self, member: Member, rate: float | None, crowded: bool) -> dict:
-        cost, memory, doubts, row = Cost(**member.row["cost"]), member.row["memory"], [], {}
-        peak, floor = memory["tracked_peak_bytes"], memory["floor_bytes"]  # of one rank's tensors
+        cost, memory, doubts, row = (
+            Cost(**member.row["cost"]),
+            member.row["memory"],
+            [],
+            {},
+        )
+        peak, floor = (
+            memory["tracked_peak_bytes"],
+            memory["floor_bytes"],
+        )  # of one rank's tensors
         if peak < floor:
-            doubts.append(f"a peak of {peak} bytes is smaller than its own tensors, {floor} bytes")
+            doubts.append(
+                f"a peak of {peak} bytes is smaller than its own tensors, {floor} bytes"
+            )
         if member.samples:
             found = summary([*member.samples.values()])
-            gpus = member.point.world_size if self.device == "cuda" else 1  # a CPU has one rate for all
-            mine = replace(cost, folded_flops=cost.folded_flops // gpus, floor_bytes=cost.floor_bytes // gpus)
+            gpus = (
+                member.point.world_size if self.device == "cuda" else 1
+            )  # a CPU has one rate for all
+            mine = replace(
+                cost,
+                folded_flops=cost.folded_flops // gpus,
+                floor_bytes=cost.floor_bytes // gpus,
+            )
             bound, below = self.bounds.below(mine, member.point.dtype, found.median)
             share = cost.flops / found.median / rate if rate else None
-            row = asdict(found) | {"bound_seconds": bound, "share": share, "unstable": found.unstable or crowded}
+            row = asdict(found) | {
+                "bound_seconds": bound,
+                "share": share,
+                "unstable": found.unstable or crowded,
+            }
             if below:
-                doubts.append(f"{found.median * 1e3:.3g} ms is below its bound of {bound * 1e3:.3g} ms")
-        return row | ({"status": "suspect", "reason": "; ".join(doubts)} if doubts else {})
+                doubts.append(
+                    f"{found.median * 1e3:.3g} ms is below its bound of {bound * 1e3:.3g} ms"
+                )
+        return row | (
+            {"status": "suspect", "reason": "; ".join(doubts)} if doubts else {}
+        )
 
 
 class Interrupted(KeyboardInterrupt):
@@ -390,21 +621,31 @@ def run(
     force: bool = False,
     minutes: float | None = None,
 ) -> list[Result]:
-    """Measure the points of ``groups`` that have no rows in ``folder`` yet, and return the results of all of them.
+    """Measure the points of ``groups`` that have no rows in ``folder`` yet, and return
+    the results of all of them.
 
-    ``profile``: a hardware profile or its name, whose rates bound GPU times. ``device``: "cuda" or "cpu", by default
-    the profile's kind, and "cpu" for a rehearsal. ``timeout_s``: seconds per point. ``progress``: a line per point on
-    stderr. ``force``: measure again what is there. ``minutes``: after this time no further group is begun (the first
-    always is), and the next run goes on there. Unstable points get up to three times their rounds, for three seconds
-    each and 45 seconds of a run.
+    ``profile``: a hardware profile or its name, whose rates bound GPU times.
+    ``device``: "cuda" or "cpu", by default the profile's kind, and "cpu" for a
+    rehearsal. ``timeout_s``: seconds per point. ``progress``: a line per point on
+    stderr. ``force``: measure again what is there. ``minutes``: after this time no
+    further group is begun (the first always is), and the next run goes on there.
+    Unstable points get up to three times their rounds, for three seconds each and 45
+    seconds of a run.
 
-    A point is done if a result exists for the same point, group, engine, method, torch, device, machine and threads,
-    and, if the group is interleaved, the same points in it. The next run repeats a point whose worker was killed from
-    outside, whose time limit was shorter, or which other work disturbed (the last only on a quiet machine).
-    Raises Interrupted on Ctrl-C (all rows so far are kept), Busy if another run uses the folder, OSError if the folder
-    cannot be written, and ValueError for invalid arguments.
+    A point is done if a result exists for the same point, group, engine, method, torch,
+    device, machine and threads, and, if the group is interleaved, the same points in
+    it. The next run repeats a point whose worker was killed from outside, whose time
+    limit was shorter, or which other work disturbed (the last only on a quiet machine).
+    Raises Interrupted on Ctrl-C (all rows so far are kept), Busy if another run uses
+    the folder, OSError if the folder cannot be written, and ValueError for invalid
+    arguments.
     """
     session = Session(
-        folder, profile=profile, device=device, rehearsal=rehearsal, timeout_s=timeout_s, progress=progress
+        folder,
+        profile=profile,
+        device=device,
+        rehearsal=rehearsal,
+        timeout_s=timeout_s,
+        progress=progress,
     )
     return session.run(groups, force, minutes)

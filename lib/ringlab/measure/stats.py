@@ -1,8 +1,9 @@
 """Medians, intervals and paired ratios; the same input gives the same numbers.
 
-A ratio is the median of the log ratios of the rounds that both took part in. Intervals of 95 %: percentiles of the
-bootstrap (Efron 1979); of five values, whose resamples hardly differ, Student's t on their logarithms. Fewer have none:
-theirs is from 0 to infinity, so that nothing is decided by it.
+A ratio is the median of the log ratios of the rounds that both took part in. Intervals
+of 95 %: percentiles of the bootstrap (Efron 1979); of five values, whose resamples
+hardly differ, Student's t on their logarithms. Fewer have none: theirs is from 0 to
+infinity, so that nothing is decided by it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ STUDENT = 2.776  # 97.5 % quantile of t for so many
 
 @dataclass(frozen=True)
 class Summary:
-    """Median, quartiles, 95 % interval of the median, and whether the samples spread or drift too much."""
+    """Median, quartiles, 95 % interval of the median, and whether the samples spread or
+    drift too much.
+    """
 
     median: float
     q1: float
@@ -37,10 +40,12 @@ class Summary:
 
 @dataclass(frozen=True)
 class Ratio:
-    """``value`` = time of a / time of b, its 95 % interval, the number of rounds, and whether they were paired.
+    """``value`` = time of a / time of b, its 95 % interval, the number of rounds, and
+    whether they were paired.
 
-    ``unstable``: the ratios of the rounds spread or drift too much, or, unpaired, the samples of one side.
-    ``noise_floor``: the factor by which the same work differed in this run.
+    ``unstable``: the ratios of the rounds spread or drift too much, or, unpaired, the
+    samples of one side. ``noise_floor``: the factor by which the same work differed in
+    this run.
     """
 
     value: float
@@ -67,7 +72,8 @@ class Ratio:
 
 
 def summary(seconds: Sequence[float]) -> Summary:
-    """Median, quartiles and interval of the samples of one point; raises ValueError for none.
+    """Median, quartiles and interval of the samples of one point; raises ValueError for
+    none.
 
     >>> s = summary([4.0, 1.0, 2.0, 3.0, 2.0, 3.0])
     >>> s.median, s.q1, s.q3, s.unstable
@@ -76,8 +82,14 @@ def summary(seconds: Sequence[float]) -> Summary:
     if not seconds:
         raise ValueError("no samples")
     q1, q3 = _quartiles(seconds)
-    middle, (low, high) = median(seconds), map(math.exp, _interval([math.log(s) for s in seconds]))
-    ci = min(low, middle), max(high, middle)  # the median of logarithms may differ from the median's logarithm
+    middle, (low, high) = (
+        median(seconds),
+        map(math.exp, _interval([math.log(s) for s in seconds])),
+    )
+    ci = (
+        min(low, middle),
+        max(high, middle),
+    )  # the median of logarithms may differ from the median's logarithm
     return Summary(middle, q1, q3, ci, unsteady(seconds))
 
 
@@ -89,7 +101,9 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def unsteady(values: Sequence[float]) -> bool:
-    """The quartiles are too far apart, or the medians of the two halves; one value is never steady."""
+    """The quartiles are too far apart, or the medians of the two halves; one value is
+    never steady.
+    """
     q1, q3 = _quartiles(values)
     half = (len(values) + 1) // 2
     drift = abs(median(values[:half]) - median(values[-half:]))
@@ -104,7 +118,9 @@ def _interval(logs: Sequence[float]) -> tuple[float, float]:
         reach = STUDENT * stdev(logs) / math.sqrt(len(logs))
         return mean(logs) - reach, mean(logs) + reach
     drawn = torch.tensor(logs, dtype=torch.float64)[_draws(len(logs))].sort(1).values
-    medians = ((drawn[:, (len(logs) - 1) // 2] + drawn[:, len(logs) // 2]) / 2).sort().values
+    medians = (
+        ((drawn[:, (len(logs) - 1) // 2] + drawn[:, len(logs) // 2]) / 2).sort().values
+    )
     tail = round((1 - LEVEL) / 2 * RESAMPLES)
     return float(medians[tail]), float(medians[-1 - tail])
 
@@ -113,34 +129,61 @@ def _interval(logs: Sequence[float]) -> tuple[float, float]:
 def _draws(count: int) -> Tensor:
     """Which of ``count`` values each resample takes, (RESAMPLES, count)."""
     generator = random.Random(0)
-    return torch.tensor([generator.choices(range(count), k=count) for _ in range(RESAMPLES)])
+    return torch.tensor(
+        [generator.choices(range(count), k=count) for _ in range(RESAMPLES)]
+    )
 
 
 def ratio(a, b) -> Ratio:
-    """How many times longer a takes than b; a and b are Results, or lists of seconds by round.
+    """How many times longer a takes than b; a and b are Results, or lists of seconds by
+    round.
 
-    Results of one interleaved run are compared round by round. Others are compared by their medians, with
-    ``paired=False``: drift between the two runs is then in the ratio but not in its interval. Raises ValueError if one
-    of them has no samples.
+    Results of one interleaved run are compared round by round. Others are compared by
+    their medians, with ``paired=False``: drift between the two runs is then in the
+    ratio but not in its interval. Raises ValueError if one of them has no samples.
 
     >>> ratio([2.0, 4.0, 8.0, 6.0, 2.0], [1.0, 2.0, 4.0, 3.0, 1.0]).ci
     (2.0, 2.0)
     """
-    x, y = (dict(zip(r.rounds, r.seconds)) if hasattr(r, "rounds") else dict(enumerate(r)) for r in (a, b))
+    x, y = (
+        dict(zip(r.rounds, r.seconds)) if hasattr(r, "rounds") else dict(enumerate(r))
+        for r in (a, b)
+    )
     if not x or not y:
         raise ValueError("a ratio needs samples of both")
     # Compositions differ for each point if the points took no turns.
-    together = all(getattr(a, name, None) == getattr(b, name, None) for name in ("run", "composition"))
+    together = all(
+        getattr(a, name, None) == getattr(b, name, None)
+        for name in ("run", "composition")
+    )
     if together and (rounds := sorted(x.keys() & y.keys())):
         logs = [math.log(x[number] / y[number]) for number in rounds]
         low, high = _interval(logs)
         unstable = unsteady([math.exp(value) for value in logs])
-        return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high), len(logs), True, unstable)
+        return Ratio(
+            math.exp(median(logs)),
+            math.exp(low),
+            math.exp(high),
+            len(logs),
+            True,
+            unstable,
+        )
     x, y = [*x.values()], [*y.values()]
     top, bottom = ([math.log(s) for s in seconds] for seconds in (x, y))
-    value, (low, high), (least, most) = median(top) - median(bottom), _interval(top), _interval(bottom)
+    value, (low, high), (least, most) = (
+        median(top) - median(bottom),
+        _interval(top),
+        _interval(bottom),
+    )
     # The interval of a difference from those of its parts: Zou and Donner 2008.
     down = math.hypot(median(top) - low, most - median(bottom))
     up = math.hypot(high - median(top), median(bottom) - least)
     low, high = math.exp(value - down), math.exp(value + up)
-    return Ratio(math.exp(value), low, high, min(len(x), len(y)), False, unsteady(x) or unsteady(y))
+    return Ratio(
+        math.exp(value),
+        low,
+        high,
+        min(len(x), len(y)),
+        False,
+        unsteady(x) or unsteady(y),
+    )

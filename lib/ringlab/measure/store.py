@@ -1,15 +1,18 @@
-"""The rows: one file, samples.jsonl, to which every measurement is appended as it comes.
+"""The rows: one file, samples.jsonl, to which every measurement is appended as it
+comes.
 
-Schema 1, one JSON object per line. Every row has ``schema``, ``kind``, ``run`` (one group measured, perhaps with
-interruptions) and ``rehearsal``, and all but the first kind ``point`` (its id). Non-finite numbers are strings ("inf").
+Schema 1, one JSON object per line. Every row has ``schema``, ``kind``, ``run`` (one
+group measured, perhaps with interruptions) and ``rehearsal``, and all but the first
+kind ``point`` (its id). Non-finite numbers are strings ("inf").
 
     run     a group is begun: ``group``, ``members`` (a digest of its points), ``key`` (engine, torch, machine, ...)
     sample  one time: ``round``, ``seconds`` for one call, ``loops`` calls that were timed together
     result  an attempt ended: the fields of ``points.Result`` but for ``seconds`` and ``rounds``, which are the rows
-            "sample" of this run and point, as many as ``samples`` says; ``definition`` is the whole point,
-            ``duration`` all seconds spent on it
+            "sample" of this run and point, as many as ``samples`` says; ``definition``
+            is the whole point, ``duration`` all seconds spent on it
 
-Lines that cannot be read are skipped with a warning; a result without all of its samples does not count.
+Lines that cannot be read are skipped with a warning; a result without all of its
+samples does not count.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ class Busy(RuntimeError):
 
 
 class Store:
-    """Appends rows to a file of ``folder``, one writer at a time; creates the folder, or raises OSError."""
+    """Appends rows to a file of ``folder``, one writer at a time; creates the folder,
+    or raises OSError.
+    """
 
     def __init__(self, folder: Path | str, name: str = NAME):
         self.path = Path(folder) / name
@@ -49,10 +54,14 @@ class Store:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.file.close()
-            raise Busy(f"{self.path.parent} is in use by another measurement; wait for it or stop it") from None
+            raise Busy(
+                f"{self.path.parent} is in use by another measurement; wait for it or stop it"
+            ) from None
         if self.file.seek(0, os.SEEK_END):
             self.file.seek(-1, os.SEEK_END)
-            if self.file.read() != b"\n":  # the last writer died in the middle of a line
+            if (
+                self.file.read() != b"\n"
+            ):  # the last writer died in the middle of a line
                 self.file.write(b"\n")
         return self
 
@@ -84,20 +93,28 @@ def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Re
     for number, row in _rows(folder, bad):
         try:
             if row["kind"] == "sample":
-                samples.setdefault((row["run"], row["point"]), {})[row["round"]] = float(row["seconds"])
+                samples.setdefault((row["run"], row["point"]), {})[row["round"]] = (
+                    float(row["seconds"])
+                )
             elif row["kind"] == "result":
-                results.append(_result(row, samples.pop((row["run"], row["point"]), {})))
+                results.append(
+                    _result(row, samples.pop((row["run"], row["point"]), {}))
+                )
         except (ValueError, KeyError, TypeError, OverflowError):
             bad.append(number)
     if bad:
         shown = ", ".join(map(str, sorted(bad)[:5])) + (", ..." if len(bad) > 5 else "")
         what = f"{len(bad)} unreadable or incomplete row{'s' * (len(bad) > 1)} (line {shown})"
-        warn(f"{Path(folder) / NAME}: skipped {what}; delete these lines to be rid of this")
+        warn(
+            f"{Path(folder) / NAME}: skipped {what}; delete these lines to be rid of this"
+        )
     return results
 
 
 def _rows(folder: Path | str, bad: list[int]) -> Iterator[tuple[int, dict]]:
-    """(line number, row) of this schema; the numbers of unreadable lines are added to ``bad``."""
+    """(line number, row) of this schema; the numbers of unreadable lines are added to
+    ``bad``.
+    """
     path = Path(folder) / NAME
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -110,17 +127,26 @@ def _rows(folder: Path | str, bad: list[int]) -> Iterator[tuple[int, dict]]:
 
 @dataclass
 class Run:
-    """A run of a group: fields of all its rows, the rounds begun, the samples of points without a result."""
+    """A run of a group: fields of all its rows, the rounds begun, the samples of points
+    without a result.
+    """
 
     about: dict
     rounds: int = 0
     samples: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
-def unfinished(folder: Path | str, group: Group, here: dict, rehearsal: bool) -> Run | None:
+def unfinished(
+    folder: Path | str, group: Group, here: dict, rehearsal: bool
+) -> Run | None:
     """The newest run of exactly these points by this engine, torch, device and machine."""
     found: Run | None = None
-    same = {"group": group.name, "members": group.id, "key": list(key(here)), "rehearsal": rehearsal}
+    same = {
+        "group": group.name,
+        "members": group.id,
+        "key": list(key(here)),
+        "rehearsal": rehearsal,
+    }
     for _, row in _rows(folder, []):
         if row.get("kind") == "run" and same.items() <= row.items():
             found = Run({"run": row["run"], "rehearsal": rehearsal})
@@ -134,8 +160,12 @@ def unfinished(folder: Path | str, group: Group, here: dict, rehearsal: bool) ->
     return found
 
 
-def load(folder: Path | str, *, warn: Callable[[str], None] = warn_once) -> list[Result]:
-    """The newest result of each point in each group; of an interleaved group only those of its newest composition."""
+def load(
+    folder: Path | str, *, warn: Callable[[str], None] = warn_once
+) -> list[Result]:
+    """The newest result of each point in each group; of an interleaved group only those
+    of its newest composition.
+    """
     return latest(read(folder, warn))
 
 
@@ -149,26 +179,49 @@ def latest(results: list[Result]) -> list[Result]:
     return list(found.values())
 
 
-OTHERWISE = ("point", "seconds", "rounds")  # fields of a Result that its row holds in another form
+OTHERWISE = (
+    "point",
+    "seconds",
+    "rounds",
+)  # fields of a Result that its row holds in another form
 
 
 def result_row(result: Result, duration: float) -> dict:
     """The fields of a result as a row."""
-    row = {f.name: getattr(result, f.name) for f in fields(Result) if f.name not in OTHERWISE}
-    row |= {"kind": "result", "point": result.point.id, "definition": result.point.to_dict()}
+    row = {
+        f.name: getattr(result, f.name)
+        for f in fields(Result)
+        if f.name not in OTHERWISE
+    }
+    row |= {
+        "kind": "result",
+        "point": result.point.id,
+        "definition": result.point.to_dict(),
+    }
     return row | {"samples": len(result.seconds), "duration": round(duration, 3)}
 
 
 def _result(row: dict, taken: dict[int, float]) -> Result:
     point = Point.from_dict(row["definition"])
-    rounds = sorted(taken) if row["samples"] else []  # the samples of a point that failed do not count
+    rounds = (
+        sorted(taken) if row["samples"] else []
+    )  # the samples of a point that failed do not count
     if point.id != row["point"] or len(rounds) != row["samples"]:
         raise ValueError("incomplete")
-    given = {f.name: row[f.name] for f in fields(Result) if f.name in row and f.name not in OTHERWISE}
+    given = {
+        f.name: row[f.name]
+        for f in fields(Result)
+        if f.name in row and f.name not in OTHERWISE
+    }
     for k in ("errors", "tolerance"):
         given[k] = {name: float(x) for name, x in given[k].items()}
     given["ci"] = tuple(map(float, given["ci"])) if given["ci"] else None
-    return Result(point=point, seconds=tuple(taken[r] for r in rounds), rounds=tuple(rounds), **given)
+    return Result(
+        point=point,
+        seconds=tuple(taken[r] for r in rounds),
+        rounds=tuple(rounds),
+        **given,
+    )
 
 
 def _plain(value):
@@ -177,4 +230,6 @@ def _plain(value):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return (
+        str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    )

@@ -1,7 +1,9 @@
-"""The points of each report page. A suite is a function of a profile, so that every machine measures the same list.
+"""The points of each report page. A suite is a function of a profile, so that every
+machine measures the same list.
 
-``suite(profile, device=..., rehearsal=...)`` returns groups of points; the points of a group take turns. The option
-``twin`` marks an A/A control: the same call once more, which shows the noise floor.
+``suite(profile, device=..., rehearsal=...)`` returns groups of points; the points of a
+group take turns. The option ``twin`` marks an A/A control: the same call once more,
+which shows the noise floor.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ from itertools import product
 
 from .. import block_patterns, hardware, kernels
 from ..advise import PAPER, ladder
-from ..block_patterns import BlockSparse, bigbird, hierarchical, local_global, sliding_window
+from ..block_patterns import (
+    BlockSparse,
+    bigbird,
+    hierarchical,
+    local_global,
+    sliding_window,
+)
 from ..patterns import Dense, Dilated, Pattern
 from ..ring import SCHEMES
 from . import peers
@@ -24,7 +32,11 @@ SHORTEST = 4096  # the longest sequence of a rehearsal
 
 def own_dtype(profile: hardware.Profile, device: str) -> str:
     """The dtype that the profile's policy chooses; float32 on a CPU."""
-    return "float32" if device == "cpu" else str(profile.default_dtype()).removeprefix("torch.")
+    return (
+        "float32"
+        if device == "cpu"
+        else str(profile.default_dtype()).removeprefix("torch.")
+    )
 
 
 def half_dtype(profile: hardware.Profile, device: str) -> str:
@@ -33,9 +45,17 @@ def half_dtype(profile: hardware.Profile, device: str) -> str:
     return "float16" if own == "float32" else own
 
 
-def by_size(profile: hardware.Profile, device: str, cpu: int, small: int, large: int) -> int:
+def by_size(
+    profile: hardware.Profile, device: str, cpu: int, small: int, large: int
+) -> int:
     """One of these lengths or factors: for a CPU, a GPU, or a GPU of more than 16 GB."""
-    return cpu if device == "cpu" else large if (profile.memory_bytes or 0) > 16e9 else small
+    return (
+        cpu
+        if device == "cpu"
+        else large
+        if (profile.memory_bytes or 0) > 16e9
+        else small
+    )
 
 
 def dense(point: Point) -> Point:
@@ -52,7 +72,7 @@ def _lengths(rehearsal: bool, *lengths: int) -> list[int]:
     return [n for n in lengths if not rehearsal or n <= SHORTEST]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # document 000: what each optimisation is worth, and how close the engine comes to the rate of the machine
 
 # b = 1, h = 8, d = 64; its classes compute head groups with offsets by branch.
@@ -60,78 +80,142 @@ DOCUMENT = Dilated([2048, 4096], [1, 2], mixing="head_groups", offsets="branch")
 TOKENS = 8192
 PLAIN = {"gather": True, "backend": "eager", "cache": False, "pool": False}
 FULL = {"gather": False, "backend": "auto", "cache": True, "pool": True}
-COLLECTIVE = {"use_pattern_cache": True, "enable_memory_pool": True, "memory_pool_threshold_mb": 16.0}  # its snippet
+COLLECTIVE = {
+    "use_pattern_cache": True,
+    "enable_memory_pool": True,
+    "memory_pool_threshold_mb": 16.0,
+}  # its snippet
 
 # The engine's own function: every head runs every branch.
 LONG = Dilated([2048, 4096], [1, 2])
 SHORT = Dilated([512, 1024], [1, 2])
 LADDER = Dilated([1024, 2048, 4096, 8192, 16384], [1, 2, 4, 8, 16])
 THREE = Dilated([2048, 4096, 8192], [1, 2, 4])
-POOLED = Dilated([512, 4096], [1, 8])  # few products; 16 sequences of 4096 accumulate 16 MiB in half precision
+POOLED = Dilated(
+    [512, 4096], [1, 8]
+)  # few products; 16 sequences of 4096 accumulate 16 MiB in half precision
 
 
-def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 000, about three minutes on two CPU cores; a rehearsal has the first two groups.
+def optimization(
+    profile: hardware.Profile, *, device: str, rehearsal: bool = False
+) -> list[Group]:
+    """Document 000, about three minutes on two CPU cores; a rehearsal has the first two
+    groups.
 
-    ``implementations``: the document's table, dtype by optimisation, the switches and the kernels. ``lengths``: all
-    optimisations and dense SDPA over growing n. ``passes``: the same, causal and with a backward. ``cache and pool``:
-    the pattern cache cold and warm, and the pool by threshold. ``engine``, ``memory``: LongNet's own mixing beside
-    other ways to compute it, and its peak. ``folding``: each visible pair once, and branch by branch, beside a matrix
-    product. ``two ranks``: the length at which the document ran out of memory.
+    ``implementations``: the document's table, dtype by optimisation, the switches and
+    the kernels. ``lengths``: all optimisations and dense SDPA over growing n.
+    ``passes``: the same, causal and with a backward. ``cache and pool``: the pattern
+    cache cold and warm, and the pool by threshold. ``engine``, ``memory``: LongNet's
+    own mixing beside other ways to compute it, and its peak. ``folding``: each visible
+    pair once, and branch by branch, beside a matrix product. ``two ranks``: the length
+    at which the document ran out of memory.
     """
-    cpu, dtype, half = device == "cpu", own_dtype(profile, device), half_dtype(profile, device)
+    cpu, dtype, half = (
+        device == "cpu",
+        own_dtype(profile, device),
+        half_dtype(profile, device),
+    )
     ours = Point("ringlab", DOCUMENT, seq_len=TOKENS, options=FULL)
-    plain, flash = ours.but(options=PLAIN), ours.but(system="RingDilatedAttentionV2Flash", options={})
+    plain, flash = (
+        ours.but(options=PLAIN),
+        ours.but(system="RingDilatedAttentionV2Flash", options={}),
+    )
     table = [ours, dense(ours), again(ours)]
     bf16 = cpu and not rehearsal or hardware.has_bf16(profile.capability)
     for name in ("float32", "float16", "bfloat16") if bf16 else ("float32", "float16"):
-        # The document has no bfloat16 row and no V2Flash in float32; on a CPU they would repeat other rows.
-        repeats = {"bfloat16": (plain, flash), "float32": (flash,)}.get(name, ()) if cpu else ()
+        # The document has no bfloat16 row and no V2Flash in float32; on a CPU they
+        # would repeat other rows.
+        repeats = (
+            {"bfloat16": (plain, flash), "float32": (flash,)}.get(name, ())
+            if cpu
+            else ()
+        )
         table += [p.but(dtype=name) for p in (plain, ours, flash) if p not in repeats]
-        # On a CPU torch computes half-precision dense attention up to six times slower: a minute for one row.
+        # On a CPU torch computes half-precision dense attention up to six times slower:
+        # a minute for one row.
         table += [dense(ours).but(dtype=name)] if not cpu and name != "float32" else []
-    table.append(ours.but(system="RingDilatedAttentionV2Collective", options=COLLECTIVE))
+    table.append(
+        ours.but(system="RingDilatedAttentionV2Collective", options=COLLECTIVE)
+    )
     table += [ours.but(options=FULL | {name: PLAIN[name]}) for name in FULL]
     if not cpu:  # where the plain path takes a second per call
-        table += [ours.but(options=PLAIN | {name: FULL[name]}) for name in ("gather", "backend")]
+        table += [
+            ours.but(options=PLAIN | {name: FULL[name]})
+            for name in ("gather", "backend")
+        ]
     kernel = [ours.but(options=FULL | {"backend": name}) for name in kernels.KERNELS]
     if not rehearsal:
-        # Only gathered does this function borrow buffers, of the published threshold of 16 MB.
+        # Only gathered does this function borrow buffers, of the published threshold of
+        # 16 MB.
         table += [ours.but(options=FULL | {"gather": True, "pool": False}), *kernel]
     if dtype != "float32":  # which most GPU kernels refuse
         table += [p.but(dtype=dtype) for p in kernel]
 
     longest = by_size(profile, device, 4096, 32768, 65536)
-    growing = [ours.but(seq_len=2**i, dtype=dtype) for i in range(10, 20) if 2**i <= longest]
+    growing = [
+        ours.but(seq_len=2**i, dtype=dtype) for i in range(10, 20) if 2**i <= longest
+    ]
     growing = [p for each in growing for p in (each, dense(each))]
-    groups = [Group("implementations", dict.fromkeys(table)), Group("lengths", (*growing, again(growing[0])))]
+    groups = [
+        Group("implementations", dict.fromkeys(table)),
+        Group("lengths", (*growing, again(growing[0]))),
+    ]
     if rehearsal:
         return groups
 
-    n = by_size(profile, device, 4096, 8192, 32768)  # forward and backward of dense attention take a second at most
+    n = by_size(
+        profile, device, 4096, 8192, 32768
+    )  # forward and backward of dense attention take a second at most
     ours = ours.but(seq_len=n, dtype=dtype)
     both = ours.but(passes="fwd+bwd")
     passes = [p for each in (ours.but(causal=True), both) for p in (each, dense(each))]
 
     build = Point("plan_build", DOCUMENT, seq_len=TOKENS)
-    plans = [build.but(seq_len=1024), build, build.but(pattern=LADDER), build.but(options={"gather": True})]
+    plans = [
+        build.but(seq_len=1024),
+        build,
+        build.but(pattern=LADDER),
+        build.but(options={"gather": True}),
+    ]
     reuse = [p.but(options=dict(p.options) | {"warm": False}) for p in plans]
     reuse += [p.but(options=dict(p.options) | {"warm": True}) for p in plans[1:]]
-    for tokens, thresholds in ((4096, (4.0, 16.0, 64.0)), (1024, (4.0,))):  # accumulators of 16 MiB, and of 4 MiB
+    for tokens, thresholds in (
+        (4096, (4.0, 16.0, 64.0)),
+        (1024, (4.0,)),
+    ):  # accumulators of 16 MiB, and of 4 MiB
         off = Point("ringlab", POOLED, batch=16, seq_len=tokens, heads=1, dtype=half)
-        reuse += [off, *(off.but(options={"pool": True, "pool_threshold_mb": mb}) for mb in thresholds)]
+        reuse += [
+            off,
+            *(
+                off.but(options={"pool": True, "pool_threshold_mb": mb})
+                for mb in thresholds
+            ),
+        ]
         reuse.append(again(off))
 
     long = Point("ringlab", LONG, seq_len=(2 if cpu else 4) * n, dtype=dtype)
     ladder, others = long.but(pattern=LADDER), ({}, {"system": "contiguous_segments"})
-    forward = [long, long.but(system="copying"), long.but(**others[1]), long.but(pattern=SHORT)]
+    forward = [
+        long,
+        long.but(system="copying"),
+        long.but(**others[1]),
+        long.but(pattern=SHORT),
+    ]
     forward += [ladder, ladder.but(system="copying"), *([] if cpu else [dense(long)])]
     backward = [long.but(seq_len=n, passes="fwd+bwd", **how) for how in others]
     nested = [long.but(seq_len=16384, pattern=p) for p in (LONG, SHORT, LADDER, THREE)]
-    nested += [nested[0].but(causal=True), *(nested[i].but(passes="fwd+bwd") for i in (0, 2))]
-    folding = [sgemm(), *(p.but(options=how) for p in nested for how in ({}, {"merge": "eager"}))]
+    nested += [
+        nested[0].but(causal=True),
+        *(nested[i].but(passes="fwd+bwd") for i in (0, 2)),
+    ]
+    folding = [
+        sgemm(),
+        *(p.but(options=how) for p in nested for how in ({}, {"merge": "eager"})),
+    ]
     held = [long.but(dtype=half), long.but(seq_len=2 * n, dtype=half, passes="fwd+bwd")]
-    across = Point("ringlab", DOCUMENT, seq_len=16384, world_size=2)  # where its own run on two GPUs failed
+    across = Point(
+        "ringlab", DOCUMENT, seq_len=16384, world_size=2
+    )  # where its own run on two GPUs failed
     return [
         *groups,
         Group("passes", passes),
@@ -144,84 +228,152 @@ def optimization(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # documents 001, 003, 004: ring attention by rank and length, float32 as they have it
 
-# With segments of 512 and 1024 a shard of 1024 rows or more needs nothing from other ranks; those of DOCUMENT cross a
-# border. Points on more ranks than the machine has cores have memory and no time.
+# With segments of 512 and 1024 a shard of 1024 rows or more needs nothing from other
+# ranks; those of DOCUMENT cross a border. Points on more ranks than the machine has
+# cores have memory and no time.
 RING_DOCUMENT = Dilated([512, 1024], [1, 2], mixing="head_groups", offsets="branch")
 SDPA, CORRECT = "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect"
 HILBERT = "RingDilatedAttentionHilbertGPUOptimized"
 MILLION = 2**20  # tokens
 ONE_HEAD = {"heads": 1, "kv_heads": 1}
-V2_COLLECTIVE, ROBUST, HYBRID = (f"RingDilatedAttention{name}" for name in ("V2Collective", "V2Robust", "Hybrid"))
+V2_COLLECTIVE, ROBUST, HYBRID = (
+    f"RingDilatedAttention{name}" for name in ("V2Collective", "V2Robust", "Hybrid")
+)
 
 
-def benchmark_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+def benchmark_summary(
+    profile: hardware.Profile, *, device: str, rehearsal: bool = False
+) -> list[Group]:
     """Document 001: throughput and memory per rank over n and p.
 
-    ``throughput``: on one rank, two and four. ``million``: a million tokens on two, untimed, on a CPU with one of the
-    eight heads, which are alike. ``simulated``: eight ranks in one process, which shows no rank's memory.
+    ``throughput``: on one rank, two and four. ``million``: a million tokens on two,
+    untimed, on a CPU with one of the eight heads, which are alike. ``simulated``: eight
+    ranks in one process, which shows no rank's memory.
     """
     first = Point(SDPA, RING_DOCUMENT)
     ns = _lengths(rehearsal, 2048, 4096, 8192, 16384)
     second = first.but(seq_len=ns[1])
     points = [first.but(seq_len=n, world_size=p) for n in ns for p in (1, 2, 4)]
-    points += [second.but(system=system, world_size=p) for system in (CORRECT, HILBERT) for p in (1, 2, 4)]
+    points += [
+        second.but(system=system, world_size=p)
+        for system in (CORRECT, HILBERT)
+        for p in (1, 2, 4)
+    ]
     points += [dense(second), *(second.but(world_size=p, options=TWIN) for p in (1, 2))]
     simulated = first.but(seq_len=ns[-1], options={"simulated": 8})
-    groups = [Group("throughput", points), Group("simulated", (simulated,), timed=False)]
-    million = first.but(seq_len=MILLION, world_size=2, **(ONE_HEAD if device == "cpu" else {}))
+    groups = [
+        Group("throughput", points),
+        Group("simulated", (simulated,), timed=False),
+    ]
+    million = first.but(
+        seq_len=MILLION, world_size=2, **(ONE_HEAD if device == "cpu" else {})
+    )
     return groups if rehearsal else [*groups, Group("million", (million,), timed=False)]
 
 
 LINKS = "links"
 LINK_SPEEDS = (1000, 1), (1000, 50), (100, 1), (100, 50)  # Mbit/s, ms of a round trip
-LINKED = Dilated([1024, 2048], [1, 2])  # each of two ranks needs half of the rows of the other
+LINKED = Dilated(
+    [1024, 2048], [1, 2]
+)  # each of two ranks needs half of the rows of the other
 
 
-def performance_comparison(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
+def performance_comparison(
+    profile: hardware.Profile, *, device: str, rehearsal: bool = False
+) -> list[Group]:
     """Document 003: gathering, the ring and the plan; time, memory and bytes.
 
-    ``one device``: its tables, where no ring code runs. ``schemes``: two and four ranks, with segments across a border.
-    ``links``: a training call of every scheme between two hosts, over shaped links on this machine.
+    ``one device``: its tables, where no ring code runs. ``schemes``: two and four
+    ranks, with segments across a border. ``links``: a training call of every scheme
+    between two hosts, over shaped links on this machine.
     """
     first, ns = Point(V2_COLLECTIVE, DOCUMENT), (1024, 2048, 4096)
-    one = [first.but(system=system, seq_len=n) for n in ns for system in (V2_COLLECTIVE, ROBUST)]
+    one = [
+        first.but(system=system, seq_len=n)
+        for n in ns
+        for system in (V2_COLLECTIVE, ROBUST)
+    ]
     one += [*(p.but(causal=True) for p in one[-2:]), again(one[-1])]
-    ways = ({}, {"system": ROBUST}, {"system": "ringlab", "options": {"scheme": "plan"}})
-    two, four = ([first.but(seq_len=n, world_size=p, **way) for n in ns for way in ways] for p in (2, 4))
+    ways = (
+        {},
+        {"system": ROBUST},
+        {"system": "ringlab", "options": {"scheme": "plan"}},
+    )
+    two, four = (
+        [first.but(seq_len=n, world_size=p, **way) for n in ns for way in ways]
+        for p in (2, 4)
+    )
     two += [p.but(causal=True) for p in two[-3:]]
-    groups = [Group("one device", one), Group("schemes", (*two, again(two[-1]), *four[-3:]))]
+    groups = [
+        Group("one device", one),
+        Group("schemes", (*two, again(two[-1]), *four[-3:])),
+    ]
     if device != "cpu" or rehearsal:
         return groups
-    first = Point("ringlab", LINKED, seq_len=2048, heads=2, head_dim=32, world_size=2, passes="fwd+bwd")
+    first = Point(
+        "ringlab",
+        LINKED,
+        seq_len=2048,
+        heads=2,
+        head_dim=32,
+        world_size=2,
+        passes="fwd+bwd",
+    )
     for mbit, ms in LINK_SPEEDS:
-        points = [first.but(options={"scheme": scheme, "link": [mbit, ms]}) for scheme in SCHEMES]
+        points = [
+            first.but(options={"scheme": scheme, "link": [mbit, ms]})
+            for scheme in SCHEMES
+        ]
         groups.append(Group(f"{LINKS}, {mbit:,} Mbit/s, {ms} ms", points))
     return groups
 
 
-def hybrid_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 004: the hybrid over n and p. ``long``: memory at 32K and 64K on several ranks, untimed."""
+def hybrid_summary(
+    profile: hardware.Profile, *, device: str, rehearsal: bool = False
+) -> list[Group]:
+    """Document 004: the hybrid over n and p. ``long``: memory at 32K and 64K on several
+    ranks, untimed.
+    """
     first = Point(HYBRID, RING_DOCUMENT, world_size=2)
     ns = _lengths(rehearsal, 1024, 2048, 4096, 8192, 16384)
     points = [first.but(seq_len=n) for n in ns]
-    points += [first.but(seq_len=n, world_size=p) for n, p in ((ns[0], 1), (ns[-1], 1), (ns[-1], 4))]
-    long = [first.but(seq_len=n, world_size=p) for n, p in ((32768, 2), (32768, 4), (65536, 2))]
-    groups = [Group("hybrid", (*points, again(points[0]))), Group("long", long, timed=False)]
+    points += [
+        first.but(seq_len=n, world_size=p)
+        for n, p in ((ns[0], 1), (ns[-1], 1), (ns[-1], 4))
+    ]
+    long = [
+        first.but(seq_len=n, world_size=p)
+        for n, p in ((32768, 2), (32768, 4), (65536, 2))
+    ]
+    groups = [
+        Group("hybrid", (*points, again(points[0]))),
+        Group("long", long, timed=False),
+    ]
     return groups[:1] if rehearsal else groups
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # document 002: block-sparse attention
 
-SPARSE_TABLE, JOURNEY, EFFICIENCY, WINDOW_LENGTHS = "block sparse table", "journey", "efficiency", "window lengths"
-EXTREME_LENGTHS, BLOCK_PATTERNS, SESSION_REUSE = "extreme lengths", "block patterns", "reuse"
+SPARSE_TABLE, JOURNEY, EFFICIENCY, WINDOW_LENGTHS = (
+    "block sparse table",
+    "journey",
+    "efficiency",
+    "window lengths",
+)
+EXTREME_LENGTHS, BLOCK_PATTERNS, SESSION_REUSE = (
+    "extreme lengths",
+    "block patterns",
+    "reuse",
+)
 ORIGINAL, OPTIMIZED = "BlockSparseRingDilatedAttention", "BlockSparseOptimized"
 TORCH_SPARSE = "BlockSparseTorchSparse"
 
-# The document has batch 1, 8 heads of 64, blocks of 64 and a window of 256 positions, two blocks each way.
+# The document has batch 1, 8 heads of 64, blocks of 64 and a window of 256 positions,
+# two blocks each way.
 SESSION_TOKENS = 4096
 WINDOW = sliding_window(2, block_size=64)
 LONG_TOKENS = 16384
@@ -248,55 +400,91 @@ def a_tenth(block_size: int, seq_len: int) -> BlockSparse:
     return local_global(some, 2 * some, block_size=block_size)
 
 
-def session_summary(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Document 002, about three minutes on two CPU cores; a rehearsal has the first four groups.
+def session_summary(
+    profile: hardware.Profile, *, device: str, rehearsal: bool = False
+) -> list[Group]:
+    """Document 002, about three minutes on two CPU cores; a rehearsal has the first
+    four groups.
 
-    ``block sparse table``: its table and dense attention. ``journey``: plans built and looked up, the three ways of
-    execution, and the cache off and on. ``window lengths``: a fixed window and dense attention over growing n, and the
-    document's two rows at a long n. ``block patterns``: each kind, and blocks chosen by content. ``efficiency``: a
-    tenth of all pairs in local and global blocks, beside dense attention and FlexAttention. ``extreme lengths``: those
-    of its headlines, each alone. ``reuse``: the cache by its bytes, and the pool by size and threads.
+    ``block sparse table``: its table and dense attention. ``journey``: plans built and
+    looked up, the three ways of execution, and the cache off and on. ``window
+    lengths``: a fixed window and dense attention over growing n, and the document's two
+    rows at a long n. ``block patterns``: each kind, and blocks chosen by content.
+    ``efficiency``: a tenth of all pairs in local and global blocks, beside dense
+    attention and FlexAttention. ``extreme lengths``: those of its headlines, each
+    alone. ``reuse``: the cache by its bytes, and the pool by size and threads.
     """
     cpu = device == "cpu"
-    ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=own_dtype(profile, device))
+    ours = Point(
+        "ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=own_dtype(profile, device)
+    )
     original, optimized = (ours.but(system=system) for system in (ORIGINAL, OPTIMIZED))
-    # torch's sparse tensors exist in float32 only, so others are measured in float32 too.
+    # torch's sparse tensors exist in float32 only, so others are measured in float32
+    # too.
     table = [original, optimized, ours, again(ours), dense(ours)]
-    table += [p.but(dtype="float32") for p in (ours.but(system=TORCH_SPARSE), optimized, ours)]
+    table += [
+        p.but(dtype="float32") for p in (ours.but(system=TORCH_SPARSE), optimized, ours)
+    ]
 
-    built = [{"blocks": way, "warm": warm} for way in BLOCK_WAYS for warm in (False, True)]
-    ways = [{"blocks": way} for way in BLOCK_WAYS] + [{"blocks": way, "cache": False} for way in ("rows", "views")]
+    built = [
+        {"blocks": way, "warm": warm} for way in BLOCK_WAYS for warm in (False, True)
+    ]
+    ways = [{"blocks": way} for way in BLOCK_WAYS] + [
+        {"blocks": way, "cache": False} for way in ("rows", "views")
+    ]
     journey = [ours.but(system="plan_build", options=how) for how in built]
     journey += [ours.but(options=how) for how in (*ways, {"blocks": "views"} | TWIN)]
 
-    longest = SHORTEST if rehearsal else by_size(profile, device, LONG_TOKENS, 32768, 65536)
+    longest = (
+        SHORTEST if rehearsal else by_size(profile, device, LONG_TOKENS, 32768, 65536)
+    )
     growing = [ours.but(seq_len=2**i) for i in range(10, 20) if 2**i <= longest]
     growing += [dense(p) for p in growing if not cpu or p.seq_len <= SHORTEST]
     if not rehearsal:
-        growing += [p.but(seq_len=longest // 2 if cpu else longest) for p in (original, optimized)]
+        growing += [
+            p.but(seq_len=longest // 2 if cpu else longest)
+            for p in (original, optimized)
+        ]
 
     chosen = ours.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
     kinds = [*(ours.but(pattern=pattern) for pattern in KINDS.values()), chosen]
-    groups = [Group(SPARSE_TABLE, dict.fromkeys(table)), Group(JOURNEY, journey), Group(WINDOW_LENGTHS, growing)]
+    groups = [
+        Group(SPARSE_TABLE, dict.fromkeys(table)),
+        Group(JOURNEY, journey),
+        Group(WINDOW_LENGTHS, growing),
+    ]
     groups.append(Group(BLOCK_PATTERNS, kinds))
     if rehearsal:
         return groups
 
     n = by_size(profile, device, LONG_TOKENS // 2, LONG_TOKENS, 4 * LONG_TOKENS)
     long = ours.but(pattern=a_tenth(128, n), seq_len=n)
-    tenth = [long, long.but(pattern=a_tenth(64, n)), long.but(causal=True), long.but(passes="fwd+bwd")]
-    # On a CPU results in fresh memory show the cost of page faults, a dense backward takes a minute, and the landscape
-    # has FlexAttention, whose compiling takes as long as all else.
+    tenth = [
+        long,
+        long.but(pattern=a_tenth(64, n)),
+        long.but(causal=True),
+        long.but(passes="fwd+bwd"),
+    ]
+    # On a CPU results in fresh memory show the cost of page faults, a dense backward
+    # takes a minute, and the landscape has FlexAttention, whose compiling takes as long
+    # as all else.
     gpu = [dense(long), dense(long).but(passes="fwd+bwd"), long.but(system="flex")]
     tenth += [long.but(options=FRESH), dense(long)] if cpu else gpu
     efficiency = Group(EFFICIENCY, tenth, rounds=10)
 
     # A CPU takes one of the eight heads, which are alike; all would take minutes.
     far = ours.but(pattern=FAR, **(ONE_HEAD if cpu else {}))
-    extreme = Group(EXTREME_LENGTHS, [far.but(seq_len=n) for n in EXTREME_TOKENS], interleave=False)
+    extreme = Group(
+        EXTREME_LENGTHS, [far.but(seq_len=n) for n in EXTREME_TOKENS], interleave=False
+    )
 
-    lookup, scratch = Point("cache_workload", WINDOW, seq_len=LOOKED_UP), Point("pool_workload", Dense(), seq_len=1)
-    reuse = [lookup.but(options={"max_mb": mb, "blocks": "batched"}) for mb in CACHES_MB]
+    lookup, scratch = (
+        Point("cache_workload", WINDOW, seq_len=LOOKED_UP),
+        Point("pool_workload", Dense(), seq_len=1),
+    )
+    reuse = [
+        lookup.but(options={"max_mb": mb, "blocks": "batched"}) for mb in CACHES_MB
+    ]
     reuse.append(lookup.but(options={"max_mb": CACHES_MB[-1], "blocks": "views"}))
     for mb, threads in product(SCRATCH_MB, THREADS):
         how = {"size_mb": mb, "threads": threads}
@@ -304,7 +492,7 @@ def session_summary(profile: hardware.Profile, *, device: str, rehearsal: bool =
     return [*groups, efficiency, extreme, Group(SESSION_REUSE, reuse)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # kernels on a GPU: each way to run a pattern there, beside the fastest calls that do similar work
 
 # One shape: 16 heads in the GPU's half precision, three branches that fold.
@@ -314,14 +502,18 @@ RUNG_PATTERN = Dilated([2048, 4096, 8192], [1, 2, 4])
 RUNG_TOKENS, RUNG_HEADS, RUNG_HEAD_DIMS = 65536, 16, (128, 64)
 RUNG_LONGER = (262_144, 1_048_576)
 RUNG_MASK = a_tenth(128, RUNG_TOKENS)
-# Each way of this library by the options of the system "ringlab"; report/rungs.py describes each.
+# Each way of this library by the options of the system "ringlab"; report/rungs.py
+# describes each.
 RUNG_WAYS: dict[str, dict] = {
     "default": {},
     "lists": {"backend": "triton"},
     "fused": {"backend": "sdpa", "merge": "fused"},
     "strided": {"backend": "sdpa", "merge": "eager"},
 }
-RUNG_PEERS = ("cudnn", "flash")  # torch's own kernels, on segments that lie contiguous already
+RUNG_PEERS = (
+    "cudnn",
+    "flash",
+)  # torch's own kernels, on segments that lie contiguous already
 RUNG_PASSES: dict[str, dict] = {
     "forward": {},
     "forward and backward": {"passes": "fwd+bwd"},
@@ -329,17 +521,27 @@ RUNG_PASSES: dict[str, dict] = {
 }
 
 
-def kernel_suite(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """Points for a GPU, about four minutes on a data-centre GPU; none for a CPU or a rehearsal.
+def kernel_suite(
+    profile: hardware.Profile, *, device: str, rehearsal: bool = False
+) -> list[Group]:
+    """Points for a GPU, about four minutes on a data-centre GPU; none for a CPU or a
+    rehearsal.
 
-    ``rungs``: every way, the copying form and torch's kernels at 65,536 tokens, by head_dim and pass. ``rungs by
-    length``: from 16,384 tokens to a million. ``rungs on blocks``: a tenth of all pairs in blocks of 128. ``rungs in
-    memory``: the longest, forward and backward, each alone on the GPU.
+    ``rungs``: every way, the copying form and torch's kernels at 65,536 tokens, by
+    head_dim and pass. ``rungs by length``: from 16,384 tokens to a million. ``rungs on
+    blocks``: a tenth of all pairs in blocks of 128. ``rungs in memory``: the longest,
+    forward and backward, each alone on the GPU.
     """
     if device == "cpu" or rehearsal:
         return []
-    first = Point("ringlab", RUNG_PATTERN, seq_len=RUNG_TOKENS, heads=RUNG_HEADS, head_dim=RUNG_HEAD_DIMS[0],
-                  dtype=half_dtype(profile, device))  # fmt: skip
+    first = Point(
+        "ringlab",
+        RUNG_PATTERN,
+        seq_len=RUNG_TOKENS,
+        heads=RUNG_HEADS,
+        head_dim=RUNG_HEAD_DIMS[0],
+        dtype=half_dtype(profile, device),
+    )
 
     def ways(point: Point, *names: str) -> list[Point]:
         return [point.but(options=RUNG_WAYS[name]) for name in names]
@@ -348,40 +550,74 @@ def kernel_suite(profile: hardware.Profile, *, device: str, rehearsal: bool = Fa
     for head_dim, (name, how) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
         point = first.but(head_dim=head_dim, **how)
         points = [*ways(point, *RUNG_WAYS), point.but(system="copying")]
-        points += [point.but(system="contiguous_segments", options={"backend": peer}) for peer in RUNG_PEERS]
+        points += [
+            point.but(system="contiguous_segments", options={"backend": peer})
+            for peer in RUNG_PEERS
+        ]
         points += [dense(point), again(point)] if point == first else []
         groups.append(Group(f"{RUNGS}, head_dim {head_dim}, {name}", points))
-    # Memory for q, k, v, out and their gradients twice: the last results are compared with the first.
+    # Memory for q, k, v, out and their gradients twice: the last results are compared
+    # with the first.
     bytes_per_token = 16 * 2 * RUNG_HEADS * RUNG_HEAD_DIMS[0]
-    longer = [n for n in RUNG_LONGER if bytes_per_token * n <= (profile.memory_bytes or 0)]
+    longer = [
+        n for n in RUNG_LONGER if bytes_per_token * n <= (profile.memory_bytes or 0)
+    ]
     for n in (RUNG_TOKENS // 4, *longer):
         point = first.but(seq_len=n)
-        points = [*ways(point, "default", "lists", "fused"), point.but(system="copying")]
-        points += [dense(point)] if n <= RUNG_TOKENS else []  # in less than a tenth of a second
-        turns = n < max(RUNG_LONGER)  # at that length the copying form needs the whole memory
-        groups.append(Group(f"{RUNGS_BY_LENGTH}, {n:,} tokens", points, interleave=turns))
-    for name in ("forward", "forward and backward"):  # FlexAttention comes last, for the forward only
+        points = [
+            *ways(point, "default", "lists", "fused"),
+            point.but(system="copying"),
+        ]
+        points += (
+            [dense(point)] if n <= RUNG_TOKENS else []
+        )  # in less than a tenth of a second
+        turns = n < max(
+            RUNG_LONGER
+        )  # at that length the copying form needs the whole memory
+        groups.append(
+            Group(f"{RUNGS_BY_LENGTH}, {n:,} tokens", points, interleave=turns)
+        )
+    for name in (
+        "forward",
+        "forward and backward",
+    ):  # FlexAttention comes last, for the forward only
         point = first.but(pattern=RUNG_MASK, **RUNG_PASSES[name])
         flex = [point.but(system="flex")] if name == "forward" else []
-        groups.append(Group(f"{RUNGS_ON_BLOCKS}, {name}", (*ways(point, "default", "lists"), dense(point), *flex)))
+        groups.append(
+            Group(
+                f"{RUNGS_ON_BLOCKS}, {name}",
+                (*ways(point, "default", "lists"), dense(point), *flex),
+            )
+        )
     training = first.but(seq_len=max(longer, default=RUNG_TOKENS), passes="fwd+bwd")
-    return [*groups, Group(RUNGS_IN_MEMORY, ways(training, "default", "lists", "fused"), interleave=False)]
+    return [
+        *groups,
+        Group(
+            RUNGS_IN_MEMORY,
+            ways(training, "default", "lists", "fused"),
+            interleave=False,
+        ),
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # the landscape: attention functions of the field on one page
 
-# A query of the sparse patterns sees 270 to 450 keys on average at every length: they differ in which keys, not in how
-# many. Beside them stands LongNet's own ladder, which `advise` proposes.
+# A query of the sparse patterns sees 270 to 450 keys on average at every length: they
+# differ in which keys, not in how many. Beside them stands LongNet's own ladder, which
+# `advise` proposes.
 LANDSCAPE, LANDSCAPE_TRAINING = "landscape", "landscape training"
 LANDSCAPE_WINDOW = WINDOW  # five blocks: 320 keys
 BIGBIRD = bigbird(1, 1, 1, block_size=64)  # three, a global and a random one
 LOCAL_GLOBAL = local_global(1, 2, block_size=64)  # three and two global ones
-ROWS_KEPT = 256  # rows that each branch of the ladder keeps of a segment, as LongNet's do
+ROWS_KEPT = (
+    256  # rows that each branch of the ladder keeps of a segment, as LongNet's do
+)
 
 
 def landscape_ladder(seq_len: int, **how) -> Dilated:
-    """LongNet's geometric ladder within the sequence: segments of 256 x 4^i at rate 4^i, each keeping 256 rows.
+    """LongNet's geometric ladder within the sequence: segments of 256 x 4^i at rate
+    4^i, each keeping 256 rows.
 
     >>> str(landscape_ladder(16384))
     'dilated [256, 1024, 4096, 16384] / [1, 4, 16, 64]'
@@ -391,9 +627,17 @@ def landscape_ladder(seq_len: int, **how) -> Dilated:
 
 
 BESIDE, BESIDE_CAUSAL = "beside", "beside, causal"
-BRANCHES = [512, 1024, 2048], [1, 2, 4]  # rates up to the number of heads: beyond it torchscale pads the heads
-LANDSCAPE_PEERS: dict[str, tuple[Pattern, tuple[int, ...]]] = {  # the documented function, lengths over `half`
-    "dilated_attention_pytorch": (Dilated(*BRANCHES, mixing="head_groups", offsets="branch"), (2,)),
+BRANCHES = (
+    [512, 1024, 2048],
+    [1, 2, 4],
+)  # rates up to the number of heads: beyond it torchscale pads the heads
+LANDSCAPE_PEERS: dict[
+    str, tuple[Pattern, tuple[int, ...]]
+] = {  # the documented function, lengths over `half`
+    "dilated_attention_pytorch": (
+        Dilated(*BRANCHES, mixing="head_groups", offsets="branch"),
+        (2,),
+    ),
     "torchscale_dilated": (Dilated(*BRANCHES, offsets="block"), (2, 8)),
     "local_attention": (sliding_window(1, block_size=128), (2, 8)),
     "ring_attention_pytorch": (Dense(), (1,)),  # it takes seconds at twice the length
@@ -401,17 +645,25 @@ LANDSCAPE_PEERS: dict[str, tuple[Pattern, tuple[int, ...]]] = {  # the documente
 
 
 def peer_groups(point: Point, half: int, longest: int) -> list[Group]:
-    """Each other package in a group ``beside PACKAGE``, in turns with this library; the shortest with a backward too.
+    """Each other package in a group ``beside PACKAGE``, in turns with this library; the
+    shortest with a backward too.
 
-    ``beside, causal``: gradients of causal attention, untimed. A package that is not installed has no points.
+    ``beside, causal``: gradients of causal attention, untimed. A package that is not
+    installed has no points.
     """
     groups, causal = [], []
     for name, (pattern, times) in LANDSCAPE_PEERS.items():
         if version := peers.installed(name):
-            first = point.but(system=name, pattern=pattern, options={"version": version})
-            theirs = [first.but(seq_len=n) for n in (half * x for x in times) if n <= longest]
+            first = point.but(
+                system=name, pattern=pattern, options={"version": version}
+            )
+            theirs = [
+                first.but(seq_len=n) for n in (half * x for x in times) if n <= longest
+            ]
             theirs.append(theirs[0].but(passes="fwd+bwd"))
-            points = [q for p in theirs for q in (p, p.but(system="ringlab", options={}))]
+            points = [
+                q for p in theirs for q in (p, p.but(system="ringlab", options={}))
+            ]
             groups.append(Group(f"{BESIDE} {peers.PEERS[name].package}", points))
             causal.append(theirs[-1].but(causal=True))
     return groups + ([Group(BESIDE_CAUSAL, causal, timed=False)] if causal else [])
@@ -421,14 +673,21 @@ GENERATION, PACKED = "generation", "packed documents"
 
 
 def model_groups(point: Point, cpu: bool, rehearsal: bool) -> list[Group]:
-    """``generation``: a step from the cache over the position. ``packed documents``: uneven ones beside equal ones.
+    """``generation``: a step from the cache over the position. ``packed documents``:
+    uneven ones beside equal ones.
 
     A rehearsal has no documents, a CPU few of them.
     """
     ns = _lengths(rehearsal, 4096, 16384, 65536, *([] if cpu else [262_144]))
     step = point.but(system=GENERATION, causal=True)
-    kinds = ((n, p) for n in ns for p in (Dense(), LANDSCAPE_WINDOW, landscape_ladder(n), ladder(n)))
-    steps = [step.but(seq_len=n - STEPS, pattern=p) for n, p in kinds]  # where segments are full
+    kinds = (
+        (n, p)
+        for n in ns
+        for p in (Dense(), LANDSCAPE_WINDOW, landscape_ladder(n), ladder(n))
+    )
+    steps = [
+        step.but(seq_len=n - STEPS, pattern=p) for n, p in kinds
+    ]  # where segments are full
     groups = [Group(GENERATION, (*steps, again(steps[0])))]
     if rehearsal:
         return groups
@@ -436,18 +695,32 @@ def model_groups(point: Point, cpu: bool, rehearsal: bool) -> list[Group]:
     one = point.but(system="packed", seq_len=sum(document_lengths(count)), causal=True)
     kinds = Dense(), landscape_ladder(4096), LANDSCAPE_WINDOW
     ways = {"documents": count}, {"documents": count, "equal": True}
-    return [*groups, Group(PACKED, [one.but(pattern=p, options=way) for p in kinds for way in ways], rounds=6)]
+    return [
+        *groups,
+        Group(
+            PACKED,
+            [one.but(pattern=p, options=way) for p in kinds for way in ways],
+            rounds=6,
+        ),
+    ]
 
 
-def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False) -> list[Group]:
-    """The field on one page, about three minutes on two CPU cores, most of them dense attention at the longest.
+def landscape(
+    profile: hardware.Profile, *, device: str, rehearsal: bool = False
+) -> list[Group]:
+    """The field on one page, about three minutes on two CPU cores, most of them dense
+    attention at the longest.
 
-    ``landscape``: each system over three lengths, forward; FlexAttention at the longest only, because it compiles for
-    ten seconds. ``landscape training``: forward and backward at the two shorter ones. ``advised``: the pattern that
-    ``advise`` proposes, at lengths of the first screen's table. Then those of ``model_groups``.
-    The other packages that are installed have groups of their own, by ``peer_groups``; they take about a minute.
+    ``landscape``: each system over three lengths, forward; FlexAttention at the longest
+    only, because it compiles for ten seconds. ``landscape training``: forward and
+    backward at the two shorter ones. ``advised``: the pattern that ``advise`` proposes,
+    at lengths of the first screen's table. Then those of ``model_groups``. The other
+    packages that are installed have groups of their own, by ``peer_groups``; they take
+    about a minute.
     """
-    ns = _lengths(rehearsal, *([1024, 4096, 16384] if device == "cpu" else [4096, 16384, 65536]))
+    ns = _lengths(
+        rehearsal, *([1024, 4096, 16384] if device == "cpu" else [4096, 16384, 65536])
+    )
     window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile, device))
     points = [dense(window.but(seq_len=n)) for n in ns]
     for n in ns:
@@ -459,19 +732,38 @@ def landscape(profile: hardware.Profile, *, device: str, rehearsal: bool = False
         # Its mask is made from all pairs: 4 GiB at 65,536.
         n = by_size(profile, device, ns[-1], ns[-2], ns[-1])
         points.append(window.but(system="flex", pattern=LOCAL_GLOBAL, seq_len=n))
-    trained = [p for p in points if p.seq_len in ns[:2] and p.system != "flex" and p == p.first]
+    trained = [
+        p for p in points if p.seq_len in ns[:2] and p.system != "flex" and p == p.first
+    ]
     trained = [p.but(passes="fwd+bwd") for p in trained]
     half = 2048 if device == "cpu" else 8192
-    advised = [window.but(seq_len=n, pattern=ladder(n)) for n in (8192, 32768, *([] if device == "cpu" else [131_072]))]
-    advised += [dense(advised[0]), advised[0].but(passes="fwd+bwd")]  # at the next length its check takes minutes
+    advised = [
+        window.but(seq_len=n, pattern=ladder(n))
+        for n in (8192, 32768, *([] if device == "cpu" else [131_072]))
+    ]
+    advised += [
+        dense(advised[0]),
+        advised[0].but(passes="fwd+bwd"),
+    ]  # at the next length its check takes minutes
     # Dense attention takes seconds, and is what all others are compared with.
     return [
-        Group(LANDSCAPE, dict.fromkeys(points), rounds=8), Group(LANDSCAPE_TRAINING, trained, rounds=8),
+        Group(LANDSCAPE, dict.fromkeys(points), rounds=8),
+        Group(LANDSCAPE_TRAINING, trained, rounds=8),
         *([] if rehearsal else [Group("advised", advised, rounds=5)]),
         *model_groups(window, device == "cpu", rehearsal),
         *peer_groups(window, half, SHORTEST if rehearsal else 8 * half),
-    ]  # fmt: skip
+    ]
 
 
-_PAGES = (optimization, benchmark_summary, performance_comparison, hybrid_summary, session_summary, landscape)
-SUITES: dict[str, Callable[..., list[Group]]] = {"kernels": kernel_suite, **{suite.__name__: suite for suite in _PAGES}}
+_PAGES = (
+    optimization,
+    benchmark_summary,
+    performance_comparison,
+    hybrid_summary,
+    session_summary,
+    landscape,
+)
+SUITES: dict[str, Callable[..., list[Group]]] = {
+    "kernels": kernel_suite,
+    **{suite.__name__: suite for suite in _PAGES},
+}

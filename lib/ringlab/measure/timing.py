@@ -1,4 +1,6 @@
-"""Clocks and how often to call; the least time of a call by the roofline; the memory of a first call."""
+"""Clocks and how often to call; the least time of a call by the roofline; the memory of
+a first call.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from ..cost import Cost
 from .points import Point
 from .systems import Output, Refused, System, build
 
-MIN_SAMPLE_S = 0.02  # of one sample; shorter ones carry the scheduler's slices of several ms
+MIN_SAMPLE_S = (
+    0.02  # of one sample; shorter ones carry the scheduler's slices of several ms
+)
 SAMPLES = 10
 POINT_S = 3.0  # of samples: with its warm-up and checks such a point takes 7 s, and longer ones get fewer samples
 FEWEST = 6  # with fewer than five a time has no interval
@@ -38,13 +42,20 @@ def cpu_seconds(call: Callable[[], object], loops: int) -> float:
 
 
 def cuda_seconds(call: Callable[[], object], loops: int, device: torch.device) -> float:
-    """Time between two events on the current stream, per call; the L2 cache is flushed before each call.
+    """Time between two events on the current stream, per call; the L2 cache is flushed
+    before each call.
 
-    The flush overwrites a buffer twice as large as L2, so that inputs come from memory as in a real network.
+    The flush overwrites a buffer twice as large as L2, so that inputs come from memory
+    as in a real network.
     """
-    size = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
+    size = (
+        getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+        or 64 << 20
+    )
     buffer = torch.empty(2 * size, dtype=torch.uint8, device=device)
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(loops)]
+    events = [
+        [torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(loops)
+    ]
     torch.cuda.synchronize(device)
     for start, end in events:
         buffer.zero_()
@@ -65,7 +76,8 @@ def loops_for(seconds: float) -> int:
 
 
 def samples_for(seconds: float) -> int:
-    """How many samples of so many seconds to take: 10, more of quick calls, fewer if they would take over 3 s.
+    """How many samples of so many seconds to take: 10, more of quick calls, fewer if
+    they would take over 3 s.
 
     >>> samples_for(0.001), samples_for(0.2), samples_for(0.7), samples_for(2.5), samples_for(60.0)
     (30, 10, 6, 3, 3)
@@ -79,7 +91,8 @@ def samples_for(seconds: float) -> int:
 
 
 def rounds_for(seconds: list[float], interleaved: bool) -> list[int]:
-    """How many samples to take of each point of a group; interleaved points get none that no other could pair with.
+    """How many samples to take of each point of a group; interleaved points get none
+    that no other could pair with.
 
     >>> rounds_for([0.001, 0.2, 2.5], True), rounds_for([0.001, 0.01], True), rounds_for([0.001, 2.5], False)
     ([10, 10, 3], [30, 30], [30, 3])
@@ -91,23 +104,39 @@ def rounds_for(seconds: list[float], interleaved: bool) -> list[int]:
     return [min(c, common) for c in counts]
 
 
-PROBES = 3  # of the rates, before a row that is faster than its roofline is called suspect
+PROBES = (
+    3  # of the rates, before a row that is faster than its roofline is called suspect
+)
 
 
 class Bounds:
-    """``seconds(cost, dtype)``: the least time of a call on this device by its roofline.
+    """``seconds(cost, dtype)``: the least time of a call on this device by its
+    roofline.
 
-    ``probe(names)`` measures the rates of dtypes on the CPU: name -> ``Peaks``. Other processes can only lower them,
-    which would make correct rows suspect, so the best of all probes counts.
+    ``probe(names)`` measures the rates of dtypes on the CPU: name -> ``Peaks``. Other
+    processes can only lower them, which would make correct rows suspect, so the best of
+    all probes counts.
     """
 
-    def __init__(self, device: str, profile: str | None, probe: Callable[[list[str]], dict]):
-        self.machine, self.on_gpu, self.probe = hardware.detect(), device == "cuda", probe
-        self.profile = hardware.get_profile(profile).on(self.machine) if profile and self.on_gpu else None
+    def __init__(
+        self, device: str, profile: str | None, probe: Callable[[list[str]], dict]
+    ):
+        self.machine, self.on_gpu, self.probe = (
+            hardware.detect(),
+            device == "cuda",
+            probe,
+        )
+        self.profile = (
+            hardware.get_profile(profile).on(self.machine)
+            if profile and self.on_gpu
+            else None
+        )
         self.peaks: dict[str, hardware.Peaks] = {}
 
     def need(self, dtypes, again: bool = False) -> None:
-        """Measure the rates of these dtypes once, and of fp32, in which half precision may be computed."""
+        """Measure the rates of these dtypes once, and of fp32, in which half precision
+        may be computed.
+        """
         wanted = {*dtypes, "float32"} if dtypes and not self.on_gpu else set()
         wanted = sorted(wanted if again else wanted - self.peaks.keys())
         for name, found in (self.probe(wanted) if wanted else {}).items():
@@ -116,15 +145,21 @@ class Bounds:
     def seconds(self, cost: Cost, dtype: str) -> float | None:
         peaks = [self.peaks[name] for name in {"float32", dtype} & self.peaks.keys()]
         if self.profile:
-            rates = self.profile.rates(getattr(torch, dtype), cost.floor_bytes, self.machine)
+            rates = self.profile.rates(
+                getattr(torch, dtype), cost.floor_bytes, self.machine
+            )
         elif peaks:
             rates = hardware.measured_rates(peaks, cost.floor_bytes)
         else:  # a GPU without a profile, or a probe that failed
             return None
         return cost.seconds(rates.flops_per_s, rates.bytes_per_s) or None
 
-    def below(self, cost: Cost, dtype: str, seconds: float) -> tuple[float | None, bool]:
-        """(bound, whether ``seconds`` is below it even after the rates were probed again)."""
+    def below(
+        self, cost: Cost, dtype: str, seconds: float
+    ) -> tuple[float | None, bool]:
+        """(bound, whether ``seconds`` is below it even after the rates were probed
+        again).
+        """
         bound = self.seconds(cost, dtype)
         for _ in range(PROBES):
             if bound and seconds < bound:
@@ -135,20 +170,27 @@ class Bounds:
 
 WARM_TOKENS = 512
 WORTH_BYTES = 32 << 20
-ALREADY_WARM = ("sgemm", "flex")  # one has no code of ours to load, the other is compiled for one length as it is built
+ALREADY_WARM = (
+    "sgemm",
+    "flex",
+)  # one has no code of ours to load, the other is compiled for one length as it is built
 
 
 def footprint(system: System, device: torch.device) -> tuple[list, Output, dict, float]:
-    """(inputs, output, memory in bytes, seconds) of a first, cold call. Inputs, output and gradients count.
+    """(inputs, output, memory in bytes, seconds) of a first, cold call. Inputs, output
+    and gradients count.
 
-    ``tracked_peak_bytes``: live tensor storages. ``high_water_bytes``: growth of the process's resident size, on the
-    CPU and for at least 32 MiB of tensors, below which it would mostly be pages of the libraries.
-    ``allocator_peak_bytes``: on CUDA. ``operator_calls``: aten operators of the call, ``view_calls`` those that only
-    make a view, both without what a cache builds once. And what the system itself counted.
+    ``tracked_peak_bytes``: live tensor storages. ``high_water_bytes``: growth of the
+    process's resident size, on the CPU and for at least 32 MiB of tensors, below which
+    it would mostly be pages of the libraries. ``allocator_peak_bytes``: on CUDA.
+    ``operator_calls``: aten operators of the call, ``view_calls`` those that only make
+    a view, both without what a cache builds once. And what the system itself counted.
     """
     gc.collect()
     floor, on_gpu = system.cost.floor_bytes, device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if on_gpu else tracking.resident_bytes()
+    before = (
+        torch.cuda.memory_allocated(device) if on_gpu else tracking.resident_bytes()
+    )
     inputs = system.inputs()
     if on_gpu:
         torch.cuda.synchronize(device)
@@ -165,7 +207,9 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
         "floor_bytes": floor,
         "tracked_peak_bytes": tracker.peak_bytes,
         "high_water_bytes": tracking.high_water_bytes() - before if mark else None,
-        "allocator_peak_bytes": torch.cuda.max_memory_allocated(device) - before if on_gpu else None,
+        "allocator_peak_bytes": torch.cuda.max_memory_allocated(device) - before
+        if on_gpu
+        else None,
         "operator_calls": tracker.operators,
         "view_calls": tracker.views,
     }
@@ -173,18 +217,25 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
 
 
 def warm(point: Point, device: torch.device) -> None:
-    """Start threads and load code first, so that pages which do not grow with n are not counted.
+    """Start threads and load code first, so that pages which do not grow with n are not
+    counted.
 
-    A long point is preceded by a short one of its kind, whose memory is returned to the system if the C library can do
-    that (glibc).
+    A long point is preceded by a short one of its kind, whose memory is returned to the
+    system if the C library can do that (glibc).
     """
     x = torch.ones(1, 2, 64, 64, device=device, requires_grad=True)
     with tracking.LiveStorageTracker():
         out = torch.nn.functional.scaled_dot_product_attention(x, x, x) @ x
         torch.autograd.grad(out.sum(), x)
-    if device.type != "cpu" or point.seq_len <= 4 * WARM_TOKENS or point.system in ALREADY_WARM:
+    if (
+        device.type != "cpu"
+        or point.seq_len <= 4 * WARM_TOKENS
+        or point.system in ALREADY_WARM
+    ):
         return
-    with suppress(Refused, NotImplementedError):  # perhaps of this length alone; the point itself comes next
+    with suppress(
+        Refused, NotImplementedError
+    ):  # perhaps of this length alone; the point itself comes next
         system = build(point.but(seq_len=WARM_TOKENS), device)
         with tracking.LiveStorageTracker():
             system.run(system.inputs())
@@ -196,14 +247,27 @@ def warm(point: Point, device: torch.device) -> None:
 
 
 def limit_memory(extra_bytes: int | None) -> None:
-    """Let the process grow by so many bytes only: too large an allocation then fails, and the system kills nobody."""
+    """Let the process grow by so many bytes only: too large an allocation then fails,
+    and the system kills nobody.
+    """
     if extra_bytes is not None:
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + extra_bytes, resource.RLIM_INFINITY))
+        size = (
+            int(Path("/proc/self/statm").read_text().split()[0])
+            * resource.getpagesize()
+        )
+        resource.setrlimit(
+            resource.RLIMIT_AS, (size + extra_bytes, resource.RLIM_INFINITY)
+        )
 
 
 def available_bytes(ram_bytes: int | None) -> int | None:
-    """Memory that a process may still take, by the system's estimate and at most ``ram_bytes``; None: unknown."""
-    found = re.search(r"^MemAvailable: +(\d+) kB", hardware.Probe().read("/proc/meminfo") or "", re.MULTILINE)
+    """Memory that a process may still take, by the system's estimate and at most
+    ``ram_bytes``; None: unknown.
+    """
+    found = re.search(
+        r"^MemAvailable: +(\d+) kB",
+        hardware.Probe().read("/proc/meminfo") or "",
+        re.MULTILINE,
+    )
     available = int(found[1]) * 1024 if found else None
     return min(available, ram_bytes) if available and ram_bytes else available

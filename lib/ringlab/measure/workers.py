@@ -1,8 +1,10 @@
-"""Worker processes: build, check and time a point on one rank or several, as a session asks.
+"""Worker processes: build, check and time a point on one rank or several, as a session
+asks.
 
-A session sends a command and gets one reply for all ranks: "prepare" (build, first call, check), "calibrate", "sample",
-"verify"; "probe" measures the CPU's rates. A reply with a ``status`` other than "ok" ends the point. If a process is
-killed, crashes or hangs, the session's side makes the reply and names the rank.
+A session sends a command and gets one reply for all ranks: "prepare" (build, first
+call, check), "calibrate", "sample", "verify"; "probe" measures the CPU's rates. A reply
+with a ``status`` other than "ok" ends the point. If a process is killed, crashes or
+hangs, the session's side makes the reply and names the rank.
 """
 
 from __future__ import annotations
@@ -27,22 +29,38 @@ from ..tracking import OUT_OF_MEMORY, is_out_of_memory
 from .links import Link, NotAllowed, hosts
 from .points import Point
 from .systems import Output, Refused, System, build, count_step
-from .timing import LONG_S, WARM_S, cpu_seconds, cuda_seconds, footprint, limit_memory, loops_for, warm
+from .timing import (
+    LONG_S,
+    WARM_S,
+    cpu_seconds,
+    cuda_seconds,
+    footprint,
+    limit_memory,
+    loops_for,
+    warm,
+)
 
 
 def died(code: int, said: str) -> dict:
-    """The reply for a process that ended with exit code ``code`` and ``said`` as its last line on stderr."""
+    """The reply for a process that ended with exit code ``code`` and ``said`` as its
+    last line on stderr.
+    """
     if code < 0:
         name = signal_name(-code)
         hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
         return {"status": "crashed", "reason": f"the worker was ended by {name}{hint}"}
     if any(words in said.lower() for words in ("memoryerror", *OUT_OF_MEMORY)):
         return {"status": "oom", "reason": said}
-    return {"status": "crashed", "reason": f"the worker ended with exit code {code}" + (f": {said}" if said else "")}
+    return {
+        "status": "crashed",
+        "reason": f"the worker ended with exit code {code}"
+        + (f": {said}" if said else ""),
+    }
 
 
 class Workers(ExitStack):
-    """The processes of one point, one for each rank. If they cannot be started, every reply says why.
+    """The processes of one point, one for each rank. If they cannot be started, every
+    reply says why.
 
     ``close`` ends the processes and all that they started.
     """
@@ -55,11 +73,22 @@ class Workers(ExitStack):
         self.stderrs = [self.enter_context(open(path, "w+b")) for path in paths]
         modules = (__name__, launch.COMPILER) if ranks > 1 else (__name__,)
         try:
-            if asked := dict(settings["point"]["options"]).get("link") if "point" in settings else None:
-                settings = settings | {"hosts": self.enter_context(hosts(Link.of(*asked)))}
+            if (
+                asked := dict(settings["point"]["options"]).get("link")
+                if "point" in settings
+                else None
+            ):
+                settings = settings | {
+                    "hosts": self.enter_context(hosts(Link.of(*asked)))
+                }
             for rank, stderr in enumerate(self.stderrs):
                 own = settings | {"rank": rank, "folder": self.folder}
-                process = Process(serve, own, modules=modules, output=(stderr.fileno(), stderr.fileno()))
+                process = Process(
+                    serve,
+                    own,
+                    modules=modules,
+                    output=(stderr.fileno(), stderr.fileno()),
+                )
                 self.callback(process.end)
                 self.processes.append(process)
         except Ended as error:
@@ -68,7 +97,9 @@ class Workers(ExitStack):
             self.failed = {"status": "unsupported", "reason": str(error)}
 
     def ask(self, command: str, timeout_s: float, **arguments) -> dict:
-        """One reply for all ranks; ``timeout_s``: what is left of the time for the point."""
+        """One reply for all ranks; ``timeout_s``: what is left of the time for the
+        point.
+        """
         if self.failed:
             return self.failed
         for process in self.processes:
@@ -86,42 +117,69 @@ class Workers(ExitStack):
             said = f"took more than {self.settings['timeout_s']:g} s"
             if several and rank is not None:
                 begun = [max(0, each.begun) for each in progress]
-                said += f": rank {rank} is {'stopped' if kind == 'stopped' else 'behind'}, "
+                said += (
+                    f": rank {rank} is {'stopped' if kind == 'stopped' else 'behind'}, "
+                )
                 said += f"{begun[rank]} steps begun, others {max(begun)}"
             return {"status": "timeout", "reason": said}
-        reply = ends[rank].value if kind != "died" else died(ends[rank].value.code, last_line(self.stderrs[rank]))
+        reply = (
+            ends[rank].value
+            if kind != "died"
+            else died(ends[rank].value.code, last_line(self.stderrs[rank]))
+        )
         if several:
-            replies = [end.value["reason"] for end in ends.values() if end.kind != "died"]
-            name = "" if replies == [reply["reason"]] * len(self.processes) else f"rank {rank}: "
-            reply = {"status": reply["status"], "reason": name + reply["reason"]}  # the rest is one rank's alone
+            replies = [
+                end.value["reason"] for end in ends.values() if end.kind != "died"
+            ]
+            name = (
+                ""
+                if replies == [reply["reason"]] * len(self.processes)
+                else f"rank {rank}: "
+            )
+            reply = {
+                "status": reply["status"],
+                "reason": name + reply["reason"],
+            }  # the rest is one rank's alone
         return reply
 
 
 def _merged(replies: list[dict]) -> dict:
-    """One reply for all ranks: the first rank's, with the sums, the largest or the lists of what differs by rank."""
+    """One reply for all ranks: the first rank's, with the sums, the largest or the
+    lists of what differs by rank.
+    """
     merged = replies[0] | {"cpu_s": sum(reply["cpu_s"] for reply in replies)}
     if "ranks" in merged:
         peaks = [reply["memory"]["tracked_peak_bytes"] for reply in replies]
-        by_rank = {n: [reply["ranks"][n] for reply in replies] for n in ("bytes_sent", "planned", "messages")}
+        by_rank = {
+            n: [reply["ranks"][n] for reply in replies]
+            for n in ("bytes_sent", "planned", "messages")
+        }
         merged["ranks"] |= by_rank | {"tracked_peak_bytes": peaks}
         merged["memory"] = replies[peaks.index(max(peaks))]["memory"]
-        merged["cost"]["floor_bytes"] = sum(reply["cost"]["floor_bytes"] for reply in replies)
+        merged["cost"]["floor_bytes"] = sum(
+            reply["cost"]["floor_bytes"] for reply in replies
+        )
     return merged
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # in the worker's process
 
 
 class Worker:
-    """A point in its process: its system, its inputs, and the output of its first call. Commands return a reply.
+    """A point in its process: its system, its inputs, and the output of its first call.
+    Commands return a reply.
 
-    On several ranks it joins the others in ``prepare``, and every time that it reports is the slowest rank's.
+    On several ranks it joins the others in ``prepare``, and every time that it reports
+    is the slowest rank's.
     """
 
     def __init__(self, settings: dict):
         self.settings, self.point = settings, Point.from_dict(settings["point"])
-        self.device, self.ranks = torch.device(settings["device"]), self.point.world_size
+        self.device, self.ranks = (
+            torch.device(settings["device"]),
+            self.point.world_size,
+        )
         self.system: System | None = None
         self.latest: Output | None = None
         self.keep = False
@@ -133,7 +191,9 @@ class Worker:
         return {}
 
     def prepare(self, tolerance: dict) -> dict:
-        """Measure the memory of the first call and check its output; ``tolerance``: known already, by name."""
+        """Measure the memory of the first call and check its output; ``tolerance``:
+        known already, by name.
+        """
         if self.ranks > 1:
             self._join(self.settings["rank"])
         if self.system is None:
@@ -144,11 +204,21 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # other processes wait for this memory
         self.cold_s = self._slowest(cold_s)
-        off = [name for name, error in errors.items() if not error <= self.tolerance[name]]
-        wrong = ", ".join(f"{n} is off by {errors[n]:.1e}, allowed {self.tolerance[n]:.1e}" for n in off)
+        off = [
+            name for name, error in errors.items() if not error <= self.tolerance[name]
+        ]
+        wrong = ", ".join(
+            f"{n} is off by {errors[n]:.1e}, allowed {self.tolerance[n]:.1e}"
+            for n in off
+        )
         if not errors:
             wrong = "nothing was checked"
-        reply = {"cost": asdict(self.system.cost), "memory": memory, "errors": errors, "tolerance": self.tolerance}
+        reply = {
+            "cost": asdict(self.system.cost),
+            "memory": memory,
+            "errors": errors,
+            "tolerance": self.tolerance,
+        }
         reply |= {"warmups": 1, "known": self.system.tolerance}
         if self.ranks > 1:
             sent = reply["ranks"] = self.system.sent()
@@ -160,24 +230,40 @@ class Worker:
         backend = "gloo"
         if self.device.type == "cuda":
             if (found := torch.cuda.device_count()) < self.ranks:
-                raise NotImplementedError(f"{self.ranks} ranks need a GPU each, this machine has {found}")
+                raise NotImplementedError(
+                    f"{self.ranks} ranks need a GPU each, this machine has {found}"
+                )
             self.device, backend = torch.device("cuda", rank), "nccl"
             torch.cuda.set_device(self.device)
         if "hosts" in self.settings:  # as many ranks on each of the two
             self.settings["hosts"].enter(2 * rank // self.ranks)
         # The session's own time is up first, and it names the rank that is behind.
-        launch.join_group(self.settings["folder"], rank, self.ranks, 2 * self.settings["timeout_s"], backend)
+        launch.join_group(
+            self.settings["folder"],
+            rank,
+            self.ranks,
+            2 * self.settings["timeout_s"],
+            backend,
+        )
 
     def calibrate(self) -> dict:
-        """Warm up unless the first call was long; choose the loops of a sample, and reply with its seconds."""
+        """Warm up unless the first call was long; choose the loops of a sample, and
+        reply with its seconds.
+        """
         gc.collect()
         gc.disable()
         warmups, estimate, spent = 1, self.cold_s, 0.0
-        while self.cold_s < LONG_S and (warmups < 2 or spent < WARM_S):  # by the clock, which ranks share
+        while self.cold_s < LONG_S and (
+            warmups < 2 or spent < WARM_S
+        ):  # by the clock, which ranks share
             estimate = self.timed(1)
             warmups, spent = warmups + 1, spent + estimate
         self.loops = loops_for(estimate)
-        return {"estimate": estimate * self.loops, "warmups": warmups, "loops": self.loops}
+        return {
+            "estimate": estimate * self.loops,
+            "warmups": warmups,
+            "loops": self.loops,
+        }
 
     def timed(self, loops: int) -> float:
         """Seconds of a call, from so many of them."""
@@ -185,7 +271,11 @@ class Worker:
             count_step()
             dist.barrier()
         on_gpu = self.device.type == "cuda"
-        seconds = cuda_seconds(self._call, loops, self.device) if on_gpu else cpu_seconds(self._call, loops)
+        seconds = (
+            cuda_seconds(self._call, loops, self.device)
+            if on_gpu
+            else cpu_seconds(self._call, loops)
+        )
         return self._slowest(seconds)
 
     def _slowest(self, seconds: float) -> float:
@@ -207,8 +297,12 @@ class Worker:
             self.latest = output
 
     def verify(self) -> dict:
-        """The last timed call must give the checked result again: reused memory may not change it."""
-        latest = self.latest or self.system.run(self.inputs)  # an earlier process may have taken all samples
+        """The last timed call must give the checked result again: reused memory may not
+        change it.
+        """
+        latest = self.latest or self.system.run(
+            self.inputs
+        )  # an earlier process may have taken all samples
         was, now = self.checked.named(), latest.named()
         for name, limit in self.tolerance.items():
             # dout is standard normal, so a gradient below this counts as zero
@@ -220,14 +314,18 @@ class Worker:
         return {}
 
     def answer(self, command: str, **arguments) -> dict:
-        """The reply to a command; an error that a system raises becomes the point's status and reason.
+        """The reply to a command; an error that a system raises becomes the point's
+        status and reason.
 
         Only a refusal of the point is "unsupported".
         """
         try:
             return getattr(self, command)(**arguments)
         except Exception as error:  # noqa: BLE001  any failure of a system is a result, reported with its reason
-            status, reason = "crashed", " ".join(str(error).split())[:300] or type(error).__name__
+            status, reason = (
+                "crashed",
+                " ".join(str(error).split())[:300] or type(error).__name__,
+            )
             if is_out_of_memory(error):
                 status = "oom"
             elif isinstance(error, NotImplementedError | Refused):
@@ -240,7 +338,8 @@ class Worker:
 def serve(channel: Connection, settings: dict) -> None:
     """Answer the session's commands.
 
-    Every reply has the CPU time that this process has used (``cpu_s``), to tell it from that of other processes.
+    Every reply has the CPU time that this process has used (``cpu_s``), to tell it from
+    that of other processes.
     """
     torch.set_num_threads(settings["threads"])
     limit_memory(settings.get("memory_bytes"))
@@ -250,10 +349,17 @@ def serve(channel: Connection, settings: dict) -> None:
     while True:
         command, arguments = pickle.loads(channel.recv_bytes())
         if command == "probe":
-            reply = {"peaks": {name: hardware.measure_cpu_peaks(name) for name in arguments["dtypes"]}}
+            reply = {
+                "peaks": {
+                    name: hardware.measure_cpu_peaks(name)
+                    for name in arguments["dtypes"]
+                }
+            }
         else:
             reply = worker.answer(command, **arguments)
         reply = {"status": "ok", "reason": "", "cpu_s": time.process_time()} | reply
-        end = reply.pop("end", None) or End("ok" if reply["status"] == "ok" else "error")
+        end = reply.pop("end", None) or End(
+            "ok" if reply["status"] == "ok" else "error"
+        )
         end.value = reply
         channel.send_bytes(pickle.dumps(end))

@@ -1,7 +1,8 @@
-"""Claims that need code: each function returns the ``Finding`` on the claims of ``published/*.toml`` that name it.
+"""Claims that need code: each function returns the ``Finding`` on the claims of
+``published/*.toml`` that name it.
 
-The functions are in the order of the documents. Each takes (study, claim) and compares in the unit of the claim.
-``judged`` gives the verdict on every claim of a document.
+The functions are in the order of the documents. Each takes (study, claim) and compares
+in the unit of the claim. ``judged`` gives the verdict on every claim of a document.
 """
 
 from __future__ import annotations
@@ -18,7 +19,19 @@ from ..cache import PatternCache
 from ..measure import Ratio
 from ..measure import suites as suite
 from . import rows as r
-from .claims import COLUMNS, NO_PAIR, Finding, Verdict, by_rows, cells, compared, counted, in_words, judge, printed
+from .claims import (
+    COLUMNS,
+    NO_PAIR,
+    Finding,
+    Verdict,
+    by_rows,
+    cells,
+    compared,
+    counted,
+    in_words,
+    judge,
+    printed,
+)
 from .columns import peak_bytes, rows_of, sent_bytes, timed
 from .documents import optimization as single
 from .documents import ring
@@ -38,21 +51,30 @@ class Entry(NamedTuple):
 
 
 def judged(study: Study, document: str) -> list[Entry]:
-    """Each claim of a document with its verdict by the rows of ``study``, in the document's order.
+    """Each claim of a document with its verdict by the rows of ``study``, in the
+    document's order.
 
     Raises KeyError for a claim that names a function which does not exist.
     """
-    return [Entry(document, claim, verdict(study, document, claim)) for claim in published(document)["claims"]]
+    return [
+        Entry(document, claim, verdict(study, document, claim))
+        for claim in published(document)["claims"]
+    ]
 
 
 def ledger(study: Study) -> Table:
-    """Every claim of the document whose suite a study is about, drawn closed under a count of the verdicts."""
+    """Every claim of the document whose suite a study is about, drawn closed under a
+    count of the verdicts.
+    """
     found = judged(study, number_of(study.suite))
     return Table(
-        counted((e.verdict for e in found), "claim"), COLUMNS, [cells(e.claim, e.verdict) for e in found],
+        counted((e.verdict for e in found), "claim"),
+        COLUMNS,
+        [cells(e.claim, e.verdict) for e in found],
         note="The tolerance follows from what is printed, not from these rows. The page of claims explains the words.",
-        folded=True, cards=True,
-    )  # fmt: skip
+        folded=True,
+        cards=True,
+    )
 
 
 def verdict(study: Study, document: str, claim: dict) -> Verdict:
@@ -60,24 +82,40 @@ def verdict(study: Study, document: str, claim: dict) -> Verdict:
     if "code" in claim:
         found = FINDERS[claim["code"]](study, claim)
     else:
-        found = by_rows(study, claim) if "rows" in claim else Finding(holds="by" in claim or None)
+        found = (
+            by_rows(study, claim)
+            if "rows" in claim
+            else Finding(holds="by" in claim or None)
+        )
     if "contradiction" in claim:
-        entry = next(x for x in compared() if x.key == f"{document} {claim['contradiction']}")
+        entry = next(
+            x for x in compared() if x.key == f"{document} {claim['contradiction']}"
+        )
         if entry.contradict:
             text = f"{entry.text[0].lower()}{entry.text[1:]}: {entry.said}"
-            found = replace(found, contradiction=text, apart=entry.apart if entry.factor else 1.0)
+            found = replace(
+                found, contradiction=text, apart=entry.apart if entry.factor else 1.0
+            )
     return judge(study, claim, found)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # document 000: optimizations
 
 
 def _effects(study: Study) -> dict[str, Ratio]:
-    """What fp32 gains over fp16 without optimizations, and what all optimizations gain in fp32, where measured."""
-    half, plain = (single.document_row(study, r.is_plain, dtype) for dtype in ("float16", "float32"))
+    """What fp32 gains over fp16 without optimizations, and what all optimizations gain
+    in fp32, where measured.
+    """
+    half, plain = (
+        single.document_row(study, r.is_plain, dtype)
+        for dtype in ("float16", "float32")
+    )
     optimised = single.document_row(study, r.is_optimised, "float32")
-    both = {"by fp32 alone": study.ratio(half, plain), "by optimizations alone": study.ratio(plain, optimised)}
+    both = {
+        "by fp32 alone": study.ratio(half, plain),
+        "by optimizations alone": study.ratio(plain, optimised),
+    }
     return {name: x for name, x in both.items() if x}
 
 
@@ -85,9 +123,13 @@ def confounded(study: Study, claim: dict) -> Finding:
     """A factor between two printed rows that differ in dtype and in every optimization."""
     (first, second), values = r.published()["rows"][:2], _effects(study)
     if first["dtype"] == second["dtype"] or first["optimised"] == second["optimised"]:
-        return Finding({k: x for k, x in values.items() if "fp32" in k}, "gain", timed=True)
+        return Finding(
+            {k: x for k, x in values.items() if "fp32" in k}, "gain", timed=True
+        )
     why = f"{first['ms']} / {second['ms']} ms = {first['ms'] / second['ms']:.2f}"
-    return Finding(values, "gain", contradiction=f"{why} changes dtype and optimizations at once")
+    return Finding(
+        values, "gain", contradiction=f"{why} changes dtype and optimizations at once"
+    )
 
 
 def dtype_first(study: Study, claim: dict) -> Finding:
@@ -95,73 +137,140 @@ def dtype_first(study: Study, claim: dict) -> Finding:
     effects = _effects(study)
     if len(effects) < 2:
         return Finding(missing=f"{NO_PAIR}, for either effect alone")
-    return Finding({"": quotient(*effects.values())}, ours=in_words(effects, what="gain"), timed=True)
+    return Finding(
+        {"": quotient(*effects.values())},
+        ours=in_words(effects, what="gain"),
+        timed=True,
+    )
 
 
 def quotient(a: Ratio, b: Ratio) -> Ratio:
-    """One ratio over another; below 1 at all ends where their intervals lie apart and the first is the smaller."""
-    return replace(a, value=a.value / b.value, low=a.low / b.high, high=a.high / b.low if b.low else math.inf)
+    """One ratio over another; below 1 at all ends where their intervals lie apart and
+    the first is the smaller.
+    """
+    return replace(
+        a,
+        value=a.value / b.value,
+        low=a.low / b.high,
+        high=a.high / b.low if b.low else math.inf,
+    )
 
 
 def cache_gain(study: Study, claim: dict) -> Finding:
-    """The pattern cache on and off; it saves at most the part of a call that building the plan takes."""
+    """The pattern cache on and off; it saves at most the part of a call that building
+    the plan takes.
+    """
     found = by_rows(study, claim)
-    share = next((x for cold, _, x in single.built(study) if pattern_of(cold.point) == r.pattern()), None)
+    share = next(
+        (
+            x
+            for cold, _, x in single.built(study)
+            if pattern_of(cold.point) == r.pattern()
+        ),
+        None,
+    )
     if share is None or 100 * (1 / (1 - share) - 1) >= claim["low"]:
         return found
-    return replace(found, holds=False, why=f"building takes at most {number(100 * share, 2)} % of a call, so that no "
-                   "cache can save more")  # fmt: skip
+    return replace(
+        found,
+        holds=False,
+        why=f"building takes at most {number(100 * share, 2)} % of a call, so that no "
+        "cache can save more",
+    )
 
 
 def best_threshold(study: Study, claim: dict) -> Finding:
     """The published threshold against the others, at the longest length that has them."""
     swept = [on for _, on, _ in single.pool_rows(study) if on.point.batch > 1]
     longest = max((on.point.seq_len for on in swept), default=0)
-    by_size = {on.option("pool_threshold_mb"): on for on in swept if on.point.seq_len == longest}
+    by_size = {
+        on.option("pool_threshold_mb"): on
+        for on in swept
+        if on.point.seq_len == longest
+    }
     mine = by_size.pop(claim["threshold_mb"], None)
-    gains = {f"with {mb:g} MB": x for mb, row in sorted(by_size.items()) if (x := study.ratio(row, mine))}
+    gains = {
+        f"with {mb:g} MB": x
+        for mb, row in sorted(by_size.items())
+        if (x := study.ratio(row, mine))
+    }
     missing = "" if gains else "it and another threshold in one call"
     return Finding(gains, "time over that with 16 MB", missing=missing, timed=True)
 
 
 def pool_by_length(study: Study, claim: dict) -> Finding:
-    """The pool with the lowest threshold, which lends most, against none, at two lengths."""
+    """The pool with the lowest threshold, which lends most, against none, at two
+    lengths.
+    """
     found: dict[int, Ratio] = {}
     for _, on, ratio in single.pool_rows(study):
         if on.point.batch > 1:
             found.setdefault(on.point.seq_len, ratio)
-    ours = in_words({f"at {n:,} tokens": found[n] for n in sorted(found)}, what="gain by the pool")
+    ours = in_words(
+        {f"at {n:,} tokens": found[n] for n in sorted(found)}, what="gain by the pool"
+    )
     if len(found) < 2:
         return Finding(ours=ours, missing="calls with a pool, at two lengths")
-    return Finding({"": quotient(found[max(found)], found[min(found)])}, ours=ours, timed=True)
+    return Finding(
+        {"": quotient(found[max(found)], found[min(found)])}, ours=ours, timed=True
+    )
 
 
 def flash_from_turing(study: Study, claim: dict) -> Finding:
-    asked = [x for x in study.results if "flash" in (name := str(r.switches(x.point)["backend"])) and name[:3] != "cpu"]
+    asked = [
+        x
+        for x in study.results
+        if "flash" in (name := str(r.switches(x.point)["backend"]))
+        and name[:3] != "cpu"
+    ]
     passed = [r.label(x) for x in asked if not objection(x)]
     why = "flash kernels ask for compute capability 8.0 or newer"
     if passed or asked and {x.status for x in asked} == {"unsupported"}:
-        return Finding(ours=passed[0] if passed else None, holds=bool(passed), why="" if passed else why)
+        return Finding(
+            ours=passed[0] if passed else None,
+            holds=bool(passed),
+            why="" if passed else why,
+        )
     return Finding(missing="a flash kernel that passed, or refused the GPU", why=why)
 
 
 def flash_dtype(study: Study, claim: dict) -> Finding:
-    """The dtype that our class of that name chooses, beside the policy for this hardware."""
+    """The dtype that our class of that name chooses, beside the policy for this
+    hardware.
+    """
     p = r.pattern()
-    device = "cuda" if study.device_type == "cuda" and torch.cuda.is_available() else "cpu"
-    module = compat.RingDilatedAttentionV2Flash(list(p.segment_lengths), list(p.dilation_rates), device=device)
-    policy = hardware.default_dtype(None if device == "cpu" else study.profile.capability)
+    device = (
+        "cuda" if study.device_type == "cuda" and torch.cuda.is_available() else "cpu"
+    )
+    module = compat.RingDilatedAttentionV2Flash(
+        list(p.segment_lengths), list(p.dilation_rates), device=device
+    )
+    policy = hardware.default_dtype(
+        None if device == "cpu" else study.profile.capability
+    )
     holds = module.dtype == torch.float16 != policy
     chosen, wanted = (str(x).removeprefix("torch.") for x in (module.dtype, policy))
-    return Finding(ours=f"our class of that name: {chosen}", holds=holds, why=f"the policy for this hardware: {wanted}")
+    return Finding(
+        ours=f"our class of that name: {chosen}",
+        holds=holds,
+        why=f"the policy for this hardware: {wanted}",
+    )
 
 
 def throughput(study: Study, claim: dict) -> Finding:
     """Our time of the optimized call over the printed one."""
     work = r.published()["work"]
-    fastest = best([x for x in r.document_rows(study) if (r.is_plain(x) or r.is_engine(x)) and timed(x)])
-    why = (f"the divisions are right; according to its source code a call did {work['done_gflop']} of the "
-           f"{work['needed_gflop']} GFLOP of the stated function")  # fmt: skip
+    fastest = best(
+        [
+            x
+            for x in r.document_rows(study)
+            if (r.is_plain(x) or r.is_engine(x)) and timed(x)
+        ]
+    )
+    why = (
+        f"the divisions are right; according to its source code a call did {work['done_gflop']} of the "
+        f"{work['needed_gflop']} GFLOP of the stated function"
+    )
     if study.rehearsal:
         return Finding(missing="the call on that device", why=why)
     ours = f"at best {number(fastest.tokens_per_s)} tokens/s" if fastest else None
@@ -169,37 +278,59 @@ def throughput(study: Study, claim: dict) -> Finding:
     if row is None or objection(row) or not row.ci:
         return Finding(ours=ours, missing="the optimized call in fp32", why=why)
     theirs = printed("000", "rows.optimised.ms") / 1e3
-    found = Ratio(row.median / theirs, row.ci[0] / theirs, row.ci[1] / theirs, len(row.seconds), False)
+    found = Ratio(
+        row.median / theirs,
+        row.ci[0] / theirs,
+        row.ci[1] / theirs,
+        len(row.seconds),
+        False,
+    )
     return Finding({"": found}, ours=ours, why=why, timed=True)
 
 
 def two_cards(study: Study, claim: dict) -> Finding:
-    """The document's failed run: three score tensors in fp32; ours has at most 1.15 × a shard of q, k, v and out."""
+    """The document's failed run: three score tensors in fp32; ours has at most 1.15 × a
+    shard of q, k, v and out.
+    """
     s, n, card = r.shape(), claim["tokens"], 8 * 2**30
-    both = 3 * s["heads"] * n * (n // 2) * 4, 1.15 * 4 * (n // 2) * s["heads"] * s["head_dim"] * 4
-    theirs, ours = (f"{size(held)} a card and {'fits' if held < card else 'does not fit'}" for held in both)
+    both = (
+        3 * s["heads"] * n * (n // 2) * 4,
+        1.15 * 4 * (n // 2) * s["heads"] * s["head_dim"] * 4,
+    )
+    theirs, ours = (
+        f"{size(held)} a card and {'fits' if held < card else 'does not fit'}"
+        for held in both
+    )
     needs = f"computed: the original needs {theirs}, this library {ours}"
     if any(x.point.world_size == 2 and x.point.seq_len >= n for x in study.good):
         return Finding(ours=needs, holds=False, why="it ran on two ranks here")
     return Finding(ours=needs, missing=f"{n:,} tokens on two ranks")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # documents 001, 003 and 004: ranks
 
 
 def passed(study: Study, claim: dict) -> Finding:
     """Rows as long as the claim says passed on several ranks; without lengths, any row."""
     rows = rows_of(study, claim["system"], heads=lambda heads: True)
-    longest = max((k for k, row in rows.items() if k[1] > 1 and peak_bytes(row)), default=None)
+    longest = max(
+        (k for k, row in rows.items() if k[1] > 1 and peak_bytes(row)), default=None
+    )
     heads = ", with one head" if longest and rows[longest].point.heads == 1 else ""
-    ours = f"passed: {longest[0]:,} tokens on {longest[1]} ranks{heads}" if longest else None
+    ours = (
+        f"passed: {longest[0]:,} tokens on {longest[1]} ranks{heads}"
+        if longest
+        else None
+    )
     if not longest or longest[0] < max(claim.get("seq_lens", [0])):
         return Finding(ours=ours, missing=claim["missing"])
-    return Finding(ours=ours, holds="fails" not in claim, why="every row passed its check")
+    return Finding(
+        ours=ours, holds="fails" not in claim, why="every row passed its check"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # document 002: block-sparse attention and extreme lengths
 
 
@@ -208,36 +339,61 @@ def _row(name: str) -> dict:
 
 
 def possible_time(study: Study, claim: dict) -> Finding:
-    """A printed time against the least that the stated work takes on the printed device."""
+    """A printed time against the least that the stated work takes on the printed
+    device.
+    """
     theirs, n = _row(claim["row"]), sparse.document()["ring_shape"]["seq_len"]
-    least, mine, ours = sparse.least_ms(sparse.work()), sparse.extreme_rows(study).get(n), None
+    least, mine, ours = (
+        sparse.least_ms(sparse.work()),
+        sparse.extreme_rows(study).get(n),
+        None,
+    )
     if timed(mine):
         ours = f"a window over {n:,} tokens, {sparse.heads(mine.point)}: {number(mine.median * 1e3)} ms"
     source = f"according to its source code it computes {theirs['computes']}"
     if theirs["ms"] < least:
         why = f"an {sparse.card().title} needs at least {number(least)} ms for the stated work; {source}"
         return Finding(ours=ours, impossible=why, apart=least / theirs["ms"])
-    return Finding(ours=ours, elsewhere=f"possible: the stated work takes {number(least)} ms or more", why=source)
+    return Finding(
+        ours=ours,
+        elsewhere=f"possible: the stated work takes {number(least)} ms or more",
+        why=source,
+    )
 
 
 def possible_memory(study: Study, claim: dict) -> Finding:
-    """A printed memory against that of its own tensors; our peak in proportion is that of another function."""
+    """A printed memory against that of its own tensors; our peak in proportion is that
+    of another function.
+    """
     unit, n = SIZES[claim["unit"]], claim["seq_len"]
     row, floor = sparse.extreme_rows(study).get(n), sparse.work(seq_len=n).floor_bytes
-    ours, tensors = row and sparse.held(row), f"q, k, v and out are {number(floor / MB)} MB in fp16"
+    ours, tensors = (
+        row and sparse.held(row),
+        f"q, k, v and out are {number(floor / MB)} MB in fp16",
+    )
     if claim["high"] * unit < floor:
-        why = (f"{tensors}, out alone {number(floor / 4 / MB)}, so the inputs are left out; according to its source "
-               f"code it computes {_row(claim['row'])['computes']}")  # fmt: skip
+        why = (
+            f"{tensors}, out alone {number(floor / 4 / MB)}, so the inputs are left out; according to its source "
+            f"code it computes {_row(claim['row'])['computes']}"
+        )
         return Finding(ours=ours, impossible=why, apart=floor / unit / claim["high"])
     if not ours:
         return Finding(missing=f"a row of {n:,} tokens that passed")
-    return Finding(ours=ours, elsewhere="ours is a window, another function than the document's", why=tensors)
+    return Finding(
+        ours=ours,
+        elsewhere="ours is a window, another function than the document's",
+        why=tensors,
+    )
 
 
 def ring_sizes(study: Study, claim: dict) -> Finding:
-    found = {x["ring_size"]: x["mb"] * x["ring_size"] for x in sparse.document()["ring"]}
+    found = {
+        x["ring_size"]: x["mb"] * x["ring_size"] for x in sparse.document()["ring"]
+    }
     if len(found) < 2:
-        return Finding(missing="a second ring size; the document prints one, on one device")
+        return Finding(
+            missing="a second ring size; the document prints one, on one device"
+        )
     apart = max(found.values()) / min(found.values())
     why = f"ring size × memory of its rows: {', '.join(f'{x:g} MB at {p}' for p, x in found.items())}"
     if apart > 1.1:
@@ -257,45 +413,80 @@ def hit_rate(study: Study, claim: dict) -> Finding:
         cache.get(("pattern",), list)
     hits = cache.stats().hits
     why = "any cache does that: it is the number of calls, and says nothing about time"
-    return Finding({f"({hits} of {calls} identical calls)": 100 * hits / calls}, "hits", why=why)
+    return Finding(
+        {f"({hits} of {calls} identical calls)": 100 * hits / calls}, "hits", why=why
+    )
 
 
 def operations(study: Study, claim: dict) -> Finding:
-    before, after = (sparse.operators(sparse.in_table(study, s), views=False)
-                     for s in (suite.ORIGINAL, suite.OPTIMIZED))  # fmt: skip
+    before, after = (
+        sparse.operators(sparse.in_table(study, s), views=False)
+        for s in (suite.ORIGINAL, suite.OPTIMIZED)
+    )
     if None in (before, after):
         return Finding(missing="operators counted in both rows")
-    holds = claim["before"][0] <= before <= claim["before"][1] and after <= claim["most"]
+    holds = (
+        claim["before"][0] <= before <= claim["before"][1] and after <= claim["most"]
+    )
     ours = f"{before:,} row by row, {after:,} batched, views not counted"
     return Finding(ours=ours, holds=holds)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # document 003: all-gather, P2P ring and plan
 
 
 def best_choice(study: Study, claim: dict) -> Finding:
-    """Whether the plan is better than the all-gather in both memory and bytes, at some length on several ranks."""
+    """Whether the plan is better than the all-gather in both memory and bytes, at some
+    length on several ranks.
+    """
     both = peak_bytes, sent_bytes
     lines = [x for x in ring.by_scheme(study) if x["ranks"] > 1 and not x["causal"]]
-    shared = [x for x in lines if None not in [f(x.get(name)) for name in ring.SCHEMES for f in both]]
-    better = [x for x in shared if all(f(x[ring.PLAN]) < f(x[ring.GATHER]) for f in both)]
+    shared = [
+        x
+        for x in lines
+        if None not in [f(x.get(name)) for name in ring.SCHEMES for f in both]
+    ]
+    better = [
+        x for x in shared if all(f(x[ring.PLAN]) < f(x[ring.GATHER]) for f in both)
+    ]
     if not shared:
         return Finding(missing="all three schemes on several ranks")
     last = (better or shared)[-1]
     held = {name: last[name] for name in reversed(ring.SCHEMES)}
-    each = [f"{name} holds {size(peak_bytes(row))}, sends {size(sent_bytes(row))}" for name, row in held.items()]
+    each = [
+        f"{name} holds {size(peak_bytes(row))}, sends {size(sent_bytes(row))}"
+        for name, row in held.items()
+    ]
     ours = f"at {last['tokens']:,} tokens on {last['ranks']} ranks: {'; '.join(each)}"
     if not better:
         return Finding(ours=ours, why="no scheme is better in both memory and bytes")
-    return Finding(ours=ours, holds=False, why="the plan holds less than the all-gather and sends fewer bytes")
+    return Finding(
+        ours=ours,
+        holds=False,
+        why="the plan holds less than the all-gather and sends fewer bytes",
+    )
 
 
 FINDERS: dict[str, Callable[[Study, dict], Finding]] = {
     f.__name__: f
     for f in (
-        confounded, dtype_first, cache_gain, best_threshold, pool_by_length, flash_from_turing, flash_dtype,
-        throughput, two_cards, passed, possible_time, possible_memory, ring_sizes, pattern_share, hit_rate, operations,
+        confounded,
+        dtype_first,
+        cache_gain,
+        best_threshold,
+        pool_by_length,
+        flash_from_turing,
+        flash_dtype,
+        throughput,
+        two_cards,
+        passed,
+        possible_time,
+        possible_memory,
+        ring_sizes,
+        pattern_share,
+        hit_rate,
+        operations,
         best_choice,
     )
-}  # fmt: skip
+}

@@ -1,4 +1,6 @@
-"""`make report`: measure what is missing, then run each notebook on the rows, render its page, refresh the index."""
+"""`make report`: measure what is missing, then run each notebook on the rows, render
+its page, refresh the index.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from .places import Plan, ReportError, home, locked, note, plan
 from .published import DOCUMENTS
 from .study import Study, read_study
 
-# Each notebook, with the suite of points that it needs; the page of claims is about the rows of all others, so it comes
-# last.
+# Each notebook, with the suite of points that it needs; the page of claims is about the
+# rows of all others, so it comes last.
 REPORTS = {d.report: d.suite for d in DOCUMENTS.values()} | {
     "landscape": "landscape",
     "quality": "",
@@ -31,7 +33,15 @@ REPORTS = {d.report: d.suite for d in DOCUMENTS.values()} | {
 # Suites whose rows a report shows in an appendix.
 BESIDE = {"optimization_results": ("kernels",)}
 # A page changes with these, as it does with the code of this package.
-MAKERS = ("papermill", "nbclient", "nbconvert", "mistune", "ipykernel", "matplotlib", "pandas")
+MAKERS = (
+    "papermill",
+    "nbclient",
+    "nbconvert",
+    "mistune",
+    "ipykernel",
+    "matplotlib",
+    "pandas",
+)
 
 
 def run(
@@ -46,21 +56,35 @@ def run(
     force: bool = False,
     remeasure: bool = False,
 ) -> list[Path]:
-    """Bring ``reports/<profile>/`` up to date and return the paths of its pages, the index last.
+    """Bring ``reports/<profile>/`` up to date and return the paths of its pages, the
+    index last.
 
-    ``notebooks`` and ``suite`` replace the built-in ones. Rows that are there already are not measured again, unless
-    ``remeasure``. Pages are rendered again, all of them, if anything that they are made from has changed since the last
-    complete run, or with ``force``. Raises UsageError, ReportError, UnknownProfile and ``measure.Busy``, each with a
-    message of one line.
+    ``notebooks`` and ``suite`` replace the built-in ones. Rows that are there already
+    are not measured again, unless ``remeasure``. Pages are rendered again, all of them,
+    if anything that they are made from has changed since the last complete run, or with
+    ``force``. Raises UsageError, ReportError, UnknownProfile and ``measure.Busy``, each
+    with a message of one line.
     """
     reports = home() / "reports" if reports is None else Path(reports)
     asked = plan(name, machine or hardware.detect(), reports, strict=strict)
-    trained = (reports / asked.folder / "data" / quality.NAME).is_file()  # this command trains nothing
+    trained = (
+        reports / asked.folder / "data" / quality.NAME
+    ).is_file()  # this command trains nothing
     names = [n for n in REPORTS if n != "quality" or trained]
-    sources = [home() / "notebooks" / f"{n}.ipynb" for n in names] if notebooks is None else notebooks
-    pages = Pages(asked, reports / asked.folder, sources, notebooks is None, cell_timeout_s)
+    sources = (
+        [home() / "notebooks" / f"{n}.ipynb" for n in names]
+        if notebooks is None
+        else notebooks
+    )
+    pages = Pages(
+        asked, reports / asked.folder, sources, notebooks is None, cell_timeout_s
+    )
     if asked.why:
-        kind = "rehearsal on this CPU" if asked.rehearsal else "showing the rows recorded elsewhere"
+        kind = (
+            "rehearsal on this CPU"
+            if asked.rehearsal
+            else "showing the rows recorded elsewhere"
+        )
         note(f"{asked.profile.name}: {asked.why}; {kind}")
     try:
         for source in sources:  # before minutes are spent on measuring
@@ -71,26 +95,43 @@ def run(
                 if asked.measure:
                     how = {"device": asked.device, "rehearsal": asked.rehearsal}
                     groups = (suite or _suite(sources))(asked.profile, **how)
-                    measure.run(groups, pages.data, progress=True, profile=asked.profile, force=remeasure, **how)
+                    measure.run(
+                        groups,
+                        pages.data,
+                        progress=True,
+                        profile=asked.profile,
+                        force=remeasure,
+                        **how,
+                    )
                 written = pages.write(before, force)
         finally:  # after Ctrl-C too: the index says at once what is unfinished
             listed = index.write_index(reports)
         return written + listed
     except OSError as error:  # a full disk, a folder that may not be written; earlier pages are still whole
-        raise ReportError(f"cannot use {error.filename or pages.folder}: {error.strerror or error}") from error
+        raise ReportError(
+            f"cannot use {error.filename or pages.folder}: {error.strerror or error}"
+        ) from error
 
 
 def _suite(notebooks: Sequence[Path]) -> Callable:
-    """The points that these pages need; those of all pages if one of them is about all rows."""
+    """The points that these pages need; those of all pages if one of them is about all
+    rows.
+    """
     names = [n.stem for n in notebooks]
     names = names if all(REPORTS[name] for name in names) else [*REPORTS]
-    wanted = dict.fromkeys(s for name in names for s in (REPORTS[name], *BESIDE.get(name, ())) if s)
-    return lambda profile, **how: [g for suite in wanted for g in suites.SUITES[suite](profile, **how)]
+    wanted = dict.fromkeys(
+        s for name in names for s in (REPORTS[name], *BESIDE.get(name, ())) if s
+    )
+    return lambda profile, **how: [
+        g for suite in wanted for g in suites.SUITES[suite](profile, **how)
+    ]
 
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages of one profile's folder, from the rows that lie in it; held by one run at a time."""
+    """The pages of one profile's folder, from the rows that lie in it; held by one run
+    at a time.
+    """
 
     asked: Plan
     folder: Path
@@ -104,11 +145,15 @@ class Pages:
 
     @property
     def given(self) -> dict:
-        """The parameters of every notebook; the path is relative to ``reports/``, where notebooks run."""
+        """The parameters of every notebook; the path is relative to ``reports/``, where
+        notebooks run.
+        """
         return {"profile": self.asked.profile.name, "data": f"{self.folder.name}/data"}
 
     def begin(self) -> dict:
-        """Remove what killed runs left half-written; the manifest of the last run, which is marked as incomplete."""
+        """Remove what killed runs left half-written; the manifest of the last run,
+        which is marked as incomplete.
+        """
         for partial in (*self.folder.glob(".*.tmp"), *self.folder.glob("*/.*.tmp")):
             partial.unlink(missing_ok=True)
         if before := index.read_manifest(self.folder):
@@ -116,7 +161,9 @@ class Pages:
         return before
 
     def write(self, before: dict, force: bool) -> list[Path]:
-        """Render all pages unless they are current. Raises ReportError that names every notebook that failed."""
+        """Render all pages unless they are current. Raises ReportError that names every
+        notebook that failed.
+        """
         study = read_study(self.asked.profile, self.data)
         if not study.results:
             raise ReportError(f"no rows in {self.data}: nothing was measured")
@@ -126,12 +173,18 @@ class Pages:
             index.write_manifest(self.folder, before, complete=True)
         else:
             self._render(study, made_from, before)
-        return [self.folder / f"{source.stem}.{ending}" for source in self.notebooks for ending in ("html", "md")]
+        return [
+            self.folder / f"{source.stem}.{ending}"
+            for source in self.notebooks
+            for ending in ("html", "md")
+        ]
 
     def _render(self, study: Study, made_from: str, before: dict) -> None:
         known = {r["name"]: r for r in before.get("reports", ())}
         entries, files, failures = [], [], []
-        manifest = _about(study) | {k: before[k] for k in ("reports", "first_screen") if k in before}
+        manifest = _about(study) | {
+            k: before[k] for k in ("reports", "first_screen") if k in before
+        }
         with render.Kernel(self.folder.parent) as kernel:
             for source in self.notebooks:
                 try:
@@ -139,13 +192,25 @@ class Pages:
                     files += written
                 except render.NotebookFailed as failure:
                     failures.append(str(failure))
-                    named = {"name": source.stem, "title": render.title_of(render.read(source))}
-                    entry = known.get(source.stem, {}) | named | {"failed": str(failure)}
+                    named = {
+                        "name": source.stem,
+                        "title": render.title_of(render.read(source)),
+                    }
+                    entry = (
+                        known.get(source.stem, {}) | named | {"failed": str(failure)}
+                    )
                 entries.append(entry)
         if self.first_screen:
             screen = first_screen(study)
-            images = ((f"{f.name}.{x}", data) for f in screen.figures for x, data in (("svg", f.svg), ("png", f.png)))
-            files += [render.write(self.folder / "figures" / name, data) for name, data in images]
+            images = (
+                (f"{f.name}.{x}", data)
+                for f in screen.figures
+                for x, data in (("svg", f.svg), ("png", f.png))
+            )
+            files += [
+                render.write(self.folder / "figures" / name, data)
+                for name, data in images
+            ]
             manifest["first_screen"] = screen.stored()
         manifest["reports"] = entries
         if failures:
@@ -153,42 +218,97 @@ class Pages:
             raise ReportError("; ".join(failures))
         for figure in {*self.folder.glob("figures/*")} - {*files}:
             figure.unlink()
-        index.write_manifest(self.folder, manifest | {"digest": f"{made_from} {self._made()}"}, complete=True)
+        index.write_manifest(
+            self.folder,
+            manifest | {"digest": f"{made_from} {self._made()}"},
+            complete=True,
+        )
 
-    def _report(self, source: Path, study: Study, about: dict, kernel: render.Kernel) -> tuple[dict, list[Path]]:
+    def _report(
+        self, source: Path, study: Study, about: dict, kernel: render.Kernel
+    ) -> tuple[dict, list[Path]]:
         """(entry for the manifest, files) of one notebook, run and rendered."""
-        if source.stem == "quality" and (rows := quality.read(self.data)):  # it is of rows of its own
-            newest = max((row["origin"] for row in rows), key=lambda origin: origin["utc"])
+        if source.stem == "quality" and (
+            rows := quality.read(self.data)
+        ):  # it is of rows of its own
+            newest = max(
+                (row["origin"] for row in rows), key=lambda origin: origin["utc"]
+            )
             named = {"measured": "utc", "device": "device_name"}
-            about = about | {key: newest.get(named.get(key, key)) for key in (*named, "commit", "dirty", "torch")}
-        subtitle, by = " · ".join([study.profile.name, *index.facts(about)]), about["made_by"]
+            about = about | {
+                key: newest.get(named.get(key, key))
+                for key in (*named, "commit", "dirty", "torch")
+            }
+        subtitle, by = (
+            " · ".join([study.profile.name, *index.facts(about)]),
+            about["made_by"],
+        )
         made = (
             f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "
             f"{index.short_commit(by)}, torch {by['torch']}, Python {by['python']}."
         )
-        dry = study.rehearsal and REPORTS.get(source.stem)  # the others show no times of this device
-        dry_run = f"Details: a dry run on {study.device}, what is computed, provenance" if dry else ""
-        page = render.Page(source.stem, subtitle, study.stamp, study.stamp_note, study.origin, dry_run, made)
-        notebook = render.execute(source, self.given, kernel, cell_timeout_s=self.cell_timeout_s)
+        dry = study.rehearsal and REPORTS.get(
+            source.stem
+        )  # the others show no times of this device
+        dry_run = (
+            f"Details: a dry run on {study.device}, what is computed, provenance"
+            if dry
+            else ""
+        )
+        page = render.Page(
+            source.stem,
+            subtitle,
+            study.stamp,
+            study.stamp_note,
+            study.origin,
+            dry_run,
+            made,
+        )
+        notebook = render.execute(
+            source, self.given, kernel, cell_timeout_s=self.cell_timeout_s
+        )
         title, headline = render.title_of(notebook), render.headline_of(notebook)
-        return {"name": source.stem, "title": title, "headline": headline}, render.render(notebook, page, self.folder)
+        return {
+            "name": source.stem,
+            "title": title,
+            "headline": headline,
+        }, render.render(notebook, page, self.folder)
 
     def _made_from(self, study: Study) -> str:
-        """Digest of all that the pages are made from: rows, notebooks, templates, code without its comments, versions.
+        """Digest of all that the pages are made from: rows, notebooks, templates, code
+        without its comments, versions.
 
-        The state of git is no part of it: a page says of which commit it was made, and stays true at the next.
+        The state of git is no part of it: a page says of which commit it was made, and
+        stays true at the next.
         """
         package = Path(__file__).resolve().parents[1]
         versions = [f"{p} {version(p)}" for p in MAKERS]
         code = provenance.code_hash(package.rglob("*.py"), package)
-        said = json.dumps([study.origin, torch.__version__, sys.version, *versions, code, self.given])
-        other = (p for p in package.rglob("*") if p.suffix in {".toml", ".j2", ".css", ".json"})
-        rows = [p for p in (self.data / "samples.jsonl", self.data / quality.NAME) if p.is_file()]
+        said = json.dumps(
+            [study.origin, torch.__version__, sys.version, *versions, code, self.given]
+        )
+        other = (
+            p
+            for p in package.rglob("*")
+            if p.suffix in {".toml", ".j2", ".css", ".json"}
+        )
+        rows = [
+            p
+            for p in (self.data / "samples.jsonl", self.data / quality.NAME)
+            if p.is_file()
+        ]
         return _digest(said, [*rows, *self.notebooks, *sorted(other)])
 
     def _made(self) -> str:
-        """Digest of the pages that are there, so that one edited or removed by hand is written again."""
-        return _digest("", sorted(p for x in ("*.html", "*.md", "figures/*") for p in self.folder.glob(x)))
+        """Digest of the pages that are there, so that one edited or removed by hand is
+        written again.
+        """
+        return _digest(
+            "",
+            sorted(
+                p for x in ("*.html", "*.md", "figures/*") for p in self.folder.glob(x)
+            ),
+        )
 
 
 def _digest(text: str, paths: Sequence[Path]) -> str:
@@ -199,18 +319,27 @@ def _digest(text: str, paths: Sequence[Path]) -> str:
 
 
 def _about(study: Study) -> dict:
-    """A manifest's fields: what was measured, where and of which commit, and what made the pages."""
+    """A manifest's fields: what was measured, where and of which commit, and what made
+    the pages.
+    """
     newest, (commit, dirty) = study.newest, provenance.git_state()
     return {
-        "profile": study.profile.name, "rehearsal": study.rehearsal, "device": study.device,
-        "measured": newest.get("utc", ""), "commit": newest.get("commit", ""), "dirty": newest.get("dirty"),
+        "profile": study.profile.name,
+        "rehearsal": study.rehearsal,
+        "device": study.device,
+        "measured": newest.get("utc", ""),
+        "commit": newest.get("commit", ""),
+        "dirty": newest.get("dirty"),
         "torch": newest.get("torch", ""),
         "made_by": {
             "utc": _utc(),
-            "commit": commit, "dirty": dirty, "ringlab": __version__, "python": sys.version.split()[0],
+            "commit": commit,
+            "dirty": dirty,
+            "ringlab": __version__,
+            "python": sys.version.split()[0],
             "torch": torch.__version__,
         },
-    }  # fmt: skip
+    }
 
 
 def _utc() -> str:

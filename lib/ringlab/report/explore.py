@@ -1,6 +1,8 @@
-"""The explorer: controls in JupyterLab, and what follows from them at once: pictures, facts, variants, a measurement.
+"""The explorer: controls in JupyterLab, and what follows from them at once: pictures,
+facts, variants, a measurement.
 
-Every number is one of ``estimate``, ``longest``, ``advise`` or ``measure.run``. Only ``explorer`` needs ipywidgets.
+Every number is one of ``estimate``, ``longest``, ``advise`` or ``measure.run``. Only
+``explorer`` needs ipywidgets.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from .first_screen import LENGTHS, rooflines
 from .tables import Cell, Table, Text, number, size
 from .trust import objection
 
-# Block-sparse patterns: the function of ``ringlab.blocks``, and the controls that are its arguments.
+# Block-sparse patterns: the function of ``ringlab.blocks``, and the controls that are
+# its arguments.
 BLOCKS = {
     "sliding window": ("sliding_window", ("window",)),
     "local and global": ("local_global", ("window", "global_blocks")),
@@ -39,32 +42,58 @@ BLOCKS = {
 # Each pattern with the controls that only it has.
 KINDS = {"dilated": ("lengths", "rates", "mixing", "offsets"), "dense": ()}
 KINDS |= {name: ("block_size", *arguments) for name, (_, arguments) in BLOCKS.items()}
-LONGNET = {"kind": "dilated", "lengths": "2K 4K 8K 16K 32K 64K 128K", "rates": "1 2 4 8 16 32 64"}
+LONGNET = {
+    "kind": "dilated",
+    "lengths": "2K 4K 8K 16K 32K 64K 128K",
+    "rates": "1 2 4 8 16 32 64",
+}
 PRESETS = {
-    "LongNet, 128K tokens on 8 GB": LONGNET | {"seq_len": "128K", "profile": "gtx1080", "ranks": 1},
-    "LongNet, 1M tokens on 4 GPUs of 8 GB": LONGNET | {"seq_len": "1M", "profile": "gtx1080", "ranks": 4},
-    "Window of 2K, 32K tokens": {"kind": "sliding window", "block_size": 128, "window": 8, "seq_len": "32K"},
-    "BigBird, 16K tokens": {"kind": "BigBird", "block_size": 64, "window": 1, "seq_len": "16K"},
+    "LongNet, 128K tokens on 8 GB": LONGNET
+    | {"seq_len": "128K", "profile": "gtx1080", "ranks": 1},
+    "LongNet, 1M tokens on 4 GPUs of 8 GB": LONGNET
+    | {"seq_len": "1M", "profile": "gtx1080", "ranks": 4},
+    "Window of 2K, 32K tokens": {
+        "kind": "sliding window",
+        "block_size": 128,
+        "window": 8,
+        "seq_len": "32K",
+    },
+    "BigBird, 16K tokens": {
+        "kind": "BigBird",
+        "block_size": 64,
+        "window": 1,
+        "seq_len": "16K",
+    },
     "Dense, 8K tokens": {"kind": "dense", "seq_len": "8K"},
 }
 MOST_BLOCKS = 1024  # of a block-sparse pattern; more take minutes to count
 LIMIT_S = 60.0  # that a measurement may take
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 NEAR = 64  # positions that are drawn one by one
-SHADES = LinearSegmentedColormap.from_list("seen", [theme.PAPER, "#bcd9ea", BLUE, "#00304d"])
-PATTERN, TENSORS, HARDWARE = "Pattern", "Tensors", "Hardware and view"  # groups of controls
+SHADES = LinearSegmentedColormap.from_list(
+    "seen", [theme.PAPER, "#bcd9ea", BLUE, "#00304d"]
+)
+PATTERN, TENSORS, HARDWARE = (
+    "Pattern",
+    "Tensors",
+    "Hardware and view",
+)  # groups of controls
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def control(default, group: str, label: str, values: Iterable = ()):
-    """A field with its control: the group where it stands, what it is called, and the values it takes, if few."""
-    return field(default=default, metadata={"group": group, "control": (label, tuple(values))})
+    """A field with its control: the group where it stands, what it is called, and the
+    values it takes, if few.
+    """
+    return field(
+        default=default, metadata={"group": group, "control": (label, tuple(values))}
+    )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The controls and their values by name, texts as they were typed; ``pattern`` and ``n`` raise ValueError for wrong
-    ones.
+    """The controls and their values by name, texts as they were typed; ``pattern`` and
+    ``n`` raise ValueError for wrong ones.
 
     >>> Choice(lengths="2K 4K", rates="1, 2", seq_len="128K").pattern
     Dilated(segment_lengths=(2048, 4096), dilation_rates=(1, 2), mixing='lse', offsets='head')
@@ -90,9 +119,13 @@ class Choice:
     profile: str = control("cpu", HARDWARE, "hardware", hardware.profiles())
     ranks: int = control(1, HARDWARE, "ranks", (1, 2, 4, 8))
     scheme: str = control("auto", HARDWARE, "scheme", ("auto", *ring.SCHEMES))
-    layout: str = control("contiguous", HARDWARE, "layout", ("contiguous", "zigzag", "striped"))
+    layout: str = control(
+        "contiguous", HARDWARE, "layout", ("contiguous", "zigzag", "striped")
+    )
     head: int = control(0, HARDWARE, "head drawn")
-    at: str = control("0", HARDWARE, "from position")  # on, where positions are drawn one by one
+    at: str = control(
+        "0", HARDWARE, "from position"
+    )  # on, where positions are drawn one by one
 
     @property
     def n(self) -> int:
@@ -104,21 +137,32 @@ class Choice:
         if self.kind == "dense":
             return patterns.Dense()
         if self.kind == "dilated":
-            lengths, rates = counts("segment lengths", self.lengths), counts("dilation rates", self.rates)
+            lengths, rates = (
+                counts("segment lengths", self.lengths),
+                counts("dilation rates", self.rates),
+            )
             return patterns.Dilated(lengths, rates, self.mixing, self.offsets)
         function, names = BLOCKS[self.kind]
-        return getattr(block_patterns, function)(*(getattr(self, x) for x in names), block_size=self.block_size)
+        return getattr(block_patterns, function)(
+            *(getattr(self, x) for x in names), block_size=self.block_size
+        )
 
     @property
     def shape(self) -> dict:
         """What ``estimate`` and ``advise`` both take."""
         names = ("batch", "heads", "kv_heads", "head_dim", "causal", "passes", "ranks")
-        return {name: getattr(self, name) for name in names} | {"dtype": getattr(torch, self.dtype)}
+        return {name: getattr(self, name) for name in names} | {
+            "dtype": getattr(torch, self.dtype)
+        }
 
     @property
     def call(self) -> dict:
-        """Everything that ``estimate`` takes besides the pattern, the length and the profile."""
-        across = {"scheme": self.scheme, "layout": self.layout} if self.ranks > 1 else {}
+        """Everything that ``estimate`` takes besides the pattern, the length and the
+        profile.
+        """
+        across = (
+            {"scheme": self.scheme, "layout": self.layout} if self.ranks > 1 else {}
+        )
         return self.shape | across
 
     @property
@@ -127,25 +171,35 @@ class Choice:
 
     def estimate(self, profile: Profile | None = None) -> Estimate:
         """The Estimate of the call on ``profile`` or the chosen one."""
-        if isinstance(self.pattern, patterns.BlockSparse) and self.pattern.count(self.n) > MOST_BLOCKS:
+        if (
+            isinstance(self.pattern, patterns.BlockSparse)
+            and self.pattern.count(self.n) > MOST_BLOCKS
+        ):
             raise ValueError(
                 f"{self.n:,} positions are {self.pattern.count(self.n):,} blocks of {self.block_size}, too many to "
                 f"count here: take blocks of at least {-(-self.n // MOST_BLOCKS)}, or a shorter sequence"
             )
-        return estimate(self.pattern, seq_len=self.n, profile=profile or self.hardware, **self.call)
+        return estimate(
+            self.pattern, seq_len=self.n, profile=profile or self.hardware, **self.call
+        )
 
 
 def counts(name: str, text: str) -> list[int]:
-    """The integers of a text, separated by commas or spaces; K, M and G are powers of 1024.
+    """The integers of a text, separated by commas or spaces; K, M and G are powers of
+    1024.
 
     >>> counts("segment lengths", "2048, 4K 8_192")
     [2048, 4096, 8192]
     """
     words = text.replace(",", " ").strip("[]() ").split()
-    found = [re.fullmatch(r"(\d+(?:_\d+)*)([KMG]?)", word, re.IGNORECASE) for word in words]
+    found = [
+        re.fullmatch(r"(\d+(?:_\d+)*)([KMG]?)", word, re.IGNORECASE) for word in words
+    ]
     if not words or None in found:
         wrong = f"not {words[found.index(None)]!r}" if words else "and there is none"
-        raise ValueError(f"{name} must be positive integers, as 2048, 4096 or 2K 4K, {wrong}")
+        raise ValueError(
+            f"{name} must be positive integers, as 2048, 4096 or 2K 4K, {wrong}"
+        )
     return [int(m[1]) * SIZES[m[2].upper()] for m in found]
 
 
@@ -157,7 +211,7 @@ def one(name: str, text: str) -> int:
     return found[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # one call
 
 
@@ -165,18 +219,30 @@ def facts(choice: Choice, found: Estimate) -> Table:
     """What the call costs, and what the chosen hardware makes of it."""
     n, profile = choice.n, choice.hardware
     share = 100 * found.cost.distinct_pairs / (choice.batch * choice.heads * n * n)
-    bounds = "; ".join(f"{name} {format_seconds(seconds)}" for name, seconds in found.bounds.items())
+    bounds = "; ".join(
+        f"{name} {format_seconds(seconds)}" for name, seconds in found.bounds.items()
+    )
     lines = [
         ["Pairs of n² that a head sees", f"{share:.3g} %"],
         ["Work", f"{number(found.cost.folded_flops / 1e9)} GFLOP"],
         ["Peak memory of a rank", size(found.peak_bytes)],
         ["Fits", _fits(found.peak_bytes, profile.memory_bytes)],
         ["Longest sequence that fits", _longest(choice)],
-        ["Roofline", Cell(format_seconds(found.bound_s), bounds) if bounds else f"no rate is known of {profile.name}"],
+        [
+            "Roofline",
+            Cell(format_seconds(found.bound_s), bounds)
+            if bounds
+            else f"no rate is known of {profile.name}",
+        ],
     ]
     if choice.ranks > 1:
-        lines += [["Scheme", found.scheme], ["Sent in all", size(sum(found.sent.values()))]]
-    note = "A call is attention alone, of one layer: a model needs more memory and time."
+        lines += [
+            ["Scheme", found.scheme],
+            ["Sent in all", size(sum(found.sent.values()))],
+        ]
+    note = (
+        "A call is attention alone, of one layer: a model needs more memory and time."
+    )
     return Table(f"Estimate for {profile.title}", ["One call", ""], lines, note=note)
 
 
@@ -193,35 +259,81 @@ def _longest(choice: Choice) -> int | str:
     if choice.ranks > 1 or isinstance(choice.pattern, patterns.BlockSparse):
         return "takes seconds to find: `ringlab.longest`"
     try:
-        return longest(choice.pattern, choice.hardware.memory_bytes, profile=choice.hardware, **choice.call)
+        return longest(
+            choice.pattern,
+            choice.hardware.memory_bytes,
+            profile=choice.hardware,
+            **choice.call,
+        )
     except (ValueError, NotImplementedError) as error:
         return str(error)
 
 
 def code(choice: Choice) -> str:
-    """The call as Python that runs, with the settings that ``advise`` chooses for this pattern."""
-    return advise(choice.hardware, choice.n, pattern=choice.pattern, estimates=False, **choice.shape).code()
+    """The call as Python that runs, with the settings that ``advise`` chooses for this
+    pattern.
+    """
+    return advise(
+        choice.hardware,
+        choice.n,
+        pattern=choice.pattern,
+        estimates=False,
+        **choice.shape,
+    ).code()
 
 
 def seen(choice: Choice) -> Figure:
-    """Which keys one head sees: of the whole sequence by samples, and of some positions one by one."""
-    pattern, n, head, start = choice.pattern, choice.n, choice.head, one("position", choice.at)
+    """Which keys one head sees: of the whole sequence by samples, and of some positions
+    one by one.
+    """
+    pattern, n, head, start = (
+        choice.pattern,
+        choice.n,
+        choice.head,
+        one("position", choice.at),
+    )
     if not 0 <= head < choice.heads:
-        raise ValueError(f"head {head} is none of the {choice.heads}, which count from 0")
+        raise ValueError(
+            f"head {head} is none of the {choice.heads}, which count from 0"
+        )
     if start >= n:
         raise ValueError(f"position {start:,} is not in the sequence, which has {n:,}")
-    whole = patterns.show(pattern, n, width=96, causal=choice.causal, head=head, heads=choice.heads)
+    whole = patterns.show(
+        pattern, n, width=96, causal=choice.causal, head=head, heads=choice.heads
+    )
     shades = [[patterns.SHADES.index(x) for x in line] for line in whole.split("\n")]
     first = max(0, min(start, n - NEAR))
     x = torch.arange(first, min(n, first + NEAR))
-    near = pattern.multiplicity(x, x, n=n, head=head, heads=choice.heads, kv_heads=choice.kv_heads)  # (q, k)
+    near = pattern.multiplicity(
+        x, x, n=n, head=head, heads=choice.heads, kv_heads=choice.kv_heads
+    )  # (q, k)
     near = near.tril() if choice.causal else near
     with drawing(**{"axes.spines.left": True}):
         fig, axes = plt.subplots(1, 2, figsize=(8.4, 3.4))
-        axes[0].imshow(shades, cmap=SHADES, vmin=0, vmax=4, extent=(0, n, n, 0), interpolation="nearest")
-        image = axes[1].imshow(near.numpy(), cmap=SHADES, vmin=0, extent=(first, first + len(x), first + len(x), first))
-        fig.colorbar(image, ax=axes[1], ticks=range(int(near.max()) + 1), shrink=0.5, label="times counted")
-        for ax, title in zip(axes, ("The whole sequence, sampled", f"From position {first:,} on")):
+        axes[0].imshow(
+            shades,
+            cmap=SHADES,
+            vmin=0,
+            vmax=4,
+            extent=(0, n, n, 0),
+            interpolation="nearest",
+        )
+        image = axes[1].imshow(
+            near.numpy(),
+            cmap=SHADES,
+            vmin=0,
+            extent=(first, first + len(x), first + len(x), first),
+        )
+        fig.colorbar(
+            image,
+            ax=axes[1],
+            ticks=range(int(near.max()) + 1),
+            shrink=0.5,
+            label="times counted",
+        )
+        for ax, title in zip(
+            axes, ("The whole sequence, sampled", f"From position {first:,} on")
+        ):
             ax.set_title(title, loc="left", fontsize=10)
             ax.set(xlabel="key", ylabel="query")
             ax.locator_params(nbins=5)
@@ -233,11 +345,18 @@ def seen(choice: Choice) -> Figure:
 def traffic(found: Estimate) -> Table | Text:
     """Bytes of one call from rank to rank."""
     if not any(found.sent.values()):
-        why = "one rank has all rows" if found.ranks == 1 else "every rank has the rows that its queries see"
+        why = (
+            "one rank has all rows"
+            if found.ranks == 1
+            else "every rank has the rows that its queries see"
+        )
         return Text([f"Nothing is sent: {why}."])
     ranks = range(found.ranks)
     sent = [[found.sent.get((a, b), 0) for b in ranks] for a in ranks]
-    lines = [[f"rank {a}", size(sum(row)), *(size(x) if x else None for x in row)] for a, row in enumerate(sent)]
+    lines = [
+        [f"rank {a}", size(sum(row)), *(size(x) if x else None for x in row)]
+        for a, row in enumerate(sent)
+    ]
     caption = f"Sent between {found.ranks} ranks by {found.scheme}: {size(sum(found.sent.values()))}"
     return Table(caption, ["From", ">To all", *(f">To rank {b}" for b in ranks)], lines)
 
@@ -245,18 +364,30 @@ def traffic(found: Estimate) -> Table | Text:
 def memory(found: Estimate) -> Table:
     """What fills the memory of the rank that needs most, at its peak."""
     parts = sorted(found.parts.items(), key=lambda part: -part[1])
-    lines = [[name, size(x), f"{100 * x / found.peak_bytes:.0f} %"] for name, x in parts if x]
-    return Table(f"Peak memory of a rank: {size(found.peak_bytes)}", ["Part", ">Size", ">Share"], lines)
+    lines = [
+        [name, size(x), f"{100 * x / found.peak_bytes:.0f} %"] for name, x in parts if x
+    ]
+    return Table(
+        f"Peak memory of a rank: {size(found.peak_bytes)}",
+        ["Part", ">Size", ">Share"],
+        lines,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # variants
 
 
 def variants(choice: Choice) -> dict[str, patterns.Pattern]:
-    """The patterns that are compared: the kinds that ``advise`` knows, BigBird, and the one that is chosen."""
+    """The patterns that are compared: the kinds that ``advise`` knows, BigBird, and the
+    one that is chosen.
+    """
     window = local(choice.n, choice.ranks)
-    found = {"Dense": patterns.Dense(), "LongNet ladder": ladder(choice.n), "Local window": window}
+    found = {
+        "Dense": patterns.Dense(),
+        "LongNet ladder": ladder(choice.n),
+        "Local window": window,
+    }
     if choice.ranks == 1:  # its random blocks take seconds to plan on several
         found["BigBird"] = block_patterns.bigbird(1, 1, 1, block_size=window.block_size)
     return found | {"Chosen": choice.pattern}
@@ -269,16 +400,35 @@ def compared(choice: Choice) -> Table:
         try:
             found = estimate(pattern, seq_len=n, profile=profile, **choice.call)
         except (ValueError, NotImplementedError) as error:
-            lines.append([Cell(name, str(pattern)), *[None] * 4, Cell("cannot run", str(error), kind="bad")])
+            lines.append(
+                [
+                    Cell(name, str(pattern)),
+                    *[None] * 4,
+                    Cell("cannot run", str(error), kind="bad"),
+                ]
+            )
             continue
         share = 100 * found.cost.distinct_pairs / (choice.batch * choice.heads * n * n)
-        lines.append([
-            Cell(name, str(pattern)), f"{share:.3g} %", format_seconds(found.bound_s) if found.bound_s else None,
-            size(found.peak_bytes), size(sum(found.sent.values())), _fits(found.peak_bytes, profile.memory_bytes),
-        ])  # fmt: skip
-    title = f"Variants at {n:,} tokens on {profile.title}" + (f", {choice.ranks} ranks" if choice.ranks > 1 else "")
+        lines.append(
+            [
+                Cell(name, str(pattern)),
+                f"{share:.3g} %",
+                format_seconds(found.bound_s) if found.bound_s else None,
+                size(found.peak_bytes),
+                size(sum(found.sent.values())),
+                _fits(found.peak_bytes, profile.memory_bytes),
+            ]
+        )
+    title = f"Variants at {n:,} tokens on {profile.title}" + (
+        f", {choice.ranks} ranks" if choice.ranks > 1 else ""
+    )
     note = "They compute different functions: this says what they cost, not which a model learns from."
-    return Table(title, ["Variant", ">Of all pairs", ">Roofline", ">Peak of a rank", ">Sent", "Fits"], lines, note=note)
+    return Table(
+        title,
+        ["Variant", ">Of all pairs", ">Roofline", ">Peak of a rank", ">Sent", "Fits"],
+        lines,
+        note=note,
+    )
 
 
 @functools.lru_cache(maxsize=32)
@@ -292,12 +442,14 @@ def over_length(choice: Choice) -> Figure:
         except ValueError:  # not even the inputs fit
             break
     if not found:
-        raise ValueError(f"{choice.hardware.title} holds none of the lengths from {LENGTHS[0]:,} tokens on")
+        raise ValueError(
+            f"{choice.hardware.title} holds none of the lengths from {LENGTHS[0]:,} tokens on"
+        )
     end = _longest(choice)
     return rooflines(choice.hardware, found, end if isinstance(end, int) else None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # a measurement
 
 
@@ -305,57 +457,101 @@ def here() -> Profile:
     """The profile that drives this machine, with the memory that is free now."""
     machine = hardware.detect()
     found = hardware.resolve("auto", machine)
-    found = (found if found.runnable(machine)[0] else hardware.get_profile("cpu")).on(machine)
-    return replace(found, memory_bytes=available_bytes(machine.ram_bytes)) if found.kind == "cpu" else found
+    found = (found if found.runnable(machine)[0] else hardware.get_profile("cpu")).on(
+        machine
+    )
+    return (
+        replace(found, memory_bytes=available_bytes(machine.ram_bytes))
+        if found.kind == "cpu"
+        else found
+    )
 
 
 def point(choice: Choice) -> measure.Point:
     """The point of a choice."""
     call = choice.call
-    ranks, options = call.pop("ranks"), {name: call.pop(name) for name in ("scheme", "layout") if name in call}
-    return measure.Point("ringlab", choice.pattern, seq_len=choice.n, world_size=ranks, options=options, **call)
+    ranks, options = (
+        call.pop("ranks"),
+        {name: call.pop(name) for name in ("scheme", "layout") if name in call},
+    )
+    return measure.Point(
+        "ringlab",
+        choice.pattern,
+        seq_len=choice.n,
+        world_size=ranks,
+        options=options,
+        **call,
+    )
 
 
 def run(choice: Choice, profile: Profile) -> measure.Result:
     """Measure the call on this machine, after its check against the float64 reference.
 
-    Raises ValueError for a call that cannot be or would take too much memory or time here, and
-    ``measure.Interrupted`` on Ctrl-C.
+    Raises ValueError for a call that cannot be or would take too much memory or time
+    here, and ``measure.Interrupted`` on Ctrl-C.
     """
     chosen, found = point(choice), choice.estimate(profile)
-    sharing = choice.ranks if profile.kind == "cpu" else 1  # ranks on GPUs have one each
-    # One rank gathers inputs and outputs of all, twice, to compare them with the reference.
-    needs = found.peak_bytes * sharing + (2 if choice.ranks > 1 else 1) * found.cost.floor_bytes
+    sharing = (
+        choice.ranks if profile.kind == "cpu" else 1
+    )  # ranks on GPUs have one each
+    # One rank gathers inputs and outputs of all, twice, to compare them with the
+    # reference.
+    needs = (
+        found.peak_bytes * sharing
+        + (2 if choice.ranks > 1 else 1) * found.cost.floor_bytes
+    )
     seconds = found.bound_s * sharing
     calls = 2 + samples_for(seconds)
     if profile.memory_bytes and needs > profile.memory_bytes:
-        raise ValueError(f"too large: a checked run needs about {size(needs)}, free are {size(profile.memory_bytes)}")
+        raise ValueError(
+            f"too large: a checked run needs about {size(needs)}, free are {size(profile.memory_bytes)}"
+        )
     if seconds * calls > LIMIT_S:
-        raise ValueError(f"too long: {calls} calls of at least {number(seconds)} s each")
-    with tempfile.TemporaryDirectory(prefix="ringlab-explore-", ignore_cleanup_errors=True) as folder:
-        return measure.run([measure.Group("explore", (chosen,))], folder, profile=profile, timeout_s=LIMIT_S)[0]
+        raise ValueError(
+            f"too long: {calls} calls of at least {number(seconds)} s each"
+        )
+    with tempfile.TemporaryDirectory(
+        prefix="ringlab-explore-", ignore_cleanup_errors=True
+    ) as folder:
+        return measure.run(
+            [measure.Group("explore", (chosen,))],
+            folder,
+            profile=profile,
+            timeout_s=LIMIT_S,
+        )[0]
 
 
 def measured(results: list[tuple[Choice, measure.Result]], profile: Profile) -> Table:
-    """What was measured here, the newest first, beside what was estimated; no time where the check did not pass."""
+    """What was measured here, the newest first, beside what was estimated; no time
+    where the check did not pass.
+    """
     heads = ["Point", ">Time (ms)", ">Roofline (ms)", ">Peak of a rank", ">Error"]
     lines = []
     for choice, result in reversed(results):
         if why := objection(result):
             lines.append([result.point.label(), Cell(why, kind="bad"), *[None] * 3])
             continue
-        peak = Cell(size(result.memory["tracked_peak_bytes"]), f"estimated {size(choice.estimate(profile).peak_bytes)}")
-        shown = columns.time(result), columns.roofline(result), peak, columns.error(result)
+        peak = Cell(
+            size(result.memory["tracked_peak_bytes"]),
+            f"estimated {size(choice.estimate(profile).peak_bytes)}",
+        )
+        shown = (
+            columns.time(result),
+            columns.roofline(result),
+            peak,
+            columns.error(result),
+        )
         lines.append([result.point.label(), *shown])
     return Table(f"Measured on {profile.title}", heads, lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # the panel
 
 
 MISSING = "The explorer needs ipywidgets: `python -m pip install -c lib/constraints.txt -e './lib[report,lab]'`"
-# Names stand left and numbers right in a table; figures have the colours of JupyterLab's theme.
+# Names stand left and numbers right in a table; figures have the colours of
+# JupyterLab's theme.
 STYLE = f"""<style>
 .ringlab-explore :is(th, td) {{ text-align: left; vertical-align: top; font-weight: normal; }}
 .ringlab-explore .n {{ text-align: right; }}
@@ -370,20 +566,28 @@ SHOWN = ("seen", "facts", "traffic", "memory", "code", "compared", "over_length"
 
 
 def overview(profile: str = "auto", **start) -> Table:
-    """Show the figure over length and return the table of variants, for those who see no widgets."""
+    """Show the figure over length and return the table of variants, for those who see
+    no widgets.
+    """
     from IPython.display import display
 
     choice = Choice(profile=hardware.resolve(profile).name, **start)
     figure = over_length(choice)
     about = {"image/png": {"alt": figure.alt, "width": 500}}
-    display({"image/png": base64.b64encode(figure.png).decode(), "text/plain": figure.alt}, metadata=about, raw=True)
+    display(
+        {"image/png": base64.b64encode(figure.png).decode(), "text/plain": figure.alt},
+        metadata=about,
+        raw=True,
+    )
     return compared(choice)
 
 
 def explorer(profile: str = "auto", **start):
-    """The explorer for JupyterLab, on a hardware profile and with other fields of ``Choice`` to start from.
+    """The explorer for JupyterLab, on a hardware profile and with other fields of
+    ``Choice`` to start from.
 
-    Without ipywidgets it is one line that says what to install. Raises UnknownProfile for a name that is none.
+    Without ipywidgets it is one line that says what to install. Raises UnknownProfile
+    for a name that is none.
     """
     try:
         import ipywidgets
@@ -393,35 +597,69 @@ def explorer(profile: str = "auto", **start):
 
 
 class Panel:
-    """Controls by the field of ``Choice`` that they set, and places by what they show. ``results`` holds what was run,
-    the oldest first."""
+    """Controls by the field of ``Choice`` that they set, and places by what they show.
+    ``results`` holds what was run, the oldest first.
+    """
 
     def __init__(self, widgets, start: Choice):
         self.results: list[tuple[Choice, measure.Result]] = []
         own = fields(Choice)
-        self.controls = {f.name: _control(widgets, getattr(start, f.name), *f.metadata["control"]) for f in own}
+        self.controls = {
+            f.name: _control(widgets, getattr(start, f.name), *f.metadata["control"])
+            for f in own
+        }
         places = "alert", *SHOWN, "advice", "status", "measured"
-        self.places = at = {name: widgets.HTML().add_class("jp-RenderedHTMLCommon") for name in places}
+        self.places = at = {
+            name: widgets.HTML().add_class("jp-RenderedHTMLCommon") for name in places
+        }
         self.preset = widgets.Dropdown(options=(CUSTOM, *PRESETS), description="preset")
         length = start.seq_len if start.seq_len in SLIDER else "8K"
-        look = {"description": "length", "continuous_update": False, "layout": {"width": "500px"}}
+        look = {
+            "description": "length",
+            "continuous_update": False,
+            "layout": {"width": "500px"},
+        }
         self.slider = widgets.SelectionSlider(options=SLIDER, value=length, **look)
-        self.run_button = widgets.Button(description="Run on this machine", button_style="primary", icon="play")
+        self.run_button = widgets.Button(
+            description="Run on this machine", button_style="primary", icon="play"
+        )
         self.advise_button = widgets.Button(description="Advise me", icon="lightbulb-o")
-        wrap = widgets.Layout(display="flex", flex_flow="row wrap", align_items="flex-start", grid_gap="8px 16px")
+        wrap = widgets.Layout(
+            display="flex",
+            flex_flow="row wrap",
+            align_items="flex-start",
+            grid_gap="8px 16px",
+        )
         columns = [
-            widgets.VBox([widgets.HTML(f"<b>{title}</b>"), *(self.controls[f.name] for f in group)])
+            widgets.VBox(
+                [
+                    widgets.HTML(f"<b>{title}</b>"),
+                    *(self.controls[f.name] for f in group),
+                ]
+            )
             for title, group in groupby(own, key=lambda f: f.metadata["group"])
         ]
         right = widgets.VBox([at["memory"], at["traffic"]])
-        one = widgets.VBox([at["seen"], widgets.HBox([at["facts"], right], layout=wrap), at["code"]])
+        one = widgets.VBox(
+            [at["seen"], widgets.HBox([at["facts"], right], layout=wrap), at["code"]]
+        )
         two = widgets.VBox([self.slider, at["compared"], at["over_length"]])
         self.tabs = widgets.Tab(children=[one, two], titles=("One call", "Compare"))
-        buttons = widgets.HBox([self.advise_button, self.run_button, at["status"]], layout=wrap)
-        self.box = widgets.VBox([
-            widgets.HTML(STYLE), self.preset, widgets.HBox(columns, layout=wrap), at["alert"], self.tabs, buttons,
-            at["advice"], at["measured"],
-        ]).add_class("ringlab-explore")  # fmt: skip
+        buttons = widgets.HBox(
+            [self.advise_button, self.run_button, at["status"]], layout=wrap
+        )
+        self.box = widgets.VBox(
+            [
+                widgets.HTML(STYLE),
+                self.preset,
+                widgets.HBox(columns, layout=wrap),
+                at["alert"],
+                self.tabs,
+                buttons,
+                at["advice"],
+                at["measured"],
+            ]
+        ).add_class("ringlab-explore")
         self.held = False
         self.refresh()
         for control in self.controls.values():
@@ -434,7 +672,9 @@ class Panel:
 
     @property
     def choice(self) -> Choice:
-        return Choice(**{name: control.value for name, control in self.controls.items()})
+        return Choice(
+            **{name: control.value for name, control in self.controls.items()}
+        )
 
     def choose(self, change) -> None:
         """Set all controls as a preset says, the hardware only where it does."""
@@ -450,7 +690,9 @@ class Panel:
         self.refresh()
 
     def refresh(self, _=None) -> None:
-        """Show what follows from the controls in the open tab; what cannot be is one line instead."""
+        """Show what follows from the controls in the open tab; what cannot be is one
+        line instead.
+        """
         if self.held:
             return
         choice, shown = self.choice, {}
@@ -458,11 +700,22 @@ class Panel:
         self.places["alert"].value = "<p>Working ...</p>"
         try:
             if self.tabs.selected_index:
-                shown = {"compared": compared(choice).html, "over_length": _html(over_length(choice))}
+                shown = {
+                    "compared": compared(choice).html,
+                    "over_length": _html(over_length(choice)),
+                }
             else:
-                found, call = choice.estimate(), _folded("This call as code", code(choice))
-                shown = {"facts": facts(choice, found).html, "seen": _html(seen(choice)), "memory": memory(found).html,
-                         "traffic": traffic(found).html, "code": call}  # fmt: skip
+                found, call = (
+                    choice.estimate(),
+                    _folded("This call as code", code(choice)),
+                )
+                shown = {
+                    "facts": facts(choice, found).html,
+                    "seen": _html(seen(choice)),
+                    "memory": memory(found).html,
+                    "traffic": traffic(found).html,
+                    "code": call,
+                }
         except Exception as error:  # noqa: BLE001  a control takes any text, and a callback's traceback goes nowhere
             shown["alert"] = _alert(error)
         for name in ("alert", "advice", *SHOWN):
@@ -472,12 +725,16 @@ class Panel:
     def _hide(self, choice: Choice) -> None:
         """Show the controls that this choice has."""
         own = {name for names in KINDS.values() for name in names}
-        hidden = own - set(KINDS[choice.kind]) | ({"scheme", "layout"} if choice.ranks == 1 else set())
+        hidden = own - set(KINDS[choice.kind]) | (
+            {"scheme", "layout"} if choice.ranks == 1 else set()
+        )
         for name, control in self.controls.items():
             control.layout.display = "none" if name in hidden else None
 
     def advise(self, _=None) -> None:
-        """Show what to use for the length, shape, hardware and ranks, whatever the pattern and the dtype, with code."""
+        """Show what to use for the length, shape, hardware and ranks, whatever the
+        pattern and the dtype, with code.
+        """
         choice = self.choice
         try:
             advice = advise(choice.hardware, choice.n, **choice.shape | {"dtype": None})
@@ -487,7 +744,9 @@ class Panel:
         self.places["advice"].value = html
 
     def run(self, _=None) -> None:
-        """Measure the call, and show it beside the estimate; the kernel is busy meanwhile."""
+        """Measure the call, and show it beside the estimate; the kernel is busy
+        meanwhile.
+        """
         self.run_button.disabled, said = True, ""
         self.places["status"].value = (
             f"<p>Running: checked against the reference, then timed. At most {LIMIT_S:.0f} s; interrupting the kernel "
@@ -504,16 +763,26 @@ class Panel:
         self.run_button.disabled = False
 
     def _repr_mimebundle_(self, **asked) -> dict:
-        """The widgets, and for who shows none the variants as a table, or why there is none."""
+        """The widgets, and for who shows none the variants as a table, or why there is
+        none.
+        """
         try:
             table = compared(self.choice).markdown
         except ValueError as error:
             table = str(error)
-        return {**self.box._repr_mimebundle_(**asked), "text/markdown": table, "text/plain": table}
+        return {
+            **self.box._repr_mimebundle_(**asked),
+            "text/markdown": table,
+            "text/plain": table,
+        }
 
 
 def _control(widgets, value, label: str, options: tuple):
-    look = {"description": label, "style": {"description_width": "108px"}, "layout": {"width": "256px"}}
+    look = {
+        "description": label,
+        "style": {"description_width": "108px"},
+        "layout": {"width": "256px"},
+    }
     if options:
         return widgets.Dropdown(options=options, value=value, **look)
     if isinstance(value, bool):
@@ -533,5 +802,9 @@ def _folded(title: str, text: str) -> str:
 def _alert(error: Exception) -> str:
     """A line that a screen reader reads out at once."""
     text = " ".join(str(error).split()) or type(error).__name__
-    text = text if isinstance(error, ValueError | KeyboardInterrupt) else f"{type(error).__name__}: {text}"
+    text = (
+        text
+        if isinstance(error, ValueError | KeyboardInterrupt)
+        else f"{type(error).__name__}: {text}"
+    )
     return f'<p role="alert" style="color:{RED};margin:.3em 0">{escape(text)}</p>'

@@ -1,8 +1,10 @@
-"""Figures that read in light and dark, on a phone and in print: SVG for the page, PNG for Markdown, alt text always.
+"""Figures that read in light and dark, on a phone and in print: SVG for the page, PNG
+for Markdown, alt text always.
 
-Every series is labelled where it is drawn and error bars are the 95 % interval of the median. Labels stand above their
-bars, so that a figure needs no more width than a phone has. Equal input gives equal bytes, so that figures do not
-change in git without a reason.
+Every series is labelled where it is drawn and error bars are the 95 % interval of the
+median. Labels stand above their bars, so that a figure needs no more width than a phone
+has. Equal input gives equal bytes, so that figures do not change in git without a
+reason.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from .theme import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, SK
 
 MARKERS = "osD^vPX*h"
 LINE = 11.5  # points from one label at the right edge to the next
-WIDTH = 4.6  # inches: at 10 pt the text is readable when the figure is as wide as a phone
+WIDTH = (
+    4.6  # inches: at 10 pt the text is readable when the figure is as wide as a phone
+)
 STYLE = {
     "figure.constrained_layout.use": True,
     "font.size": 10,
@@ -54,7 +58,9 @@ STYLE = {
 
 @contextmanager
 def drawing(**style):
-    """matplotlib with this project's style, whatever the user's own settings are, restored afterwards."""
+    """matplotlib with this project's style, whatever the user's own settings are,
+    restored afterwards.
+    """
     with plt.rc_context():
         matplotlib.rcdefaults()
         plt.rcParams.update({**STYLE, **style})
@@ -84,16 +90,38 @@ class Bar:
         return [[max(0.0, self.value - self.low)], [max(0.0, self.high - self.value)]]
 
 
-def bars(items: Sequence[Bar], *, xlabel: str, line: float | None = None, fmt: Callable = "{:.3g}".format):
-    """Horizontal bars from zero, labelled with their values. ``line``: where a vertical line stands, 1 for ratios."""
+def bars(
+    items: Sequence[Bar],
+    *,
+    xlabel: str,
+    line: float | None = None,
+    fmt: Callable = "{:.3g}".format,
+):
+    """Horizontal bars from zero, labelled with their values. ``line``: where a vertical
+    line stands, 1 for ratios.
+    """
     longest = max([line or 0, *(b.end for b in items)])
     with drawing():
         fig, ax, at = _rows(items)
         for y, b in zip(at, items):
             ax.barh(y, b.value, 0.85, color=b.color)
-            ax.errorbar(b.value, y, xerr=b.error, fmt="none", ecolor=INK, elinewidth=1.2, capsize=3)
-            ax.annotate(fmt(b.value), (b.end, y), (7, 0), textcoords="offset points", va="center",
-                        weight="bold")  # fmt: skip
+            ax.errorbar(
+                b.value,
+                y,
+                xerr=b.error,
+                fmt="none",
+                ecolor=INK,
+                elinewidth=1.2,
+                capsize=3,
+            )
+            ax.annotate(
+                fmt(b.value),
+                (b.end, y),
+                (7, 0),
+                textcoords="offset points",
+                va="center",
+                weight="bold",
+            )
         if line is not None:
             ax.axvline(line, color=INK, lw=1.2, ls=":")
         ax.set_xlim(0, 1.18 * longest or 1)
@@ -104,7 +132,9 @@ def bars(items: Sequence[Bar], *, xlabel: str, line: float | None = None, fmt: C
 
 
 def _rows(items: Sequence[Bar]):
-    """(figure, axis, y of each item): a row for each, its label above it, where a long one has the whole width."""
+    """(figure, axis, y of each item): a row for each, its label above it, where a long
+    one has the whole width.
+    """
     labels = [textwrap.wrap(b.label, 54) for b in items]
     at, used = [], 0.0  # in lines of text
     for text in labels:
@@ -120,7 +150,9 @@ def _rows(items: Sequence[Bar]):
 
 
 def lines(
-    each: Mapping[str, Mapping[str, list[tuple[float, float, float | None, float | None]]]],
+    each: Mapping[
+        str, Mapping[str, list[tuple[float, float, float | None, float | None]]]
+    ],
     *,
     xlabel: str,
     colors: Mapping[str, str],
@@ -129,10 +161,11 @@ def lines(
     limit: tuple[float, str] | None = None,
     height: float = 3.3,
 ):
-    """Panels one above the other over the same x, each titled by what its y is: a line per name over (x, y, low, high).
+    """Panels one above the other over the same x, each titled by what its y is: a line
+    per name over (x, y, low, high).
 
-    Lines are labelled at their ends; as in matplotlib's legends, a name that begins with "_" is not. x is logarithmic
-    to base 2.
+    Lines are labelled at their ends; as in matplotlib's legends, a name that begins
+    with "_" is not. x is logarithmic to base 2.
 
     Args:
         colors: by name; ``dashed`` names have no markers.
@@ -141,21 +174,41 @@ def lines(
         height: of a panel, in inches.
     """
     with drawing(**{"axes.grid": True}):
-        fig, axes = plt.subplots(len(each), 1, figsize=(WIDTH, height * len(each)), squeeze=False)
+        fig, axes = plt.subplots(
+            len(each), 1, figsize=(WIDTH, height * len(each)), squeeze=False
+        )
         for ax, (title, series) in zip(axes[:, 0], each.items()):
             _draw(ax, title, series, colors, dashed, linear)
         if limit:
             at, label = limit
             axes[0, 0].axvline(at, color=RED, lw=1.5, ls=":")
-            axes[0, 0].annotate(label, (at, 0.02), (-3, 0), xycoords=("data", "axes fraction"), rotation=90,
-                                textcoords="offset points", ha="right", va="bottom", color=RED,
-                                fontsize=9)  # fmt: skip
+            axes[0, 0].annotate(
+                label,
+                (at, 0.02),
+                (-3, 0),
+                xycoords=("data", "axes fraction"),
+                rotation=90,
+                textcoords="offset points",
+                ha="right",
+                va="bottom",
+                color=RED,
+                fontsize=9,
+            )
         axes[-1, 0].set_xlabel(xlabel)
         return fig
 
 
-def _draw(ax, title: str, series: Mapping, colors: Mapping[str, str], dashed: Sequence[str], linear: bool) -> None:
-    ax.set_title(title, loc="left", fontsize=10)  # above, where it takes no width and reads level
+def _draw(
+    ax,
+    title: str,
+    series: Mapping,
+    colors: Mapping[str, str],
+    dashed: Sequence[str],
+    linear: bool,
+) -> None:
+    ax.set_title(
+        title, loc="left", fontsize=10
+    )  # above, where it takes no width and reads level
     ends = []
     for (name, points), marker in zip(series.items(), cycle(MARKERS)):
         color, (x, y, *_) = colors[name], zip(*sorted(points))
@@ -164,7 +217,15 @@ def _draw(ax, title: str, series: Mapping, colors: Mapping[str, str], dashed: Se
         for at, middle, low, high in points:
             if low is not None and high < math.inf:
                 err = [[middle - low], [high - middle]]
-                ax.errorbar(at, middle, yerr=err, fmt="none", ecolor=color, elinewidth=1.2, capsize=3.5)
+                ax.errorbar(
+                    at,
+                    middle,
+                    yerr=err,
+                    fmt="none",
+                    ecolor=color,
+                    elinewidth=1.2,
+                    capsize=3.5,
+                )
         if not name.startswith("_"):
             ends.append((x[-1], y[-1], name, color))
     ax.set_xscale("log", base=2)
@@ -173,17 +234,34 @@ def _draw(ax, title: str, series: Mapping, colors: Mapping[str, str], dashed: Se
     ax.set_xticks(ticks, [tokens(t) for t in ticks])
     if not linear:
         low, high = ax.get_ylim()
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,)))
+        ax.yaxis.set_major_locator(
+            LogLocator(subs=(1, 2, 5) if high / low < 1e3 else (1,))
+        )
     ax.minorticks_off()
     ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
     ax.autoscale_view()  # or positions were of the axes before
-    # All names stand at the right edge, in the order of the lines' ends, each with a line to its own.
+    # All names stand at the right edge, in the order of the lines' ends, each with a
+    # line to its own.
     used, points = -math.inf, 72 / ax.figure.dpi
     for x, y, name, color in sorted(ends, key=lambda e: e[1]):
         used = max(ax.transData.transform((x, y))[1] * points, used + LINE)
         place = 1.04, ax.transData.inverted().transform((0, used / points))[1]
-        leader = {"arrowstyle": "-", "color": color, "lw": 0.8, "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)}
-        ax.annotate(name, (x, y), place, textcoords=ax.get_yaxis_transform(), va="center", arrowprops=leader)
+        leader = {
+            "arrowstyle": "-",
+            "color": color,
+            "lw": 0.8,
+            "shrinkA": 0,
+            "shrinkB": 3,
+            "relpos": (0, 0.5),
+        }
+        ax.annotate(
+            name,
+            (x, y),
+            place,
+            textcoords=ax.get_yaxis_transform(),
+            va="center",
+            arrowprops=leader,
+        )
 
 
 def _apart(ticks: list[float]) -> list[float]:
@@ -208,7 +286,9 @@ def tokens(n: float) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawn figure: its name, its caption, for those who do not see it ``alt``, and its image as SVG and PNG."""
+    """A drawn figure: its name, its caption, for those who do not see it ``alt``, and
+    its image as SVG and PNG.
+    """
 
     name: str
     caption: str
@@ -218,7 +298,9 @@ class Figure:
 
     @classmethod
     def of(cls, fig, name: str, caption: str, alt: str) -> Figure:
-        """Draw ``fig`` and close it. Raises ValueError for an empty ``alt``: a figure must be readable aloud."""
+        """Draw ``fig`` and close it. Raises ValueError for an empty ``alt``: a figure
+        must be readable aloud.
+        """
         if not alt.strip():
             raise ValueError(f"figure {name!r} needs alt text, got none")
         with drawing():
@@ -229,9 +311,19 @@ class Figure:
         return cls(name, caption, alt, svg.getvalue(), png.getvalue())
 
 
-def show(fig, name: str, caption: str, alt: str, data: Table | None = None, *, stamp: str = "") -> None:
-    """Display ``fig`` as ``figures/<name>.png`` and inline SVG, described by ``caption`` and ``alt``; ``data``, which
-    a figure needs whose numbers stand in no table, is folded under it."""
+def show(
+    fig,
+    name: str,
+    caption: str,
+    alt: str,
+    data: Table | None = None,
+    *,
+    stamp: str = "",
+) -> None:
+    """Display ``fig`` as ``figures/<name>.png`` and inline SVG, described by
+    ``caption`` and ``alt``; ``data``, which a figure needs whose numbers stand in no
+    table, is folded under it.
+    """
     from IPython.display import display
 
     if stamp:
@@ -239,11 +331,16 @@ def show(fig, name: str, caption: str, alt: str, data: Table | None = None, *, s
         fig.suptitle(stamp, x=0.99, ha="right", fontsize=10, style="italic", color=RED)
     figure = Figure.of(fig, name, caption, alt)
     about = {"alt": alt, "caption": caption}
-    bundle = {"image/svg+xml": figure.svg, "image/png": base64.b64encode(figure.png).decode("ascii")}
+    bundle = {
+        "image/svg+xml": figure.svg,
+        "image/png": base64.b64encode(figure.png).decode("ascii"),
+    }
     metadata = {"filename": name, "image/png": about, "image/svg+xml": about}
     display(bundle | {"text/plain": alt}, metadata=metadata, raw=True)
     # Stock templates know no alt text: there it is read as a line under the figure.
-    display({"text/markdown": alt, "text/plain": ""}, metadata={PLAIN_ONLY: True}, raw=True)
+    display(
+        {"text/markdown": alt, "text/plain": ""}, metadata={PLAIN_ONLY: True}, raw=True
+    )
     if data is not None:
         data.folded = True
         display(data)

@@ -1,5 +1,5 @@
-"""What every page says of its rows: how far to trust them, what is missing or failed, what the numbers mean, where they
-come from.
+"""What every page says of its rows: how far to trust them, what is missing or failed,
+what the numbers mean, where they come from.
 """
 
 from __future__ import annotations
@@ -16,22 +16,37 @@ from .study import Study, pattern_of
 from .tables import Cell, Table, Text, counted, number, size, some
 from .trust import NORMAL, WIDEST, objection, reason, status
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # trust, and what is missing
 
 
 def trust_line(study: Study) -> str:
     """The line of an answer about checks, noise and repetition."""
-    shares = [e / r.tolerance[k] for r in study.good for k, e in r.errors.items() if r.tolerance[k]]
-    timed, (again, agreed), good = [r for r in study.good if r.median], study.repeats, len(study.good)
+    shares = [
+        e / r.tolerance[k]
+        for r in study.good
+        for k, e in r.errors.items()
+        if r.tolerance[k]
+    ]
+    timed, (again, agreed), good = (
+        [r for r in study.good if r.median],
+        study.repeats,
+        len(study.good),
+    )
     ran = [r for r in study.results if status(r) != "unsupported"]
     kinds = Counter(_kind(r) for r in ran if objection(r))
     rejected = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    twice = f"{agreed} of {again} times agree with an earlier run" if again else "no second run to compare with"
+    twice = (
+        f"{agreed} of {again} times agree with an earlier run"
+        if again
+        else "no second run to compare with"
+    )
     floor = f"The same work, measured twice in turns, differed by up to {number(study.noise_floor)}×"
     if study.pace:
         pace = math.exp(2**0.5 * NORMAL * study.pace)  # of two rows, 95 % of them
-        floor += f"; most calls that came twice in the run, by less than {number(pace)}×"
+        floor += (
+            f"; most calls that came twice in the run, by less than {number(pace)}×"
+        )
     return (
         f"**Trust**: {good} of {len(ran)} measurements passed their check against the float64 reference "
         f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"
@@ -46,44 +61,87 @@ def _kind(row) -> str:
     """What a rejected row is of."""
     if row.point.system in PEERS:
         return "of other packages"
-    return "faster than so many ranks can be" if reason(row).startswith("superlinear") else "of this library"
+    return (
+        "faster than so many ranks can be"
+        if reason(row).startswith("superlinear")
+        else "of this library"
+    )
 
 
 def _crowded(study: Study) -> float:
     """How many cores other processes used at most, where that disturbed rows."""
-    return max((r.provenance["others_cores"] for r in study.results if r.provenance.get("crowded")), default=0)
+    return max(
+        (
+            r.provenance["others_cores"]
+            for r in study.results
+            if r.provenance.get("crowded")
+        ),
+        default=0,
+    )
 
 
 def gaps_line(study: Study) -> str:
     """The line of an answer about what was not measured."""
-    gaps = [study.profile.title if study.rehearsal else "any GPU"] if study.device_type == "cpu" else []
-    crowded = sorted({r.point.world_size for r in study.good if r.ranks.get("oversubscribed")})
+    gaps = (
+        [study.profile.title if study.rehearsal else "any GPU"]
+        if study.device_type == "cpu"
+        else []
+    )
+    crowded = sorted(
+        {r.point.world_size for r in study.good if r.ranks.get("oversubscribed")}
+    )
     if crowded:
-        gaps.append(f"times on {' and '.join(map(str, crowded))} ranks, for which there are too few cores")
+        gaps.append(
+            f"times on {' and '.join(map(str, crowded))} ranks, for which there are too few cores"
+        )
     if missing := missing_points(study):
         gaps.append(f"{counted(len(missing), 'point')} of this profile")
     if failed := study.failed:
-        gaps.append(f"{len(failed)} of {len(study.results)} points, which are not quoted (their reasons stand below)")
-    return "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."
+        gaps.append(
+            f"{len(failed)} of {len(study.results)} points, which are not quoted (their reasons stand below)"
+        )
+    return (
+        "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."
+    )
 
 
 def limits(study: Study, *more: str) -> Text:
-    """What this run cannot tell: ``more``, and points that are missing, failed, unstable or on one device."""
-    lines = [f"How fast {study.profile.title} is: it was not here."] if study.rehearsal else []
+    """What this run cannot tell: ``more``, and points that are missing, failed,
+    unstable or on one device.
+    """
+    lines = (
+        [f"How fast {study.profile.title} is: it was not here."]
+        if study.rehearsal
+        else []
+    )
     if all(r.point.world_size == 1 for r in study.results):
         lines.append("Anything about several devices: every row ran on one.")
     lines += more
     missing = [p.label() for p in missing_points(study)]
     if missing:
-        count = f"{len(missing)} of the {len(suite_points(study))} points of this profile"
-        lines.append(f"What {count} would have shown, for they are not measured: {some(missing)}.")
+        count = (
+            f"{len(missing)} of the {len(suite_points(study))} points of this profile"
+        )
+        lines.append(
+            f"What {count} would have shown, for they are not measured: {some(missing)}."
+        )
     if crowded := _crowded(study):
-        lines.append(f"How fast this machine is when quiet: other processes used up to {crowded:g} of its cores.")
-    if unbound := [r for r in study.good if r.median and not r.bound_seconds and r.cost.get("flops")]:
-        lines.append(f"Whether all times are possible: the roofline of {len(unbound)} is not known.")
+        lines.append(
+            f"How fast this machine is when quiet: other processes used up to {crowded:g} of its cores."
+        )
+    if unbound := [
+        r
+        for r in study.good
+        if r.median and not r.bound_seconds and r.cost.get("flops")
+    ]:
+        lines.append(
+            f"Whether all times are possible: the roofline of {len(unbound)} is not known."
+        )
     unstable = [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]
     if unstable:
-        lines.append(f"Unstable times: {len(unstable)}, among them {'; '.join(list(dict.fromkeys(unstable))[:3])}.")
+        lines.append(
+            f"Unstable times: {len(unstable)}, among them {'; '.join(list(dict.fromkeys(unstable))[:3])}."
+        )
     return Text(lines or ["Nothing that was asked for is missing."], bullets=True)
 
 
@@ -106,7 +164,8 @@ def missing_points(study: Study) -> list:
 
 
 def failures(study: Study, told: Sequence = ()) -> Table | None:
-    """Every point that is not quoted, but for those ``told`` elsewhere; points of one shape and reason share a line.
+    """Every point that is not quoted, but for those ``told`` elsewhere; points of one
+    shape and reason share a line.
 
     None where there are none.
     """
@@ -119,22 +178,31 @@ def failures(study: Study, told: Sequence = ()) -> Table | None:
     return Table(
         f"{len(failed)} of {len(study.results)} rows are not shown",
         ["Systems", "Shape", "Status", "Reason"],
-        [["; ".join(names), shape, Cell(word, kind="bad"), why] for (shape, word, why), names in found.items()],
+        [
+            ["; ".join(names), shape, Cell(word, kind="bad"), why]
+            for (shape, word, why), names in found.items()
+        ],
         folded=True,
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # what the numbers mean
 
 
-PATTERN_WORDS = {"head groups": "each group of heads runs one branch",
-         "offsets by branch": "branch i starts at row i mod its rate"}  # fmt: skip
+PATTERN_WORDS = {
+    "head groups": "each group of heads runs one branch",
+    "offsets by branch": "branch i starts at row i mod its rate",
+}
 
 
 def reading(study: Study) -> Text:
     """One line for each kind of number, folded."""
-    lone = "" if study.turns else " How far they differ from run to run is not known: intervals are of this run."
+    lone = (
+        ""
+        if study.turns
+        else " How far they differ from run to run is not known: intervals are of this run."
+    )
     lines = [
         "**Time**: the median of repeated calls in a process of its own, with a 95 % interval that also holds how far "
         "the machine's speed drifted during the run. *Unstable*: the samples vary by more than "
@@ -155,44 +223,87 @@ def reading(study: Study) -> Text:
         other = "a sparse pattern leaves out keys, so it computes another function than dense attention."
         lines.append(f"**Faster than dense**: {other}")
     names = {str(pattern_of(r.point)) for r in study.results}
-    if used := [f"*{x}*: {said}" for x, said in PATTERN_WORDS.items() if any(x in name for name in names)]:
+    if used := [
+        f"*{x}*: {said}"
+        for x, said in PATTERN_WORDS.items()
+        if any(x in name for name in names)
+    ]:
         lines.append(f"**Patterns**: {'; '.join(used)}.")
     return Text(lines, bullets=True, summary="What the numbers mean")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # where the rows come from
 
 NAMES = {
-    "commit": "Commit", "dirty": "Changed since that commit", "ringlab": "ringlab",
-    "engine": "Engine (hash of its code)", "method": "Method (hash of its code)", "device_name": "Device",
-    "device_memory_bytes": "Memory", "cpu": "CPU", "cpu_capability": "Instruction set", "threads": "Threads",
-    "cpu_mhz": "CPU clock at the start of a group (MHz)", "torch": "torch", "cuda": "CUDA", "driver": "Driver",
-    "python": "Python", "machine": "Machine (salted id)", "load_average": "Load average of the last minute",
+    "commit": "Commit",
+    "dirty": "Changed since that commit",
+    "ringlab": "ringlab",
+    "engine": "Engine (hash of its code)",
+    "method": "Method (hash of its code)",
+    "device_name": "Device",
+    "device_memory_bytes": "Memory",
+    "cpu": "CPU",
+    "cpu_capability": "Instruction set",
+    "threads": "Threads",
+    "cpu_mhz": "CPU clock at the start of a group (MHz)",
+    "torch": "torch",
+    "cuda": "CUDA",
+    "driver": "Driver",
+    "python": "Python",
+    "machine": "Machine (salted id)",
+    "load_average": "Load average of the last minute",
     "others_cores": "Cores that others used meanwhile",
-}  # fmt: skip
+}
 STATES = {"gpu_before": "GPU before a group", "gpu_after": "GPU after a group"}
 
 
 def provenance(study: Study) -> Table:
-    """Where the rows come from: each fact with the values it took, one where all rows agree."""
-    crowded, told = _crowded(study), any("others_cores" in r.provenance for r in study.results)
-    quiet = f"no: others used up to {crowded:g} of its cores" if crowded else "yes" if told else None
+    """Where the rows come from: each fact with the values it took, one where all rows
+    agree.
+    """
+    crowded, told = (
+        _crowded(study),
+        any("others_cores" in r.provenance for r in study.results),
+    )
+    quiet = (
+        f"no: others used up to {crowded:g} of its cores"
+        if crowded
+        else "yes"
+        if told
+        else None
+    )
     found = {"Machine quiet": quiet} | {
-        name: _spread([r.provenance.get(key) for r in study.results], size if key == "device_memory_bytes" else _plain)
+        name: _spread(
+            [r.provenance.get(key) for r in study.results],
+            size if key == "device_memory_bytes" else _plain,
+        )
         for key, name in NAMES.items()
     }
     for key, name in STATES.items():
         found[name] = _states([r.provenance.get(key) or {} for r in study.results])
-    times = sorted(str(r.provenance["utc"]) for r in study.results if r.provenance.get("utc"))
-    missing, counts = missing_points(study), {len(r.seconds) for r in study.good if r.seconds}
-    samples = " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else ""
+    times = sorted(
+        str(r.provenance["utc"]) for r in study.results if r.provenance.get("utc")
+    )
+    missing, counts = (
+        missing_points(study),
+        {len(r.seconds) for r in study.good if r.seconds},
+    )
+    samples = (
+        " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else ""
+    )
     found |= {
         "Groups begun (UTC)": f"{times[0]} to {times[-1]}" if times else None,
         "Points": f"{len(study.results)} measured, {len(study.good)} quoted",
-        "Complete": f"no, {len(missing)} of {len(suite_points(study))} are missing" if missing else "yes",
-        "Left out": f"{study.left_out} rows of another engine, machine or device" if study.left_out else None,
-        "Samples of one point, least to most": f"{samples}, warm-up discarded; 95 % intervals" if samples else None,
+        "Complete": f"no, {len(missing)} of {len(suite_points(study))} are missing"
+        if missing
+        else "yes",
+        "Left out": f"{study.left_out} rows of another engine, machine or device"
+        if study.left_out
+        else None,
+        "Samples of one point, least to most": f"{samples}, warm-up discarded; 95 % intervals"
+        if samples
+        else None,
         "Inputs": "normal, from a generator seeded by the point's own hash",
     }
     known = [[name, value] for name, value in found.items() if value is not None]
@@ -203,7 +314,12 @@ def _states(states: list[dict]) -> str | None:
     """Clocks, temperature and the like, each with the values it took."""
     keys = dict.fromkeys(k for state in states for k in state)
     said = {k: _spread([s.get(k) for s in states], _plain) for k in keys}
-    return "; ".join(f"{k.replace('_', ' ')} {v}" for k, v in said.items() if v is not None) or None
+    return (
+        "; ".join(
+            f"{k.replace('_', ' ')} {v}" for k, v in said.items() if v is not None
+        )
+        or None
+    )
 
 
 def _plain(value) -> str:

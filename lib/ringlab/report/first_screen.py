@@ -1,7 +1,8 @@
-"""The first screen of a profile: which attention, how long a sequence, how fast, and how far to trust it.
+"""The first screen of a profile: which attention, how long a sequence, how fast, and
+how far to trust it.
 
-Times are those of rows that may be quoted. What to use, what fits, rooflines and bytes come from ``advise`` and
-``longest``, so that the page says what the commands say.
+Times are those of rows that may be quoted. What to use, what fits, rooflines and bytes
+come from ``advise`` and ``longest``, so that the page says what the commands say.
 """
 
 from __future__ import annotations
@@ -35,15 +36,20 @@ OVERVIEW = (8192, 131072, 1048576)
 WORDS = {"fwd": "forward", "fwd+bwd": "in training"}  # passes, as readers call them
 SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}  # of a call, as in the landscape
 RANKS = 2  # for what moves between devices
-LINES = {"dense": ("Dense", figures.GREY), "advised": (field.ADVISED, figures.PURPLE),
-         "local": ("Window and global block", figures.BLUE)}  # fmt: skip
+LINES = {
+    "dense": ("Dense", figures.GREY),
+    "advised": (field.ADVISED, figures.PURPLE),
+    "local": ("Window and global block", figures.BLUE),
+}
 
 
 @dataclass(frozen=True)
 class FirstScreen:
-    """What the index shows of a profile. In ``lines``, the finding first, **strong** and `code` are marked.
+    """What the index shows of a profile. In ``lines``, the finding first, **strong**
+    and `code` are marked.
 
-    ``overview``: for each length of ``OVERVIEW`` the forward time of what to use, and whether it fits.
+    ``overview``: for each length of ``OVERVIEW`` the forward time of what to use, and
+    whether it fits.
     """
 
     title: str
@@ -54,22 +60,44 @@ class FirstScreen:
 
     def stored(self) -> dict:
         """What the manifest keeps, for the index; images are files in ``figures/``."""
-        figures = [{"name": f.name, "caption": f.caption, "alt": f.alt} for f in self.figures]
-        return {"title": self.title, "lines": self.lines, "html": self.table.html, "markdown": self.table.markdown,
-                "figures": figures, "overview": self.overview}  # fmt: skip
+        figures = [
+            {"name": f.name, "caption": f.caption, "alt": f.alt} for f in self.figures
+        ]
+        return {
+            "title": self.title,
+            "lines": self.lines,
+            "html": self.table.html,
+            "markdown": self.table.markdown,
+            "figures": figures,
+            "overview": self.overview,
+        }
 
 
 def first_screen(study: Study) -> FirstScreen:
     """The first screen of a profile. It takes several seconds, to estimate memory."""
     ask = partial(advise, with_rates(study), memory_bytes=study.memory_bytes, **SHAPE)
-    advised = {(n, passes): _try(ask, n, passes=passes) for n in LENGTHS for passes in WORDS}
+    advised = {
+        (n, passes): _try(ask, n, passes=passes) for n in LENGTHS for passes in WORDS
+    }
     known = next(a for a in advised.values() if isinstance(a, Advice))
     most = _longest(study, known)
     measured = not study.rehearsal and bool(field.ranked(study))
-    bounded = {n: a for (n, passes), a in advised.items() if passes == "fwd" and isinstance(a, Advice)
-               and a.fits is not False and a.proposals[0].bound_s}  # fmt: skip
-    lines = [fastest(study) if measured else _roofline(bounded), _memory(study, most), _trust(study), *_learned(study),
-             _call(known), *([_there(study, known)] if study.rehearsal else [])]  # fmt: skip
+    bounded = {
+        n: a
+        for (n, passes), a in advised.items()
+        if passes == "fwd"
+        and isinstance(a, Advice)
+        and a.fits is not False
+        and a.proposals[0].bound_s
+    }
+    lines = [
+        fastest(study) if measured else _roofline(bounded),
+        _memory(study, most),
+        _trust(study),
+        *_learned(study),
+        _call(known),
+        *([_there(study, known)] if study.rehearsal else []),
+    ]
     found = [_measured_figure(study)] if measured else []
     if bounded:
         there = replace(study.profile, memory_bytes=study.memory_bytes)
@@ -91,18 +119,24 @@ def _learned(study: Study) -> list[str]:
 
 def _device(study: Study) -> str:
     found = {threads(r) for r in study.good if r.point.world_size == 1} - {None}
-    return f"{study.device}, {max(found)} threads" if found and study.device_type == "cpu" else study.device
+    return (
+        f"{study.device}, {max(found)} threads"
+        if found and study.device_type == "cpu"
+        else study.device
+    )
 
 
 def _try(ask, n: int, **how) -> Advice | str:
-    """The advice for a length, or why there is none: where not even q, k and v fit, for one."""
+    """The advice for a length, or why there is none: where not even q, k and v fit, for
+    one.
+    """
     try:
         return ask(n, **how)
     except ValueError as error:
         return str(error)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # measured
 
 
@@ -120,16 +154,30 @@ def fastest(study: Study) -> str:
 
 
 def _training(study: Study) -> str:
-    """The fastest in training, at the longest length that was timed, with all that the run does not tell apart."""
-    n = max((r.point.seq_len for e in field.FIELD for r in e.timed(study, **field.TRAINING)), default=0)
+    """The fastest in training, at the longest length that was timed, with all that the
+    run does not tell apart.
+    """
+    n = max(
+        (
+            r.point.seq_len
+            for e in field.FIELD
+            for r in e.timed(study, **field.TRAINING)
+        ),
+        default=0,
+    )
     if not (found := field.standing(study, n, **field.TRAINING)):
         return ""
-    dense = next((row for rank, entry, row in found if entry is field.DENSE and rank > 1), None)
+    dense = next(
+        (row for rank, entry, row in found if entry is field.DENSE and rank > 1), None
+    )
     less = ""
     if ratio := study.ratio(dense, found[0][2]):
         less = f", {number(ratio.value, 2)} times as fast as torch's dense attention{', unstable' * ratio.unstable}"
-    first, *tied = [f"{entry.name} ({number(row.median * 1e3)} ms{less if row is found[0][2] else ''})"
-                    for rank, entry, row in found if rank == 1]  # fmt: skip
+    first, *tied = [
+        f"{entry.name} ({number(row.median * 1e3)} ms{less if row is found[0][2] else ''})"
+        for rank, entry, row in found
+        if rank == 1
+    ]
     beside = f", with {' and '.join(tied)} within noise of it" if tied else ""
     return f" In training at {n:,} tokens {first} is the fastest{beside}."
 
@@ -140,27 +188,50 @@ def _measured_figure(study: Study) -> Figure:
     return Figure.of(fig, "first-screen-measured", caption, f"{caption} {ends}.")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # computed
 
 
 def _longest(study: Study, known: Advice) -> dict[str, tuple[int, int]]:
-    """By pass, the longest sequence that the memory holds: with LongNet's ladder, and dense."""
+    """By pass, the longest sequence that the memory holds: with LongNet's ladder, and
+    dense.
+    """
     if not study.memory_bytes:
         return {}
-    how = {"dtype": known["dtype"], "profile": study.profile, "heads": SHAPE["heads"], "head_dim": SHAPE["head_dim"]}
+    how = {
+        "dtype": known["dtype"],
+        "profile": study.profile,
+        "heads": SHAPE["heads"],
+        "head_dim": SHAPE["head_dim"],
+    }
     patterns = ladder(LENGTHS[-1]), Dense()
-    return {passes: tuple(longest(p, study.memory_bytes, passes=passes, **how) for p in patterns) for passes in WORDS}
+    return {
+        passes: tuple(
+            longest(p, study.memory_bytes, passes=passes, **how) for p in patterns
+        )
+        for passes in WORDS
+    }
 
 
 def _memory(study: Study, most: dict[str, tuple[int, int]]) -> str:
-    """How long a sequence the memory holds, and how many measured peaks are as computed."""
+    """How long a sequence the memory holds, and how many measured peaks are as
+    computed.
+    """
     if not most:
         return "**How long a sequence fits** is not known, because the size of the memory is not."
-    said = " or ".join(f"{sparse:,} tokens {WORDS[passes]}" for passes, (sparse, _) in most.items())
+    said = " or ".join(
+        f"{sparse:,} tokens {WORDS[passes]}" for passes, (sparse, _) in most.items()
+    )
     dense = " or ".join(f"{whole:,}" for _, whole in most.values())
-    found = [(r, abs(x) <= CLOSE) for r, x in compared(study)[0] if r.point.heads == SHAPE["heads"]]
-    right, end = sum(close for _, close in found), max((r.point.seq_len for r, _ in found), default=0)
+    found = [
+        (r, abs(x) <= CLOSE)
+        for r, x in compared(study)[0]
+        if r.point.heads == SHAPE["heads"]
+    ]
+    right, end = (
+        sum(close for _, close in found),
+        max((r.point.seq_len for r, _ in found), default=0),
+    )
     sure = f" On {study.device} {right} of {len(found)} measured peaks, of calls up to {end:,} tokens, are as computed "
     return (
         f"**{size(study.memory_bytes)} hold {said}** with {field.ADVISED}, computed with all of it free; dense "
@@ -200,19 +271,34 @@ def _there(study: Study, advice: Advice) -> str:
         found = kernels.expected(gpu.kind, gpu.capability, dtype, SHAPE["head_dim"])
     except NotImplementedError as error:
         return f"**On {gpu.title}**: {error}. {how}"
-    flash = f"; `flash` is refused: {found.refusals['flash']}" if "flash" in found.refusals else ""
+    flash = (
+        f"; `flash` is refused: {found.refusals['flash']}"
+        if "flash" in found.refusals
+        else ""
+    )
     kind = SHORT[dtype_name(dtype)]
     return f"**On {gpu.title}** calls should run in {kind} by the kernel `{found.name}`{flash}. {how}"
 
 
 def _trust(study: Study) -> str:
-    """How far the times are from their rooflines, and for measured ones the line of every page."""
+    """How far the times are from their rooflines, and for measured ones the line of
+    every page.
+    """
     named = {entry.name: row for _, entry, row in field.ranked(study)}
-    both = [row for name in (field.ADVISED, field.DENSE.name) if (row := named.get(name)) and roofline_s(row)]
-    above = sorted(r.median / roofline_s(r) for r in study.good if r.median and roofline_s(r))
+    both = [
+        row
+        for name in (field.ADVISED, field.DENSE.name)
+        if (row := named.get(name)) and roofline_s(row)
+    ]
+    above = sorted(
+        r.median / roofline_s(r) for r in study.good if r.median and roofline_s(r)
+    )
     over = "Too few of the times here have a roofline to set them beside"
     if len(both) == 2:
-        (near, dense), n = (number(row.median / roofline_s(row), 2) for row in both), both[0].point.seq_len
+        (near, dense), n = (
+            (number(row.median / roofline_s(row), 2) for row in both),
+            both[0].point.seq_len,
+        )
         over = f"On {study.device} {field.ADVISED} takes {near} times its roofline, the shortest time that the "
         over += f"hardware allows, and dense attention {dense} times, at {n:,} tokens"
     elif len(above) > 3:
@@ -235,16 +321,30 @@ def _seconds(seconds: float) -> str:
     >>> _seconds(0.0925), _seconds(31), _seconds(2500), _seconds(10581)
     ('92.5 ms', '31.0 s', '41.7 min', '2.94 h')
     """
-    units = ((1, 1e-3, "ms"), (300, 1, "s"), (7200, 60, "min"), (float("inf"), 3600, "h"))
-    return next(f"{number(seconds / unit)} {name}" for below, unit, name in units if seconds < below)
+    units = (
+        (1, 1e-3, "ms"),
+        (300, 1, "s"),
+        (7200, 60, "min"),
+        (float("inf"), 3600, "h"),
+    )
+    return next(
+        f"{number(seconds / unit)} {name}"
+        for below, unit, name in units
+        if seconds < below
+    )
 
 
 def _other(study: Study, advice: Advice, name: str) -> Cell | None:
-    """The time of another pattern, unless it needs more memory than there is: at least q, k, v, out and lse."""
+    """The time of another pattern, unless it needs more memory than there is: at least
+    q, k, v, out and lse.
+    """
     found, c = next((p for p in advice.proposals if p.name == name), None), advice.call
     if found is None:
         return None
-    row = 2 * (c.heads + c.kv_heads) * c.head_dim * c.dtype.itemsize + c.heads * accumulation_dtype(c.dtype).itemsize
+    row = (
+        2 * (c.heads + c.kv_heads) * c.head_dim * c.dtype.itemsize
+        + c.heads * accumulation_dtype(c.dtype).itemsize
+    )
     least = found.peak_bytes or c.batch * advice.seq_len * row
     if advice.budget_bytes is not None and least > advice.budget_bytes:
         return Cell("does not fit", kind="bad")
@@ -255,11 +355,18 @@ def _other(study: Study, advice: Advice, name: str) -> Cell | None:
 def _overview(study: Study, n: int, advised: dict) -> str:
     advice = advised[n, "fwd"]
     if isinstance(advice, str) or advice.fits is False:
-        held = [f"{a.enough_ranks} devices hold it {word}" for passes, word in WORDS.items()
-                if isinstance(a := advised[n, passes], Advice) and a.enough_ranks]  # fmt: skip
+        held = [
+            f"{a.enough_ranks} devices hold it {word}"
+            for passes, word in WORDS.items()
+            if isinstance(a := advised[n, passes], Advice) and a.enough_ranks
+        ]
         return "; ".join(["does not fit", *held])
     training, dense = advised[n, "fwd+bwd"], _other(study, advice, "dense")
-    also = "fits" if isinstance(training, Advice) and training.fits else "fits forward only"
+    also = (
+        "fits"
+        if isinstance(training, Advice) and training.fits
+        else "fits forward only"
+    )
     beside = f"; dense {dense.text}" if dense else ""
     return f"{_advised(study, advice).text}, {'memory not known' if advice.fits is None else also}{beside}"
 
@@ -273,18 +380,39 @@ def _decisions(study: Study, advised: dict) -> Table:
         if known is None:
             lines.append([n, Cell("does not fit", both[0]), *[None] * 5])
             continue
-        lines.append([
-            n, _name(known["pattern"]), percent(known.proposals[0].share, 2), *(_advised(study, a) for a in both),
-            _other(study, known, "local"), _other(study, known, "dense"),
-        ])  # fmt: skip
+        lines.append(
+            [
+                n,
+                _name(known["pattern"]),
+                percent(known.proposals[0].share, 2),
+                *(_advised(study, a) for a in both),
+                _other(study, known, "local"),
+                _other(study, known, "dense"),
+            ]
+        )
         sent.add(_sent(known))
     ends = " to ".join(map(size, sorted({min(sent), max(sent)}))) if sent else ""
-    across = f" Split over {RANKS} devices, a training call of these lengths sends {ends} in all." if sent else ""
-    measured = any(isinstance(cell, Cell) and cell.text[0].isdigit() for line in lines for cell in line[3:])
+    across = (
+        f" Split over {RANKS} devices, a training call of these lengths sends {ends} in all."
+        if sent
+        else ""
+    )
+    measured = any(
+        isinstance(cell, Cell) and cell.text[0].isdigit()
+        for line in lines
+        for cell in line[3:]
+    )
     return Table(
         "What to use, by length",
-        [">Tokens", "Advised", ">Of all pairs", ">Forward", ">Training", ">Window, forward",
-         ">Dense, forward"],
+        [
+            ">Tokens",
+            "Advised",
+            ">Of all pairs",
+            ">Forward",
+            ">Training",
+            ">Window, forward",
+            ">Dense, forward",
+        ],
         lines,
         note="Advised: LongNet's pattern with segments of 2,048 tokens, as in its paper, that double up to the "
         "sequence, so that a query sees keys from all of it. Window: about 2,048 neighbours and a global block, in "
@@ -293,22 +421,39 @@ def _decisions(study: Study, advised: dict) -> Table:
         f"peak of memory, computed.{across} `.venv/bin/python -m ringlab advise --profile {study.profile.name} "
         "--seq-len N` answers for other lengths and shapes.",
         cards=True,
-    )  # fmt: skip
+    )
 
 
 def _sent(advice: Advice) -> int:
     """Bytes that ranks would send in a training call by the scheme that ``auto`` takes."""
-    call = replace(advice.call, pattern=advice["pattern"], passes="fwd+bwd", ranks=RANKS)
+    call = replace(
+        advice.call, pattern=advice["pattern"], passes="fwd+bwd", ranks=RANKS
+    )
     return sum(call.sent(*call.problem(advice.seq_len)).values())
 
 
 def _time(study: Study, advice: Advice, proposed: Proposal) -> str:
-    """The measured time of a proposal, else its roofline; nothing where no rate of the device is known."""
+    """The measured time of a proposal, else its roofline; nothing where no rate of the
+    device is known.
+    """
     c = advice.call
-    wanted = {"seq_len": advice.seq_len, "passes": c.passes, "dtype": dtype_name(c.dtype), **SHAPE}
+    wanted = {
+        "seq_len": advice.seq_len,
+        "passes": c.passes,
+        "dtype": dtype_name(c.dtype),
+        **SHAPE,
+    }
     systems = ["ringlab", "dense_sdpa"]
-    rows = [] if study.rehearsal else study.rows(system=systems, causal=False, world_size=1, **wanted)
-    own = [r for r in rows if pattern_of(r.point) == proposed.pattern and not r.point.options]
+    rows = (
+        []
+        if study.rehearsal
+        else study.rows(system=systems, causal=False, world_size=1, **wanted)
+    )
+    own = [
+        r
+        for r in rows
+        if pattern_of(r.point) == proposed.pattern and not r.point.options
+    ]
     if row := best([r for r in own if r.median and not objection(r)]):
         return _seconds(row.median)
     return f"≥ {_seconds(proposed.bound_s)}" if proposed.bound_s else ""
@@ -319,13 +464,19 @@ def _advised(study: Study, advice: Advice | str) -> Cell:
     if isinstance(advice, str):
         return Cell("does not fit", kind="bad")
     if advice.fits is False:
-        ranks = f", {advice.enough_ranks} devices hold it" if advice.enough_ranks else ""
+        ranks = (
+            f", {advice.enough_ranks} devices hold it" if advice.enough_ranks else ""
+        )
         return Cell("does not fit", f"{size(advice.need_bytes)}{ranks}", kind="bad")
-    return Cell(_time(study, advice, advice.proposals[0]) or "not known", size(advice.need_bytes))
+    return Cell(
+        _time(study, advice, advice.proposals[0]) or "not known",
+        size(advice.need_bytes),
+    )
 
 
 def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> Figure:
-    """Rooflines of a call over length, by the advice for each; ``end``: the length at which the memory is full.
+    """Rooflines of a call over length, by the advice for each; ``end``: the length at
+    which the memory is full.
 
     Raises ValueError where no rate of the device is known.
     """
@@ -333,14 +484,27 @@ def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> 
     for n, advice in advised.items():
         for p in advice.proposals if advice.fits is not False else ():
             if p.bound_s and p.name in LINES:
-                points.setdefault(LINES[p.name][0], []).append((n, p.bound_s, None, None))
+                points.setdefault(LINES[p.name][0], []).append(
+                    (n, p.bound_s, None, None)
+                )
     if not points:
-        raise ValueError(f"no rate is known of {profile.title}, so there is no roofline")
-    call = "training" if any(advice.call.passes != "fwd" for advice in advised.values()) else "forward"
+        raise ValueError(
+            f"no rate is known of {profile.title}, so there is no roofline"
+        )
+    call = (
+        "training"
+        if any(advice.call.passes != "fwd" for advice in advised.values())
+        else "forward"
+    )
     panel = {f"Computed: shortest possible time of a {call} call (s)": points}
     limit = (end, "memory full") if end else None
-    fig = figures.lines(panel, xlabel="Tokens", colors=dict(LINES.values()), limit=limit)
+    fig = figures.lines(
+        panel, xlabel="Tokens", colors=dict(LINES.values()), limit=limit
+    )
     full = f" {size(profile.memory_bytes)} are full at {end:,} tokens." if end else ""
     caption = f"Computed for {profile.title}: rooflines over length, lower bounds of the time.{full}"
-    ends = "; ".join(f"{name} at least {_seconds(p[-1][1])} at {p[-1][0]:,} tokens" for name, p in points.items())
+    ends = "; ".join(
+        f"{name} at least {_seconds(p[-1][1])} at {p[-1][0]:,} tokens"
+        for name, p in points.items()
+    )
     return Figure.of(fig, "first-screen-computed", caption, f"{caption} {ends}.")

@@ -36,16 +36,25 @@ SAID = {
 
 
 def write_manifest(folder: Path, manifest: dict, *, complete: bool) -> None:
-    """Write ``data/manifest.json`` of a profile's folder; ``complete`` is true only when all its pages are whole."""
-    write(folder / "data" / "manifest.json", json.dumps(manifest | {"complete": complete}, indent=1) + "\n")
+    """Write ``data/manifest.json`` of a profile's folder; ``complete`` is true only
+    when all its pages are whole.
+    """
+    write(
+        folder / "data" / "manifest.json",
+        json.dumps(manifest | {"complete": complete}, indent=1) + "\n",
+    )
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest of a profile's folder, empty if there is none; one that cannot be read is empty too, and noted."""
+    """The manifest of a profile's folder, empty if there is none; one that cannot be
+    read is empty too, and noted.
+    """
     path = folder / "data" / "manifest.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if not all(isinstance(report["name"], str) for report in found.get("reports", [])):
+        if not all(
+            isinstance(report["name"], str) for report in found.get("reports", [])
+        ):
             raise ValueError("no list of reports with names")
     except FileNotFoundError:
         return {}
@@ -61,49 +70,98 @@ def short_commit(about: dict) -> str:
     >>> short_commit({"commit": "898236a615fe4ea9d2c9", "dirty": True}), short_commit({"commit": "unknown"})
     ('898236a615 + changes', 'unknown')
     """
-    return f"{about.get('commit') or 'unknown'}"[:10] + (" + changes" if about.get("dirty") is True else "")
+    return f"{about.get('commit') or 'unknown'}"[:10] + (
+        " + changes" if about.get("dirty") is True else ""
+    )
 
 
 def facts(manifest: dict) -> list[str]:
-    """What was measured on which device, when, of which commit, with which torch, as far as it is known."""
-    device, measured = (str(manifest.get(name) or "") for name in ("device", "measured"))
-    found = [f"times are of {device}" if manifest.get("rehearsal") and device else device]
+    """What was measured on which device, when, of which commit, with which torch, as
+    far as it is known.
+    """
+    device, measured = (
+        str(manifest.get(name) or "") for name in ("device", "measured")
+    )
+    found = [
+        f"times are of {device}" if manifest.get("rehearsal") and device else device
+    ]
     found += [f"measured {measured[:16].replace('T', ' ')} UTC"] if measured else []
-    found += [f"commit {short_commit(manifest)}", f"torch {manifest.get('torch')}"] if manifest.get("commit") else []
+    found += (
+        [f"commit {short_commit(manifest)}", f"torch {manifest.get('torch')}"]
+        if manifest.get("commit")
+        else []
+    )
     return [fact for fact in found if fact]
 
 
 def write_index(reports: Path) -> list[Path]:
     """Write ``index.html`` and ``index.md`` over every profile and report found."""
     templates = Environment(
-        loader=FileSystemLoader([TEMPLATES / "html" / "report", TEMPLATES / "markdown" / "report"]),
+        loader=FileSystemLoader(
+            [TEMPLATES / "html" / "report", TEMPLATES / "markdown" / "report"]
+        ),
         autoescape=select_autoescape(["html.j2"]),
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    templates.filters |= {"inline": theme.inline, "marked": inline_html, "text": markdown_text}
-    explorer = f"[{EXPLORER}](../{EXPLORER})" if (reports.parent / EXPLORER).is_file() else f"`{EXPLORER}`"
-    templates.globals |= {**SAID, "css": css(), "explained": SAID["explained"].format(explorer=explorer)}
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters |= {
+        "inline": theme.inline,
+        "marked": inline_html,
+        "text": markdown_text,
+    }
+    explorer = (
+        f"[{EXPLORER}](../{EXPLORER})"
+        if (reports.parent / EXPLORER).is_file()
+        else f"`{EXPLORER}`"
+    )
+    templates.globals |= {
+        **SAID,
+        "css": css(),
+        "explained": SAID["explained"].format(explorer=explorer),
+    }
     with locked(reports, wait=True):  # runs of two profiles may end at once
-        folders = sorted(p for p in reports.iterdir() if any((p / "data" / name).exists() for name in DATA))
+        folders = sorted(
+            p
+            for p in reports.iterdir()
+            if any((p / "data" / name).exists() for name in DATA)
+        )
         found = [_section(p) for p in folders]
-        groups = {"measured": [s for s in found if not s["rehearsal"]], "absent": [s for s in found if s["rehearsal"]]}
+        groups = {
+            "measured": [s for s in found if not s["rehearsal"]],
+            "absent": [s for s in found if s["rehearsal"]],
+        }
         groups["overview"] = _overview([*groups["measured"], *groups["absent"]])
-        bodies = {x: templates.get_template(f"profiles.{x}.j2").render(groups) for x in ("html", "md")}
+        bodies = {
+            x: templates.get_template(f"profiles.{x}.j2").render(groups)
+            for x in ("html", "md")
+        }
         return [
-            write(reports / f"index.{ending}", re.sub(r"\n{3,}", "\n\n", body).strip() + "\n")
+            write(
+                reports / f"index.{ending}",
+                re.sub(r"\n{3,}", "\n\n", body).strip() + "\n",
+            )
             for ending, body in bodies.items()
         ]
 
 
 def _overview(found: list[dict]) -> dict:
-    """One line for each profile that has a first screen: what its lengths take and whether they fit."""
+    """One line for each profile that has a first screen: what its lengths take and
+    whether they fit.
+    """
     screens = [s["screen"] for s in found if s["screen"] and "overview" in s["screen"]]
     columns = [f"Device, with {ADVISED}", *(f"{n:,} tokens" for n in OVERVIEW)]
-    return {"columns": columns, "rows": [[screen["title"], *screen["overview"]] for screen in screens]}
+    return {
+        "columns": columns,
+        "rows": [[screen["title"], *screen["overview"]] for screen in screens],
+    }
 
 
 def _section(folder: Path) -> dict:
-    """What the index says of one profile's folder; links are (text, path below reports/) of files that are there."""
+    """What the index says of one profile's folder; links are (text, path below
+    reports/) of files that are there.
+    """
     manifest, state = read_manifest(folder), ""
     if not manifest and (folder / "data" / "manifest.json").exists():
         state = "its manifest.json cannot be read: run it again to write a new one"
@@ -114,17 +172,26 @@ def _section(folder: Path) -> dict:
     return {
         "folder": folder.name,
         "name": folder.name.removesuffix(f"-{REHEARSAL}"),
-        "rehearsal": bool(manifest.get("rehearsal")) or folder.name.endswith(f"-{REHEARSAL}"),
+        "rehearsal": bool(manifest.get("rehearsal"))
+        or folder.name.endswith(f"-{REHEARSAL}"),
         "state": state,  # empty where all is whole
         "facts": facts(manifest),
-        "files": [(name, f"{folder.name}/data/{name}") for name in DATA if (folder / "data" / name).is_file()],
+        "files": [
+            (name, f"{folder.name}/data/{name}")
+            for name in DATA
+            if (folder / "data" / name).is_file()
+        ],
         "pages": [_page(folder, report) for report in manifest.get("reports", ())],
         "screen": _screen(folder, manifest),
     }
 
 
 def _page(folder: Path, report: dict) -> dict:
-    links = {x: f"{folder.name}/{report['name']}.{x}" for x in PAGES if (folder / f"{report['name']}.{x}").is_file()}
+    links = {
+        x: f"{folder.name}/{report['name']}.{x}"
+        for x in PAGES
+        if (folder / f"{report['name']}.{x}").is_file()
+    }
     failed = str(report.get("failed") or "")
     earlier = "earlier " if failed else ""  # pages of an earlier run, and whole
     return {
@@ -138,10 +205,19 @@ def _page(folder: Path, report: dict) -> dict:
 
 
 def _screen(folder: Path, manifest: dict) -> dict | None:
-    """What the manifest has of the first screen, with the images of its figures; None unless all of them are there."""
+    """What the manifest has of the first screen, with the images of its figures; None
+    unless all of them are there.
+    """
     screen = manifest.get("first_screen")
-    images = [folder / "figures" / f"{figure['name']}.svg" for figure in screen["figures"]] if screen else []
+    images = (
+        [folder / "figures" / f"{figure['name']}.svg" for figure in screen["figures"]]
+        if screen
+        else []
+    )
     if not screen or not all(path.is_file() for path in images):
         return None
-    figures = [figure | {"svg": path.read_text()} for figure, path in zip(screen["figures"], images)]
+    figures = [
+        figure | {"svg": path.read_text()}
+        for figure, path in zip(screen["figures"], images)
+    ]
     return screen | {"figures": figures}

@@ -1,4 +1,5 @@
-"""What a request for a profile comes to on this machine, and where its files lie; one run per folder at a time.
+"""What a request for a profile comes to on this machine, and where its files lie; one
+run per folder at a time.
 
 Needs torch alone, so that a machine without the report's packages can measure.
 """
@@ -31,7 +32,9 @@ class UsageError(ReportError):
 
 
 def home() -> Path:
-    """The checkout: the nearest folder at or above this one, or this package, with our notebooks; else UsageError."""
+    """The checkout: the nearest folder at or above this one, or this package, with our
+    notebooks; else UsageError.
+    """
     for origin in (Path.cwd(), Path(__file__).resolve().parent):
         for folder in (origin, *origin.parents):
             if (folder / "notebooks" / "optimization_results.ipynb").is_file():
@@ -50,11 +53,15 @@ def reports_folder() -> Path:
 
 
 def data_folder(profile: str, data: str = "") -> Path:
-    """The rows that a notebook reads: ``data`` if given, else the profile's own, else its rehearsal's.
+    """The rows that a notebook reads: ``data`` if given, else the profile's own, else
+    its rehearsal's.
 
     Raises FileNotFoundError that says how to measure them.
     """
-    own = (home() / "reports" / f"{profile}{kind}" / "data" for kind in ("", f"-{REHEARSAL}"))
+    own = (
+        home() / "reports" / f"{profile}{kind}" / "data"
+        for kind in ("", f"-{REHEARSAL}")
+    )
     choices = [Path(data)] if data else [*own]
     for folder in choices:
         if (folder / "samples.jsonl").is_file():
@@ -67,9 +74,11 @@ def data_folder(profile: str, data: str = "") -> Path:
 
 @contextmanager
 def locked(folder: Path, *, wait: bool = False):
-    """Hold ``folder`` for one run; another run waits, or gets a ReportError that names the holder.
+    """Hold ``folder`` for one run; another run waits, or gets a ReportError that names
+    the holder.
 
-    The system drops the lock with its process, so a killed run leaves nothing that could block the next one.
+    The system drops the lock with its process, so a killed run leaves nothing that
+    could block the next one.
     """
     from filelock import FileLock, Timeout
 
@@ -80,12 +89,18 @@ def locked(folder: Path, *, wait: bool = False):
         lock.acquire()
     except Timeout:
         holder = path.read_text() if path.is_file() else ""
-        raise ReportError(f"{folder} is in use by {holder or 'another process'}; wait for it or stop it") from None
+        raise ReportError(
+            f"{folder} is in use by {holder or 'another process'}; wait for it or stop it"
+        ) from None
     try:
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%H:%M:%S')}")
+        path.write_text(
+            f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%H:%M:%S')}"
+        )
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: who waits for it sees that it is gone and begins anew
+        path.unlink(
+            missing_ok=True
+        )  # while it is held: who waits for it sees that it is gone and begins anew
         lock.release()
 
 
@@ -106,11 +121,19 @@ class Plan:
     why: str = ""  # this profile cannot be measured here
 
 
-def plan(name: str, machine: hardware.Machine, reports: Path | None = None, *, strict: bool = False) -> Plan:
-    """Decide between measuring, rendering what ``reports`` has from elsewhere, and a rehearsal.
+def plan(
+    name: str,
+    machine: hardware.Machine,
+    reports: Path | None = None,
+    *,
+    strict: bool = False,
+) -> Plan:
+    """Decide between measuring, rendering what ``reports`` has from elsewhere, and a
+    rehearsal.
 
-    Raises UnknownProfile, and UsageError for a GPU that is here but that torch cannot drive (one screen with the
-    install line), and with ``strict`` for anything but real measurements.
+    Raises UnknownProfile, and UsageError for a GPU that is here but that torch cannot
+    drive (one screen with the install line), and with ``strict`` for anything but real
+    measurements.
     """
     profile = hardware.resolve(name, machine)
     here = profile.kind == "cpu" or profile.name in (hardware.match(machine), "generic")
@@ -118,7 +141,13 @@ def plan(name: str, machine: hardware.Machine, reports: Path | None = None, *, s
         raise UsageError(screen)
     runnable, why = profile.runnable(machine)
     if runnable:
-        return Plan(profile.on(machine), profile.name, True, False, "cpu" if profile.kind == "cpu" else "cuda")
+        return Plan(
+            profile.on(machine),
+            profile.name,
+            True,
+            False,
+            "cpu" if profile.kind == "cpu" else "cuda",
+        )
     if strict:
         raise UsageError(
             f"profile {profile.name!r} cannot be measured here and a rehearsal was refused (strict): {why}"

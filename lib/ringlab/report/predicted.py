@@ -1,6 +1,7 @@
 """How many measured peaks of memory ``ringlab.estimate`` predicts.
 
-It predicts the rows of the engine, as it is called or under a published name, each with the settings of the row.
+It predicts the rows of the engine, as it is called or under a published name, each with
+the settings of the row.
 """
 
 from __future__ import annotations
@@ -23,29 +24,46 @@ from .tables import Text, counted
 from .trust import threads
 
 ENGINE = ("ringlab", *PUBLISHED, *BLOCK_SPARSE)
-OPERATORS = 2000  # of all rows together that a page runs without data, so that it stays quick
+OPERATORS = (
+    2000  # of all rows together that a page runs without data, so that it stays quick
+)
 CLOSE = 0.01  # relative error of a peak that counts as predicted
 BLOCKS = 4096  # a block-sparse row beyond would take seconds to plan
 
 
-def predict(results: Iterable, profile: str | None = None) -> list[tuple[Result, Estimate]]:
-    """Rows with a peak and their Estimates. ``profile``: the GPU that they were measured on; None: a CPU."""
+def predict(
+    results: Iterable, profile: str | None = None
+) -> list[tuple[Result, Estimate]]:
+    """Rows with a peak and their Estimates. ``profile``: the GPU that they were
+    measured on; None: a CPU.
+    """
     found = []
     for row in results:
-        with suppress(NotImplementedError):  # by rule that kernel does not run on the GPU, and yet it did
-            if row.memory.get("tracked_peak_bytes") and (one := estimate_of(row.point.first, threads(row), profile)):
+        with suppress(
+            NotImplementedError
+        ):  # by rule that kernel does not run on the GPU, and yet it did
+            if row.memory.get("tracked_peak_bytes") and (
+                one := estimate_of(row.point.first, threads(row), profile)
+            ):
                 found.append((row, one))
     return found
 
 
 @lru_cache(maxsize=512)
-def estimate_of(point: Point, threads: int | None, profile: str | None) -> Estimate | None:
-    """The Estimate of a measured point whose ranks have so many threads each; None for what is no call of the engine.
+def estimate_of(
+    point: Point, threads: int | None, profile: str | None
+) -> Estimate | None:
+    """The Estimate of a measured point whose ranks have so many threads each; None for
+    what is no call of the engine.
 
-    None too for ranks that are simulated in one process, and for a published module on a short sequence: its first call
-    also probes the kernels.
+    None too for ranks that are simulated in one process, and for a published module on
+    a short sequence: its first call also probes the kernels.
     """
-    short = point.system != "ringlab" and point.world_size == 1 and point.seq_len <= 4 * WARM_TOKENS
+    short = (
+        point.system != "ringlab"
+        and point.world_size == 1
+        and point.seq_len <= 4 * WARM_TOKENS
+    )
     if point.system not in ENGINE or short or "simulated" in dict(point.options):
         return None
     before = torch.get_num_threads()
@@ -55,27 +73,50 @@ def estimate_of(point: Point, threads: int | None, profile: str | None) -> Estim
         if how is None:
             return None
         dtype = getattr(torch, point.dtype)
-        return estimate(pattern_of(point), dtype=dtype, ranks=point.world_size, profile=profile, **point.shape, **how)
+        return estimate(
+            pattern_of(point),
+            dtype=dtype,
+            ranks=point.world_size,
+            profile=profile,
+            **point.shape,
+            **how,
+        )
     finally:
         torch.set_num_threads(before)
 
 
 def _ringlab(point: Point) -> dict:
-    """What ``measure.systems.ringlab`` makes of the options of a point, as keywords of ``estimate``."""
-    options = {name: value for name, value in point.options if name != "link"}  # which no memory depends on
-    how = {name: options.pop(name) for name in ("backend", "scheme", "layout") if name in options}
+    """What ``measure.systems.ringlab`` makes of the options of a point, as keywords of
+    ``estimate``.
+    """
+    options = {
+        name: value for name, value in point.options if name != "link"
+    }  # which no memory depends on
+    how = {
+        name: options.pop(name)
+        for name in ("backend", "scheme", "layout")
+        if name in options
+    }
     if (threshold := options.pop("pool_threshold_mb", None)) is not None:
         options["pool"] = memory.MemoryPool(threshold_bytes=int(threshold * 2**20))
     return how | {"execution": Execution(**options)}
 
 
 def _published(point: Point) -> dict | None:
-    """The settings of a published class, which its module has chosen; None for one that simulates ranks by itself."""
-    pattern, options = pattern_of(point), {"dtype": getattr(torch, point.dtype), **dict(point.options)}
+    """The settings of a published class, which its module has chosen; None for one that
+    simulates ranks by itself.
+    """
+    pattern, options = (
+        pattern_of(point),
+        {"dtype": getattr(torch, point.dtype), **dict(point.options)},
+    )
     if point.system in BLOCK_SPARSE:
         options["pattern"] = pattern
     else:
-        options |= {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
+        options |= {
+            "segment_lengths": pattern.segment_lengths,
+            "dilation_rates": pattern.dilation_rates,
+        }
     if point.world_size > 1:
         options["ring_size"] = point.world_size
     module = getattr(compat, point.system)(device="cpu", **options)
@@ -86,14 +127,32 @@ def _published(point: Point) -> dict | None:
 
 
 def compared(study: Study) -> tuple[list[tuple[Result, float]], int]:
-    """([(row, relative error of its predicted peak)], rows left out for their many operators); few operators first."""
-    rows = [r for r in study.good if r.memory.get("tracked_peak_bytes") and not r.option("twin")]
-    rows = sorted((r for r in rows if r.point.system in ENGINE), key=lambda r: r.memory.get("operator_calls") or 0)
+    """([(row, relative error of its predicted peak)], rows left out for their many
+    operators); few operators first.
+    """
+    rows = [
+        r
+        for r in study.good
+        if r.memory.get("tracked_peak_bytes") and not r.option("twin")
+    ]
+    rows = sorted(
+        (r for r in rows if r.point.system in ENGINE),
+        key=lambda r: r.memory.get("operator_calls") or 0,
+    )
     spent = accumulate(r.memory.get("operator_calls") or 0 for r in rows)
-    kept = [r for r, calls in zip(rows, spent) if calls <= OPERATORS
-            and r.point.seq_len // r.point.pattern.get("block_size", r.point.seq_len) <= BLOCKS]  # fmt: skip
+    kept = [
+        r
+        for r, calls in zip(rows, spent)
+        if calls <= OPERATORS
+        and r.point.seq_len // r.point.pattern.get("block_size", r.point.seq_len)
+        <= BLOCKS
+    ]
     found = predict(kept, study.profile.name if study.device_type == "cuda" else None)
-    over = [(r, x.peak_bytes / r.memory["tracked_peak_bytes"] - 1) for r, x in found if not x.at_least]
+    over = [
+        (r, x.peak_bytes / r.memory["tracked_peak_bytes"] - 1)
+        for r, x in found
+        if not x.at_least
+    ]
     return over, len(rows) - len(kept)
 
 
@@ -102,9 +161,17 @@ def accuracy(study: Study) -> Text:
     over, left = compared(study)
     if not over:
         return Text(["Nothing was measured to set a prediction of memory beside."])
-    off = [f"{r.point.system}, {r.point.seq_len:,} tokens on {counted(r.point.world_size, 'rank')} "
-           f"({100 * x:+.1f} %)" for r, x in over if abs(x) > CLOSE]  # fmt: skip
+    off = [
+        f"{r.point.system}, {r.point.seq_len:,} tokens on {counted(r.point.world_size, 'rank')} "
+        f"({100 * x:+.1f} %)"
+        for r, x in over
+        if abs(x) > CLOSE
+    ]
     exceptions = f"; not of {'; '.join(off)}" if off else ""
-    many = f" Not predicted: {counted(left, 'row')} whose calls have many operators." if left else ""
+    many = (
+        f" Not predicted: {counted(left, 'row')} whose calls have many operators."
+        if left
+        else ""
+    )
     said = f"`ringlab.estimate` predicts {len(over) - len(off)} of {counted(len(over), 'peak')} of memory to 1 %"
     return Text([f"{said}, without running the calls{exceptions}.{many}"])

@@ -1,4 +1,6 @@
-"""The five published documents as data: which report answers each, and what each prints."""
+"""The five published documents as data: which report answers each, and what each
+prints.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ SIZES = {"KB": 1e3, "MB": MB, "GB": 1e9, "GiB": 2**30}
 
 @dataclass(frozen=True)
 class Document:
-    """The report that answers a document, and the suite whose rows that report is about."""
+    """The report that answers a document, and the suite whose rows that report is
+    about.
+    """
 
     report: str
     suite: str
@@ -32,12 +36,15 @@ BETWEEN = "between"  # what several documents print of one thing
 
 def number_of(suite: str) -> str:
     """The document that the rows of a suite are about."""
-    return next(number for number, document in DOCUMENTS.items() if document.suite == suite)
+    return next(
+        number for number, document in DOCUMENTS.items() if document.suite == suite
+    )
 
 
 @cache
 def published(number: str) -> dict:
-    """A document as data, by its number ("000" to "004"), or what lies ``BETWEEN`` them.
+    """A document as data, by its number ("000" to "004"), or what lies ``BETWEEN``
+    them.
 
     >>> published("000")["rows"][0]["ms"], len(published("003")["claims"])
     (136.52, 12)

@@ -1,6 +1,8 @@
-"""A notebook as a page: run through papermill, then one offline HTML file and Markdown with figures through nbconvert.
+"""A notebook as a page: run through papermill, then one offline HTML file and Markdown
+with figures through nbconvert.
 
-The stock templates fetch scripts from the network and know no alt text; the two in ``templates/`` do neither.
+The stock templates fetch scripts from the network and know no alt text; the two in
+``templates/`` do neither.
 """
 
 from __future__ import annotations
@@ -31,16 +33,27 @@ from .places import ReportError
 from .tables import PAGE_HTML
 
 PACKAGE = Path(__file__).resolve().parents[2]  # the folder that holds ringlab
-KERNEL = "ringlab-own"  # a name nobody else installs, so that no other kernel can shadow it
+KERNEL = (
+    "ringlab-own"  # a name nobody else installs, so that no other kernel can shadow it
+)
 # What leads Jupyter to another's settings, and a kernel to another's figures.
 FOREIGN = ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "MPLBACKEND")
 TEMPLATES = Path(__file__).parent / "templates"
 ANSWER = '<div class="answer">'  # how the HTML of a page's answer begins
 RESET = "reset"  # the last cell, which forgets all names
-ADDED_TAGS = {RESET, "injected-parameters", "papermill-error-cell-tag"}  # the others by papermill
+ADDED_TAGS = {
+    RESET,
+    "injected-parameters",
+    "papermill-error-cell-tag",
+}  # the others by papermill
 DATA = ("samples.jsonl", "summary.csv", "manifest.json")
-for _logger in ("papermill", "asyncio"):  # of a kernel that died with its driver asyncio reports a task nobody awaits
-    logging.getLogger(_logger).disabled = True  # the driver says what happened, in one line
+for _logger in (
+    "papermill",
+    "asyncio",
+):  # of a kernel that died with its driver asyncio reports a task nobody awaits
+    logging.getLogger(
+        _logger
+    ).disabled = True  # the driver says what happened, in one line
 
 
 class NotebookFailed(ReportError):
@@ -49,7 +62,9 @@ class NotebookFailed(ReportError):
 
 @dataclass(frozen=True)
 class Page:
-    """What a page says around its cells; ``stamp`` is the word that marks the title of a rehearsal."""
+    """What a page says around its cells; ``stamp`` is the word that marks the title of
+    a rehearsal.
+    """
 
     name: str
     subtitle: str = ""
@@ -60,7 +75,7 @@ class Page:
     made: str = ""  # when and of which commit the page was made
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # run a notebook
 
 
@@ -73,10 +88,12 @@ def read(source: Path) -> nbformat.NotebookNode:
 
 
 class Kernel(ExitStack):
-    """One kernel of this interpreter for several notebooks, in the folder ``cwd``; each ends by forgetting its names.
+    """One kernel of this interpreter for several notebooks, in the folder ``cwd``; each
+    ends by forgetting its names.
 
-    It starts with the first notebook, and anew after one that failed. Leaving the context kills it at once, so that
-    nothing is left running when the caller is stopped.
+    It starts with the first notebook, and anew after one that failed. Leaving the
+    context kills it at once, so that nothing is left running when the caller is
+    stopped.
     """
 
     def __init__(self, cwd: Path):
@@ -89,7 +106,11 @@ class Kernel(ExitStack):
         if self._manager is None:
             folder = self.enter_context(own_jupyter())
             # A socket's path has 107 bytes; beyond, the default TCP.
-            sockets = {"transport": "ipc", "ip": str(folder / "kernel")} if len(str(folder)) < 60 else {}
+            sockets = (
+                {"transport": "ipc", "ip": str(folder / "kernel")}
+                if len(str(folder)) < 60
+                else {}
+            )
             self._manager = AsyncKernelManager(kernel_name=KERNEL, **sockets)
             self.callback(self._kill)
         return self._manager
@@ -97,27 +118,47 @@ class Kernel(ExitStack):
     def _kill(self) -> None:
         manager, self._manager = self._manager, None
         if manager.has_kernel:
-            # In a new event loop: tasks of a notebook that was stopped would go on in its own.
-            asyncio.new_event_loop().run_until_complete(manager.shutdown_kernel(now=True))
+            # In a new event loop: tasks of a notebook that was stopped would go on in
+            # its own.
+            asyncio.new_event_loop().run_until_complete(
+                manager.shutdown_kernel(now=True)
+            )
 
 
-def execute(source: Path, parameters: dict, kernel: Kernel, *, cell_timeout_s: int = 300) -> nbformat.NotebookNode:
+def execute(
+    source: Path, parameters: dict, kernel: Kernel, *, cell_timeout_s: int = 300
+) -> nbformat.NotebookNode:
     """Run ``source`` with ``parameters`` in ``kernel``.
 
-    Raises NotebookFailed for a cell that raises, one that exceeds ``cell_timeout_s`` seconds, or a kernel that dies.
+    Raises NotebookFailed for a cell that raises, one that exceeds ``cell_timeout_s``
+    seconds, or a kernel that dies.
     """
     notebook = read(source)
-    notebook.cells.append(nbformat.v4.new_code_cell("%reset -f", metadata={"tags": [RESET]}))
-    with tempfile.TemporaryDirectory(prefix="ringlab-") as folder, ExitStack() as failed:
+    notebook.cells.append(
+        nbformat.v4.new_code_cell("%reset -f", metadata={"tags": [RESET]})
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="ringlab-") as folder,
+        ExitStack() as failed,
+    ):
         failed.callback(kernel.close)
         partial = Path(folder, "notebook.ipynb")  # what a notebook that fails got to
         try:
             done = papermill.execute_notebook(
-                notebook, partial, parameters, kernel_name=KERNEL, language="python", cwd=kernel.cwd,
+                notebook,
+                partial,
+                parameters,
+                kernel_name=KERNEL,
+                language="python",
+                cwd=kernel.cwd,
                 execution_timeout=cell_timeout_s,
-                progress_bar={"desc": source.stem, "leave": False, "disable": not sys.stderr.isatty()},
+                progress_bar={
+                    "desc": source.stem,
+                    "leave": False,
+                    "disable": not sys.stderr.isatty(),
+                },
                 km=kernel.manager,
-            )  # fmt: skip
+            )
             failed.pop_all()
             return done
         except papermill.PapermillExecutionError as error:
@@ -126,20 +167,39 @@ def execute(source: Path, parameters: dict, kernel: Kernel, *, cell_timeout_s: i
             failure = f"did not end within {cell_timeout_s} s"
         except DeadKernelError:
             failure = "killed its kernel (often: out of memory)"
-        except RuntimeError as error:  # so says jupyter_client of a kernel that does not come up
+        except (
+            RuntimeError
+        ) as error:  # so says jupyter_client of a kernel that does not come up
             raise NotebookFailed(f"{source.name}: {_line(error)}") from error
         raise NotebookFailed(f"{source.name}: {_where(read(partial))} {failure}")
 
 
 @contextmanager
 def own_jupyter():
-    """Jupyter with a kernel of this interpreter, without what else is installed or set; yields a temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="ringlab-") as folder, patch.dict(os.environ):  # restored at the end
+    """Jupyter with a kernel of this interpreter, without what else is installed or set;
+    yields a temporary folder.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="ringlab-") as folder,
+        patch.dict(os.environ),
+    ):  # restored at the end
         spec = Path(folder, "kernels", KERNEL, "kernel.json")
         spec.parent.mkdir(parents=True)
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=CRITICAL"]
-        spec.write_text(json.dumps({"argv": argv, "display_name": "ringlab", "language": "python"}))
-        paths = [str(PACKAGE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        argv = [
+            sys.executable,
+            "-m",
+            "ipykernel_launcher",
+            "-f",
+            "{connection_file}",
+            "--log-level=CRITICAL",
+        ]
+        spec.write_text(
+            json.dumps({"argv": argv, "display_name": "ringlab", "language": "python"})
+        )
+        paths = [
+            str(PACKAGE),
+            *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+        ]
         for name in FOREIGN:
             os.environ.pop(name, None)
         os.environ.update(
@@ -148,19 +208,35 @@ def own_jupyter():
             JUPYTER_RUNTIME_DIR=f"{folder}/run",
             IPYTHONDIR=f"{folder}/ipython",
             PYDEVD_DISABLE_FILE_VALIDATION="1",
-            PYTHONPATH=os.pathsep.join(map(os.path.abspath, paths)),  # this ringlab, wherever the kernel starts
+            PYTHONPATH=os.pathsep.join(
+                map(os.path.abspath, paths)
+            ),  # this ringlab, wherever the kernel starts
         )
         yield Path(folder)
 
 
 def _where(notebook: nbformat.NotebookNode) -> str:
-    """The last cell that ran, as a reader would name it: its number among the code cells, the nearest heading above."""
+    """The last cell that ran, as a reader would name it: its number among the code
+    cells, the nearest heading above.
+    """
     # papermill calls every cell completed, but only a started cell has a time.
-    started = [i for i, c in enumerate(notebook.cells) if c.metadata.get("papermill", {}).get("start_time")]
-    cells = [c for c in notebook.cells[: max(started, default=0) + 1] if not ADDED_TAGS & {*c.metadata.get("tags", ())}]
+    started = [
+        i
+        for i, c in enumerate(notebook.cells)
+        if c.metadata.get("papermill", {}).get("start_time")
+    ]
+    cells = [
+        c
+        for c in notebook.cells[: max(started, default=0) + 1]
+        if not ADDED_TAGS & {*c.metadata.get("tags", ())}
+    ]
     number = sum(c.cell_type == "code" for c in cells)
     headings = [text for c in cells for _, text in _headings(c)]
-    return f"code cell {number} under {headings[-1]!r}" if headings else f"code cell {number}"
+    return (
+        f"code cell {number} under {headings[-1]!r}"
+        if headings
+        else f"code cell {number}"
+    )
 
 
 def _line(text: str, limit: int = 300) -> str:
@@ -168,41 +244,73 @@ def _line(text: str, limit: int = 300) -> str:
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # render a page
 
 
 def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Path]:
-    """Write ``<name>.html`` and ``<name>.md`` with ``figures/`` into ``folder``; earlier files are replaced whole.
+    """Write ``<name>.html`` and ``<name>.md`` with ``figures/`` into ``folder``;
+    earlier files are replaced whole.
 
-    Returns the paths written, those of the pages first. Raises NotebookFailed for an image without alt text.
+    Returns the paths written, those of the pages first. Raises NotebookFailed for an
+    image without alt text.
     """
     notebook = deepcopy(notebook)
     for i, cell in enumerate(notebook.cells):
         if any(map(_nameless, cell.get("outputs", ()))):
             why = f"cell {i} shows an image without alt text; use ringlab.report.figures.show"
             raise NotebookFailed(f"{page.name}.ipynb: {why}")
-    title, sections = title_of(notebook), [c for c in notebook.cells if any(level == 2 for level, _ in _headings(c))]
+    title, sections = (
+        title_of(notebook),
+        [c for c in notebook.cells if any(level == 2 for level, _ in _headings(c))],
+    )
     if sections:
         sections[0].metadata["first_section"] = True  # the contents go before it
     if page.stamp:
         first = next(c for c in notebook.cells if _headings(c))
-        title, first.source = (text.replace(title, f"{title} ({page.stamp})", 1) for text in (title, first.source))
+        title, first.source = (
+            text.replace(title, f"{title} ({page.stamp})", 1)
+            for text in (title, first.source)
+        )
     about = asdict(page) | {"title": title, "css": css()}
-    about["contents"] = [(text, slug(text)) for c in sections for level, text in _headings(c) if level == 2]
-    about["files"] = [("This page as HTML", f"{page.name}.html"), ("This page as Markdown", f"{page.name}.md")]
+    about["contents"] = [
+        (text, slug(text))
+        for c in sections
+        for level, text in _headings(c)
+        if level == 2
+    ]
+    about["files"] = [
+        ("This page as HTML", f"{page.name}.html"),
+        ("This page as Markdown", f"{page.name}.md"),
+    ]
     about["files"] += [(name, f"data/{name}") for name in DATA]
     with own_jupyter():
-        html, _ = _exporter("html").from_notebook_node(notebook, resources={"ringlab": about})
-        resources = {"ringlab": about, "output_files_dir": "figures", "unique_key": page.name}
-        text, resources = _exporter("markdown").from_notebook_node(notebook, resources=resources)
-    figures = [write(folder / name, data) for name, data in resources["outputs"].items()]
+        html, _ = _exporter("html").from_notebook_node(
+            notebook, resources={"ringlab": about}
+        )
+        resources = {
+            "ringlab": about,
+            "output_files_dir": "figures",
+            "unique_key": page.name,
+        }
+        text, resources = _exporter("markdown").from_notebook_node(
+            notebook, resources=resources
+        )
+    figures = [
+        write(folder / name, data) for name, data in resources["outputs"].items()
+    ]
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-    return [write(folder / f"{page.name}.html", html), write(folder / f"{page.name}.md", text), *figures]
+    return [
+        write(folder / f"{page.name}.html", html),
+        write(folder / f"{page.name}.md", text),
+        *figures,
+    ]
 
 
 def write(path: Path, data: str | bytes) -> Path:
-    """Replace ``path`` as a whole, so that a reader or a killed run never sees half a file; equal content stays."""
+    """Replace ``path`` as a whole, so that a reader or a killed run never sees half a
+    file; equal content stays.
+    """
     data = data.encode() if isinstance(data, str) else data
     if path.is_file() and path.read_bytes() == data:
         return path
@@ -223,19 +331,38 @@ def css() -> str:
 
 def title_of(notebook: nbformat.NotebookNode) -> str:
     """The first heading."""
-    return next((text for cell in notebook.cells for _, text in _headings(cell)), "Report")
+    return next(
+        (text for cell in notebook.cells for _, text in _headings(cell)), "Report"
+    )
 
 
 def headline_of(notebook: nbformat.NotebookNode) -> str:
-    """The first line of a page's answer as plain text, for the index; empty for a page without one."""
-    found = (output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ()))
-    answer = next((data["text/markdown"] for data in found if data.get(PAGE_HTML, "").startswith(ANSWER)), "")
+    """The first line of a page's answer as plain text, for the index; empty for a page
+    without one.
+    """
+    found = (
+        output.get("data", {})
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+    )
+    answer = next(
+        (
+            data["text/markdown"]
+            for data in found
+            if data.get(PAGE_HTML, "").startswith(ANSWER)
+        ),
+        "",
+    )
     return re.sub(r"\*\*|`", "", answer.partition("\n")[0]).removeprefix("- ")
 
 
 def _headings(cell) -> list[tuple[int, str]]:
     """(level, text) of the headings of a cell."""
-    found = re.findall(r"^(#+) (.+)$", cell.source, re.M) if cell.cell_type == "markdown" else []
+    found = (
+        re.findall(r"^(#+) (.+)$", cell.source, re.M)
+        if cell.cell_type == "markdown"
+        else []
+    )
     return [(len(marks), text.strip()) for marks, text in found]
 
 
@@ -251,12 +378,21 @@ def slug(heading: str) -> str:
     >>> slug("dtype and <code>pool</code>, each alone")
     'dtype-and-pool-each-alone'
     """
-    return re.sub(r"[^a-z0-9]+", "-", unescape(re.sub(r"<.*?>", "", heading)).lower()).strip("-")
+    return re.sub(
+        r"[^a-z0-9]+", "-", unescape(re.sub(r"<.*?>", "", heading)).lower()
+    ).strip("-")
 
 
 def _named_headings(html: str) -> str:
-    """nbconvert names headings only together with a link sign in each, which a page read aloud would repeat."""
-    return re.sub(r"<h([2-6])>(.*?)</h\1>", lambda m: f'<h{m[1]} id="{slug(m[2])}">{m[2]}</h{m[1]}>', html, flags=re.S)
+    """nbconvert names headings only together with a link sign in each, which a page
+    read aloud would repeat.
+    """
+    return re.sub(
+        r"<h([2-6])>(.*?)</h\1>",
+        lambda m: f'<h{m[1]} id="{slug(m[2])}">{m[2]}</h{m[1]}>',
+        html,
+        flags=re.S,
+    )
 
 
 def _exporter(kind: str):
@@ -269,9 +405,18 @@ def _exporter(kind: str):
     if kind == "html":
         config.HTMLExporter.exclude_anchor_links = True
         config.NbConvertBase.display_data_priority = [
-            PAGE_HTML, "text/html", "image/svg+xml", "image/png", "text/markdown", "text/plain"
-        ]  # fmt: skip
+            PAGE_HTML,
+            "text/html",
+            "image/svg+xml",
+            "image/png",
+            "text/markdown",
+            "text/plain",
+        ]
         return HTMLExporter(config=config, template_name="report", filters=filters)
     config.ExtractOutputPreprocessor.extract_output_types = {"image/png"}
-    config.NbConvertBase.display_data_priority = ["text/markdown", "image/png", "text/plain"]
+    config.NbConvertBase.display_data_priority = [
+        "text/markdown",
+        "image/png",
+        "text/plain",
+    ]
     return MarkdownExporter(config=config, template_name="report", filters=filters)

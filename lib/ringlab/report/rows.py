@@ -1,4 +1,6 @@
-"""Which rows are which in document 000, and what a reader calls a row: by system, pattern, shape and switches."""
+"""Which rows are which in document 000, and what a reader calls a row: by system,
+pattern, shape and switches.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,17 @@ from .trust import objection
 DEFAULTS = {"gather": False, "cache": True, "pool": False, "backend": "auto"}
 FULL = {"gather": False, "cache": True, "pool": True, "backend": "auto"}
 PLAIN = {"gather": True, "cache": False, "pool": False, "backend": "eager"}
-CONTIGUOUS = {"cudnn": "cuDNN", "flash": "torch's flash", "efficient": "torch's efficient"}
-OTHERS = ("sgemm", "dense_sdpa", "contiguous_segments", "plan_build")  # compute another function, or none
+CONTIGUOUS = {
+    "cudnn": "cuDNN",
+    "flash": "torch's flash",
+    "efficient": "torch's efficient",
+}
+OTHERS = (
+    "sgemm",
+    "dense_sdpa",
+    "contiguous_segments",
+    "plan_build",
+)  # compute another function, or none
 NAMED = "RingDilatedAttention"  # how the published names of the engine begin
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
@@ -25,20 +36,38 @@ def published() -> dict:
 
 
 def shape() -> dict:
-    """The document's configuration as fields of a point, its pattern aside, on one device."""
+    """The document's configuration as fields of a point, its pattern aside, on one
+    device.
+    """
     pattern = ("segment_lengths", "dilation_rates")
-    return {k: v for k, v in published()["shape"].items() if k not in pattern} | {"world_size": 1}
+    return {k: v for k, v in published()["shape"].items() if k not in pattern} | {
+        "world_size": 1
+    }
 
 
 def pattern() -> patterns.Dilated:
-    """The document's pattern: head groups, offsets by branch, as the published classes have it."""
+    """The document's pattern: head groups, offsets by branch, as the published classes
+    have it.
+    """
     s = published()["shape"]
-    return patterns.Dilated(s["segment_lengths"], s["dilation_rates"], mixing="head_groups", offsets="branch")
+    return patterns.Dilated(
+        s["segment_lengths"],
+        s["dilation_rates"],
+        mixing="head_groups",
+        offsets="branch",
+    )
 
 
 def document_rows(study: Study, **more) -> list:
     """Timed or failed rows of the document's function at its shape."""
-    return study.rows(**{**shape(), "pattern": pattern().to_dict(), "system": lambda name: name not in OTHERS, **more})
+    return study.rows(
+        **{
+            **shape(),
+            "pattern": pattern().to_dict(),
+            "system": lambda name: name not in OTHERS,
+            **more,
+        }
+    )
 
 
 def switches(point) -> dict:
@@ -54,7 +83,9 @@ def is_optimised(result) -> bool:
 
 
 def is_engine(result) -> bool:
-    """All optimizations, as ``ringlab.attention`` or under a published name: one engine."""
+    """All optimizations, as ``ringlab.attention`` or under a published name: one
+    engine.
+    """
     return is_optimised(result) or result.point.system.startswith(NAMED)
 
 
@@ -85,13 +116,22 @@ def label(result) -> str:
     if not s.get("results", True):
         return "ringlab.attention, results in fresh memory"
     if "blocks" in s:
-        return f"ringlab.attention, blocks={s['blocks']}" + ("" if s["cache"] else ", cache off")
+        return f"ringlab.attention, blocks={s['blocks']}" + (
+            "" if s["cache"] else ", cache off"
+        )
     if "pool_threshold_mb" in s:
         return f"Strided, pool from {s['pool_threshold_mb']:g} MiB"
     if s == FULL | {"backend": s["backend"]}:
-        return "All optimizations" + ("" if s["backend"] == "auto" else f", {s['backend']} kernel")
-    said = ["Gathered (ours)" if s["gather"] else "Strided", "cache on" if s["cache"] else "cache off"]
-    said += ["pool on" if s["pool"] else "pool off"] + ([] if s["backend"] == "auto" else [s["backend"]])
+        return "All optimizations" + (
+            "" if s["backend"] == "auto" else f", {s['backend']} kernel"
+        )
+    said = [
+        "Gathered (ours)" if s["gather"] else "Strided",
+        "cache on" if s["cache"] else "cache off",
+    ]
+    said += ["pool on" if s["pool"] else "pool off"] + (
+        [] if s["backend"] == "auto" else [s["backend"]]
+    )
     return ", ".join(said)
 
 
@@ -100,7 +140,9 @@ def steps_of(point) -> str:
     options = dict(point.options)
     if "blocks" in options:
         return f"Calls of blocks, {options['blocks']}"
-    return "Index tensors, gathered" if options.get("gather") else "Plan of strided views"
+    return (
+        "Index tensors, gathered" if options.get("gather") else "Plan of strided views"
+    )
 
 
 def pass_of(point) -> str:
@@ -110,7 +152,9 @@ def pass_of(point) -> str:
     >>> pass_of(sgemm(8).but(passes="fwd+bwd", causal=True))
     'training, causal'
     """
-    return ("forward" if point.passes == "fwd" else "training") + (", causal" if point.causal else "")
+    return ("forward" if point.passes == "fwd" else "training") + (
+        ", causal" if point.causal else ""
+    )
 
 
 def dtypes(results) -> list[str]:
@@ -124,14 +168,22 @@ def hardware_dtype(study: Study) -> str:
 
 
 def dense_beside(study: Study, row):
-    """Dense SDPA on the shape, dtype and pass of a row, one that took turns with it where there is one."""
+    """Dense SDPA on the shape, dtype and pass of a row, one that took turns with it
+    where there is one.
+    """
     p = row.point
-    found = study.rows(system="dense_sdpa", dtype=p.dtype, world_size=p.world_size, **p.shape)
-    return best([r for r in found if together(r, row) and not objection(r)]) or best(found)
+    found = study.rows(
+        system="dense_sdpa", dtype=p.dtype, world_size=p.world_size, **p.shape
+    )
+    return best([r for r in found if together(r, row) and not objection(r)]) or best(
+        found
+    )
 
 
 def begins(found: list[tuple]) -> int | None:
-    """The shortest n from which the pattern is faster than dense at every longer n measured, beyond noise."""
+    """The shortest n from which the pattern is faster than dense at every longer n
+    measured, beyond noise.
+    """
     start = None
     for n, ratio, *_ in reversed(found):
         if ratio is None or not ratio.significantly_slower:

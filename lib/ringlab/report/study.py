@@ -1,4 +1,6 @@
-"""The rows of one profile as a notebook sees them: what may be quoted, what failed and why."""
+"""The rows of one profile as a notebook sees them: what may be quoted, what failed and
+why.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,24 @@ import torch
 from .. import cost, hardware, measure, patterns
 from ..measure import store, suites
 from .places import REHEARSAL, data_folder
-from .trust import apart, earlier, judged, objection, reproduced, roofline_s, spread, threads, turns, wide, widened
+from .trust import (
+    apart,
+    earlier,
+    judged,
+    objection,
+    reproduced,
+    roofline_s,
+    spread,
+    threads,
+    turns,
+    wide,
+    widened,
+)
 
 
 def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
-    """The rows of ``profile`` (or of the folder ``data``), found from any working folder; of a ``suite`` if named.
+    """The rows of ``profile`` (or of the folder ``data``), found from any working
+    folder; of a ``suite`` if named.
 
     Raises FileNotFoundError that says how to measure when there are none.
     """
@@ -27,29 +42,49 @@ def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
 
 
 def read_study(profile, folder: Path) -> Study:
-    """The rows in ``folder`` of its newest machine, device and engine: a page never mixes two of them."""
+    """The rows in ``folder`` of its newest machine, device and engine: a page never
+    mixes two of them.
+    """
     found = settle(store.read(folder))
-    rows = [replace(r, unstable=r.unstable or wide(r)) for r in found["results"]]  # before intervals are widened
-    return Study(profile, folder=folder, **found | {"results": widened(rows, found["pace"])})
+    rows = [
+        replace(r, unstable=r.unstable or wide(r)) for r in found["results"]
+    ]  # before intervals are widened
+    return Study(
+        profile, folder=folder, **found | {"results": widened(rows, found["pace"])}
+    )
 
 
 def settle(everything: Sequence) -> dict:
-    """Of all rows of a folder the fields of a Study: which rows count, how evenly the machine ran, what came again."""
+    """Of all rows of a folder the fields of a Study: which rows count, how evenly the
+    machine ran, what came again.
+    """
     newest = store.latest(everything)
     kept = newest_origin(newest)
     before = earlier(everything, kept)
     pace = spread([*kept, *before])
     again = reproduced(kept, before, pace)
-    kept = [replace(r, unstable=True) if again.get((r.group, r.point.id)) is False else r for r in kept]
-    return {"results": kept, "left_out": len(newest) - len(kept), "pace": pace, "turns": turns(kept, before),
-            "again": again}  # fmt: skip
+    kept = [
+        replace(r, unstable=True) if again.get((r.group, r.point.id)) is False else r
+        for r in kept
+    ]
+    return {
+        "results": kept,
+        "left_out": len(newest) - len(kept),
+        "pace": pace,
+        "turns": turns(kept, before),
+        "again": again,
+    }
 
 
 def newest_origin(results: Sequence) -> list:
-    """The results that share engine, machine, device and torch with the one that was measured last."""
+    """The results that share engine, machine, device and torch with the one that was
+    measured last.
+    """
 
     def origin(r):
-        return [r.provenance.get(k) for k in ("engine", "machine", "device_name", "torch")]
+        return [
+            r.provenance.get(k) for k in ("engine", "machine", "device_name", "torch")
+        ]
 
     newest = max(results, key=lambda r: r.provenance.get("utc", ""), default=None)
     return [r for r in results if origin(r) == origin(newest)]
@@ -57,37 +92,57 @@ def newest_origin(results: Sequence) -> list:
 
 @dataclass(eq=False)
 class Study:
-    """Everything a document's tables are filled from; ``rehearsal`` is true if any row is one."""
+    """Everything a document's tables are filled from; ``rehearsal`` is true if any row
+    is one.
+    """
 
     profile: object
     results: Sequence
     folder: Path
     left_out: int = 0  # rows of another machine, device or engine in the same folder
-    suite: str = ""  # the suite of points that these rows answer; empty: all that lie there
+    suite: str = (
+        ""  # the suite of points that these rows answer; empty: all that lie there
+    )
     pace: float = 0.0  # how far the machine's pace varied from group to group, in the intervals of all times already
     whole: Study | None = None  # the rows of all suites, where these are of one
-    turns: float = 0.0  # how far a ratio of calls that took turns is from that of an earlier run
-    again: dict[tuple[str, str], bool] = field(default_factory=dict)  # (group, point) -> agreed with an earlier run
+    turns: float = (
+        0.0  # how far a ratio of calls that took turns is from that of an earlier run
+    )
+    again: dict[tuple[str, str], bool] = field(
+        default_factory=dict
+    )  # (group, point) -> agreed with an earlier run
 
     def __post_init__(self):
         self.results = judged(self.results)
-        self._ratios: dict[tuple[int, int], measure.Ratio] = {}  # of rows of this study, each asked for in many tables
+        self._ratios: dict[
+            tuple[int, int], measure.Ratio
+        ] = {}  # of rows of this study, each asked for in many tables
 
     def of(self, suite: str) -> Study:
         """The rows of one suite: all but those of groups that belong to another."""
-        groups = {name: {group.name for group in self.asked(name)} for name in suites.SUITES}
+        groups = {
+            name: {group.name for group in self.asked(name)} for name in suites.SUITES
+        }
         foreign = set().union(*groups.values()) - groups[suite]
         kept = [r for r in self.results if r.group not in foreign]
         return replace(self, results=kept, suite=suite, whole=self)
 
     def asked(self, suite: str) -> list:
-        """The groups of points that a suite asks for on the machine that these rows come from."""
-        profile = replace(self.profile, memory_bytes=self.profile.memory_bytes or self.memory_bytes)
-        return suites.SUITES[suite](profile, device=self.device_type, rehearsal=self.rehearsal)
+        """The groups of points that a suite asks for on the machine that these rows
+        come from.
+        """
+        profile = replace(
+            self.profile, memory_bytes=self.profile.memory_bytes or self.memory_bytes
+        )
+        return suites.SUITES[suite](
+            profile, device=self.device_type, rehearsal=self.rehearsal
+        )
 
     @property
     def rehearsal(self) -> bool:
-        return self.folder.parent.name.endswith(f"-{REHEARSAL}") or any(r.rehearsal for r in self.results)
+        return self.folder.parent.name.endswith(f"-{REHEARSAL}") or any(
+            r.rehearsal for r in self.results
+        )
 
     @property
     def stamp(self) -> str:
@@ -104,10 +159,14 @@ class Study:
 
     @property
     def origin(self) -> str:
-        """Said where the rows come from another machine or engine than the ones at hand; empty otherwise."""
+        """Said where the rows come from another machine or engine than the ones at
+        hand; empty otherwise.
+        """
         said, first = [], self.results[0].provenance
         if first.get("machine") != measure.machine_id():
-            said.append(f"measured on another machine ({self.device}), commit {str(first.get('commit'))[:10]}")
+            said.append(
+                f"measured on another machine ({self.device}), commit {str(first.get('commit'))[:10]}"
+            )
         if first.get("engine") != measure.engine_hash():
             said.append("measured with an older engine")
         return f"These rows were {' and '.join(said)}." if said else ""
@@ -115,11 +174,20 @@ class Study:
     @cached_property
     def device(self) -> str:
         """What the rows were measured on."""
-        return ", ".join(sorted({str(r.provenance.get("device_name", "an unnamed device")) for r in self.results}))
+        return ", ".join(
+            sorted(
+                {
+                    str(r.provenance.get("device_name", "an unnamed device"))
+                    for r in self.results
+                }
+            )
+        )
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory that a run may use: of the machine that the rows come from; in a rehearsal of the profile's device."""
+        """Memory that a run may use: of the machine that the rows come from; in a
+        rehearsal of the profile's device.
+        """
         if self.rehearsal:
             return self.profile.memory_bytes
         found = [r.provenance.get("device_memory_bytes") for r in self.results]
@@ -145,25 +213,39 @@ class Study:
         return [r for r in self.results if objection(r)]
 
     def rows(self, **wanted) -> list:
-        """Results but for the A/A controls whose point has the ``wanted`` fields; ``options`` are matched one by one.
+        """Results but for the A/A controls whose point has the ``wanted`` fields;
+        ``options`` are matched one by one.
 
         A list means any of its values, a callable is a test.
         """
         return [r for r in self.results if not r.option("twin") and _matches(r, wanted)]
 
     def ratio(self, slow, fast):
-        """How many times longer ``slow`` takes than ``fast``, a ``measure.Ratio``; None unless both may be quoted."""
+        """How many times longer ``slow`` takes than ``fast``, a ``measure.Ratio``; None
+        unless both may be quoted.
+        """
         if any(r is None or objection(r) or not r.seconds for r in (slow, fast)):
             return None
         key = id(slow), id(fast)
         if key not in self._ratios:
             found = measure.ratio(slow, fast)
-            if found.paired and found.high == math.inf:  # too few rounds in common: each by itself may have enough
+            if (
+                found.paired and found.high == math.inf
+            ):  # too few rounds in common: each by itself may have enough
                 found = measure.ratio(replace(slow, run=""), fast)
-            doubted = any(self.again.get((r.group, r.point.id)) is False for r in (slow, fast))
-            found = replace(apart(found, self.pace, self.turns), noise_floor=self.noise_floor,
-                            unstable=found.unstable or doubted)  # fmt: skip
-            self._ratios[key] = slow, fast, found  # the rows too, or other rows could get their ids
+            doubted = any(
+                self.again.get((r.group, r.point.id)) is False for r in (slow, fast)
+            )
+            found = replace(
+                apart(found, self.pace, self.turns),
+                noise_floor=self.noise_floor,
+                unstable=found.unstable or doubted,
+            )
+            self._ratios[key] = (
+                slow,
+                fast,
+                found,
+            )  # the rows too, or other rows could get their ids
         return self._ratios[key][2]
 
     @cached_property
@@ -172,49 +254,78 @@ class Study:
         found = []
         for second in filter(lambda r: r.option("twin"), self.good):
             repeated = second.point.first
-            firsts = [r for r in self.results if r.point == repeated and together(r, second)]
-            found += [measure.ratio(second, r) for r in firsts if not objection(r) and r.seconds and second.seconds]
+            firsts = [
+                r for r in self.results if r.point == repeated and together(r, second)
+            ]
+            found += [
+                measure.ratio(second, r)
+                for r in firsts
+                if not objection(r) and r.seconds and second.seconds
+            ]
         return found
 
     @cached_property
     def noise_floor(self) -> float:
-        """The largest factor by which the same work differed from itself: no smaller one is called a difference."""
+        """The largest factor by which the same work differed from itself: no smaller
+        one is called a difference.
+        """
         return max((max(x.value, 1 / x.value) for x in self.controls), default=1.0)
 
     @property
     def repeats(self) -> tuple[int, int]:
-        """How many of these rows an earlier run of the same code measured too, and how many of them it agrees with."""
-        found = [agreed for r in self.results if (agreed := self.again.get((r.group, r.point.id))) is not None]
+        """How many of these rows an earlier run of the same code measured too, and how
+        many of them it agrees with.
+        """
+        found = [
+            agreed
+            for r in self.results
+            if (agreed := self.again.get((r.group, r.point.id))) is not None
+        ]
         return len(found), sum(found)
 
     def frame(self):
-        """Every row as a pandas table, for hands and ``summary.csv``; ``not_quoted_because``: the objection, if any."""
+        """Every row as a pandas table, for hands and ``summary.csv``;
+        ``not_quoted_because``: the objection, if any.
+        """
         import pandas
 
         return pandas.DataFrame([_flat(r) for r in self.results])
 
 
 def with_rates(study: Study) -> hardware.Profile:
-    """The profile of a study; that of a CPU with the rates that bound the rows of its most threads."""
+    """The profile of a study; that of a CPU with the rates that bound the rows of its
+    most threads.
+    """
     if study.profile.kind != "cpu":
         return study.profile
     timed = [r for r in study.good if r.bound_seconds and r.point.world_size == 1]
     most = max((threads(r) or 1 for r in timed), default=1)
-    rates = rates_of(r for r in timed if (threads(r) or 1) == most and r.point.dtype == "float32")
+    rates = rates_of(
+        r for r in timed if (threads(r) or 1) == most and r.point.dtype == "float32"
+    )
     if rates.flops_per_s is None:
         return study.profile
-    return replace(study.profile, flops={"float32": rates.flops_per_s}, bandwidth_bytes_per_s=rates.bytes_per_s)
+    return replace(
+        study.profile,
+        flops={"float32": rates.flops_per_s},
+        bandwidth_bytes_per_s=rates.bytes_per_s,
+    )
 
 
 def rates_of(results: Iterable) -> hardware.Rates:
     """FLOP/s and bytes/s from which the rooflines of these rows were computed.
 
-    A roofline is the larger of work over rate, so the largest quotient of work and roofline is the rate. Where a
-    resource never binds it is less, which gives no roofline above those of the rows.
+    A roofline is the larger of work over rate, so the largest quotient of work and
+    roofline is the rate. Where a resource never binds it is less, which gives no
+    roofline above those of the rows.
     """
     known = [(r.cost, r.bound_seconds) for r in results if r.bound_seconds and r.cost]
-    return hardware.Rates(*(max((cost[name] / s for cost, s in known if cost.get(name)), default=None)
-                            for name in ("folded_flops", "floor_bytes")))  # fmt: skip
+    return hardware.Rates(
+        *(
+            max((cost[name] / s for cost, s in known if cost.get(name)), default=None)
+            for name in ("folded_flops", "floor_bytes")
+        )
+    )
 
 
 def together(a, b) -> bool:
@@ -224,27 +335,55 @@ def together(a, b) -> bool:
 
 def best(results):
     """The fastest row that may be quoted, else a failed one, else None."""
-    return min(results, key=lambda r: (bool(objection(r)), r.median or float("inf")), default=None)
+    return min(
+        results,
+        key=lambda r: (bool(objection(r)), r.median or float("inf")),
+        default=None,
+    )
 
 
 def _flat(result) -> dict:
     point = result.point
     return {
-        "point": point.id, "group": result.group, "system": point.system, "pattern": str(pattern_of(point)),
-        "options": " ".join(f"{k}={v}" for k, v in point.options), "batch": point.batch, "seq_len": point.seq_len,
-        "heads": point.heads, "kv_heads": point.kv_heads, "head_dim": point.head_dim, "dtype": point.dtype,
-        "causal": point.causal, "passes": point.passes, "world_size": point.world_size, "status": result.status,
-        "not_quoted_because": objection(result), "median_s": result.median,
-        "ci_low_s": result.ci[0] if result.ci else None, "ci_high_s": result.ci[1] if result.ci else None,
-        "q1_s": result.q1, "q3_s": result.q3, "samples": len(result.seconds), "unstable": result.unstable,
-        "bound_s": roofline_s(result), "threads": threads(result),
+        "point": point.id,
+        "group": result.group,
+        "system": point.system,
+        "pattern": str(pattern_of(point)),
+        "options": " ".join(f"{k}={v}" for k, v in point.options),
+        "batch": point.batch,
+        "seq_len": point.seq_len,
+        "heads": point.heads,
+        "kv_heads": point.kv_heads,
+        "head_dim": point.head_dim,
+        "dtype": point.dtype,
+        "causal": point.causal,
+        "passes": point.passes,
+        "world_size": point.world_size,
+        "status": result.status,
+        "not_quoted_because": objection(result),
+        "median_s": result.median,
+        "ci_low_s": result.ci[0] if result.ci else None,
+        "ci_high_s": result.ci[1] if result.ci else None,
+        "q1_s": result.q1,
+        "q3_s": result.q3,
+        "samples": len(result.seconds),
+        "unstable": result.unstable,
+        "bound_s": roofline_s(result),
+        "threads": threads(result),
         "share_of_sgemm": result.share,
-        **{f"error_{k}": v for k, v in result.errors.items()}, **result.memory, **result.cost,
-        **{f"ranks_{k}": " ".join(map(str, v)) if isinstance(v, list) else v for k, v in result.ranks.items()},
+        **{f"error_{k}": v for k, v in result.errors.items()},
+        **result.memory,
+        **result.cost,
+        **{
+            f"ranks_{k}": " ".join(map(str, v)) if isinstance(v, list) else v
+            for k, v in result.ranks.items()
+        },
         "others_cores": result.provenance.get("others_cores"),
-        "rehearsal": result.rehearsal, "commit": result.provenance.get("commit"),
-        "device": result.provenance.get("device_name"), "machine": result.provenance.get("machine"),
-    }  # fmt: skip
+        "rehearsal": result.rehearsal,
+        "commit": result.provenance.get("commit"),
+        "device": result.provenance.get("device_name"),
+        "machine": result.provenance.get("machine"),
+    }
 
 
 def pattern_of(point):
@@ -253,7 +392,9 @@ def pattern_of(point):
 
 def cost_of(point):
     """Cost of a point's work."""
-    return cost.count(pattern_of(point), dtype=getattr(torch, point.dtype), **point.shape)
+    return cost.count(
+        pattern_of(point), dtype=getattr(torch, point.dtype), **point.shape
+    )
 
 
 def _matches(result, wanted: dict) -> bool:

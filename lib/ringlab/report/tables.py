@@ -1,7 +1,9 @@
-"""Display objects that a notebook cell returns: each gives HTML for the page and Markdown for all else from one value.
+"""Display objects that a notebook cell returns: each gives HTML for the page and
+Markdown for all else from one value.
 
-The HTML leans on the page's style, so it goes under a name of its own that only this project's template looks for; in
-JupyterLab, in a stock nbconvert page and on a forge the same object is a Markdown table. Nothing here knows any rows.
+The HTML leans on the page's style, so it goes under a name of its own that only this
+project's template looks for; in JupyterLab, in a stock nbconvert page and on a forge
+the same object is a Markdown table. Nothing here knows any rows.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from ..measure.stats import FEWEST
 
 DASH = "–"
 PAGE_HTML = "application/vnd.ringlab.html"  # the template renders what stands under this type as it is
-PLAIN_ONLY = "plain_only"  # in an output's metadata: left out by this project's own templates
+PLAIN_ONLY = (
+    "plain_only"  # in an output's metadata: left out by this project's own templates
+)
 WIDE = 26  # characters from which a column is of words, not of names or numbers
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One table cell: ``text``, a quieter second part ``sub`` (an interval, a reason) and a ``kind`` for its style.
+    """One table cell: ``text``, a quieter second part ``sub`` (an interval, a reason)
+    and a ``kind`` for its style.
 
     ``page`` names another report of the same profile, to which the text then links.
     """
@@ -39,7 +44,16 @@ class Cell:
             text = f'<span class="{escape(self.kind)}">{text}</span>'
         if self.page:
             text = f'<a href="{escape(self.page, quote=True)}.html">{text}</a>'
-        return " ".join([text, *(f"<small>{escape(part)}</small>" for part in self.sub.split("; ") if part)])
+        return " ".join(
+            [
+                text,
+                *(
+                    f"<small>{escape(part)}</small>"
+                    for part in self.sub.split("; ")
+                    if part
+                ),
+            ]
+        )
 
     @property
     def plain(self) -> str:
@@ -48,7 +62,8 @@ class Cell:
 
 
 def cell(value) -> Cell:
-    """Any value as a Cell; None is a dash, so that an absent number never reads as zero.
+    """Any value as a Cell; None is a dash, so that an absent number never reads as
+    zero.
 
     >>> cell(None).plain, cell(3).plain, cell(Cell("7.66", "7.5 to 7.8")).plain
     ('–', '3', '7.66 (7.5 to 7.8)')
@@ -64,15 +79,20 @@ class Shown:
     """What a notebook displays by its ``html`` and ``markdown``."""
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
-        return {PAGE_HTML: self.html, "text/markdown": self.markdown, "text/plain": self.markdown}
+        return {
+            PAGE_HTML: self.html,
+            "text/markdown": self.markdown,
+            "text/plain": self.markdown,
+        }
 
 
 @dataclass
 class Table(Shown):
-    """A table with units in its ``columns``; a leading ``>`` on a column name aligns it right, as numbers are.
+    """A table with units in its ``columns``; a leading ``>`` on a column name aligns it
+    right, as numbers are.
 
-    ``marked`` are indices of rows to emphasise. With ``cards`` a phone shows a card for each row, as suits words.
-    Without rows the table is one line that says so.
+    ``marked`` are indices of rows to emphasise. With ``cards`` a phone shows a card for
+    each row, as suits words. Without rows the table is one line that says so.
 
     >>> print(Table("Times", ["System", ">Time (ms)"], [["dense", 2.5], ["a|b", None]]).markdown)
     **Times**
@@ -94,24 +114,40 @@ class Table(Shown):
     def __post_init__(self):
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueError(f"table {self.caption!r} has {len(self.columns)} columns, a row has {len(row)}")
+                raise ValueError(
+                    f"table {self.caption!r} has {len(self.columns)} columns, a row has {len(row)}"
+                )
 
     @property
     def html(self) -> str:
         if not self.rows:
             return f"<p><strong>{escape(self.caption)}</strong>: not measured.</p>"
         rows = [[cell(x) for x in row] for row in self.rows]
-        kinds = [_column_class(name, [row[i] for row in rows]) for i, name in enumerate(self.columns)]
+        kinds = [
+            _column_class(name, [row[i] for row in rows])
+            for i, name in enumerate(self.columns)
+        ]
         names = [escape(c.lstrip(">")) for c in self.columns]
-        units = [re.sub(r"(\(.*?\))", r'<span class="keep">\1</span>', name) for name in names]
-        head = "".join(f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(units, kinds))
+        units = [
+            re.sub(r"(\(.*?\))", r'<span class="keep">\1</span>', name)
+            for name in names
+        ]
+        head = "".join(
+            f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(units, kinds)
+        )
         if self.cards:  # a card has no head, so each of its cells says what it is
             kinds = [f'{kind} data-name="{name}"' for kind, name in zip(kinds, names)]
         body = []
         for i, row in enumerate(rows):
             first, *others = [(c.html, k) for c, k in zip(row, kinds)]
-            cells = f'<th scope="row"{first[1]}>{first[0]}</th>' + "".join(f"<td{k}>{c}</td>" for c, k in others)
-            body.append(f'<tr class="marked">{cells}</tr>' if i in self.marked else f"<tr>{cells}</tr>")
+            cells = f'<th scope="row"{first[1]}>{first[0]}</th>' + "".join(
+                f"<td{k}>{c}</td>" for c, k in others
+            )
+            body.append(
+                f'<tr class="marked">{cells}</tr>'
+                if i in self.marked
+                else f"<tr>{cells}</tr>"
+            )
         label = escape(self.caption, quote=True)
         table = (
             f'<div class="table{" cards" * self.cards}" role="region" tabindex="0" aria-label="{label}"><table>'
@@ -127,8 +163,14 @@ class Table(Shown):
         if not self.rows:
             return f"**{markdown_text(self.caption)}**: not measured."
         lines = [f"**{markdown_text(self.caption)}**", ""]
-        lines.append("| " + " | ".join(markdown_text(c.lstrip(">")) for c in self.columns) + " |")
-        lines.append("|" + "|".join("--:" if c.startswith(">") else ":--" for c in self.columns) + "|")
+        lines.append(
+            "| " + " | ".join(markdown_text(c.lstrip(">")) for c in self.columns) + " |"
+        )
+        lines.append(
+            "|"
+            + "|".join("--:" if c.startswith(">") else ":--" for c in self.columns)
+            + "|"
+        )
         for i, row in enumerate(self.rows):
             texts = [markdown_text(cell(x).plain) for x in row]
             if i in self.marked:
@@ -139,7 +181,8 @@ class Table(Shown):
 
 @dataclass
 class Text(Shown):
-    """Running text with ``code``, **strong** and *emphasised* marks; ``kind`` names a box of the page's style.
+    """Running text with ``code``, **strong** and *emphasised* marks; ``kind`` names a
+    box of the page's style.
 
     With a ``summary`` it is folded under it.
     """
@@ -160,12 +203,18 @@ class Text(Shown):
 
     @property
     def markdown(self) -> str:
-        return "\n".join(f"- {x}" for x in self.lines) if self.bullets else "\n\n".join(self.lines)
+        return (
+            "\n".join(f"- {x}" for x in self.lines)
+            if self.bullets
+            else "\n\n".join(self.lines)
+        )
 
 
 @dataclass
 class Code(Shown):
-    """A block of Python that the reader may copy; ``run`` executes it, so that what is shown is known to work."""
+    """A block of Python that the reader may copy; ``run`` executes it, so that what is
+    shown is known to work.
+    """
 
     source: str
 
@@ -177,7 +226,9 @@ class Code(Shown):
 
     @property
     def html(self) -> str:
-        return f'<pre class="code" tabindex="0"><code>{escape(self.source)}</code></pre>'
+        return (
+            f'<pre class="code" tabindex="0"><code>{escape(self.source)}</code></pre>'
+        )
 
     @property
     def markdown(self) -> str:
@@ -199,18 +250,28 @@ def breakable(text: str) -> str:
     >>> breakable("run `make a<b`")
     'run <code>make a&lt;b</code>'
     """
-    words = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "\0", word) if len(word) > 16 else word for word in text.split(" ")]
-    return re.sub(r"`(.+?)`", r"<code>\1</code>", escape(" ".join(words))).replace("\0", "<wbr>")
+    words = [
+        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "\0", word) if len(word) > 16 else word
+        for word in text.split(" ")
+    ]
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", escape(" ".join(words))).replace(
+        "\0", "<wbr>"
+    )
 
 
 def inline_html(text: str) -> str:
-    """The inline marks that ``Text`` and notes use, as HTML. A link to another report names its Markdown.
+    """The inline marks that ``Text`` and notes use, as HTML. A link to another report
+    names its Markdown.
 
     >>> inline_html("**3.1x** by `a<b`, [landscape](landscape.md)")
     '<strong>3.1x</strong> by <code>a&lt;b</code>, <a href="landscape.html">landscape</a>'
     """
     text = escape(text, quote=False)
-    text = re.sub(r"\[([^]]+)\]\((\S+?)\)", lambda m: f'<a href="{re.sub("[.]md$", ".html", m[2])}">{m[1]}</a>', text)
+    text = re.sub(
+        r"\[([^]]+)\]\((\S+?)\)",
+        lambda m: f'<a href="{re.sub("[.]md$", ".html", m[2])}">{m[1]}</a>',
+        text,
+    )
     text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
     text = re.sub(r"\*([A-Za-z][^*]*?)\*", r"<em>\1</em>", text)
     return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
@@ -222,7 +283,8 @@ def markdown_text(text: str) -> str:
 
 
 def number(x: float, digits: int = 3) -> str:
-    """``x`` with ``digits`` significant digits, thousands separated, never in exponent form between 1e-4 and 1e15.
+    """``x`` with ``digits`` significant digits, thousands separated, never in exponent
+    form between 1e-4 and 1e15.
 
     >>> number(7.6634), number(136.52), number(199987.4), number(0.01234), number(1.2e-7), number(99.96)
     ('7.66', '137', '199,987', '0.0123', '1.2e-07', '100')
@@ -232,11 +294,18 @@ def number(x: float, digits: int = 3) -> str:
     if abs(x) < 1e-4:
         return f"{x:.1e}"
     rounded = abs(float(f"{x:.{digits}g}"))
-    return f"{x:,.{max(0, digits - len(str(int(rounded))))}f}" if rounded >= 1 else f"{x:.{digits}g}"
+    return (
+        f"{x:,.{max(0, digits - len(str(int(rounded))))}f}"
+        if rounded >= 1
+        else f"{x:.{digits}g}"
+    )
 
 
-def interval(low: float | None, high: float | None, scale: float = 1.0, digits: int = 3) -> str:
-    """A 95 % interval as text, empty where there is none; too few samples for one say so.
+def interval(
+    low: float | None, high: float | None, scale: float = 1.0, digits: int = 3
+) -> str:
+    """A 95 % interval as text, empty where there is none; too few samples for one say
+    so.
 
     >>> interval(0.0409, 0.0418, 1e3), interval(0.0, math.inf)
     ('40.9 to 41.8', 'fewer than 5 samples')
@@ -263,7 +332,9 @@ def some(names: Sequence[str], most: int = 3) -> str:
     >>> some(["a", "b", "c", "d", "e"])
     'a; b; c; and 2 more'
     """
-    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
+    return "; ".join(names[:most]) + (
+        f"; and {len(names) - most} more" if len(names) > most else ""
+    )
 
 
 def size(nbytes: float | None) -> str:

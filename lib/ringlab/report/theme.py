@@ -1,8 +1,10 @@
-"""Colours of figures, and how a figure's SVG stands in a page and follows the reader's light or dark scheme.
+"""Colours of figures, and how a figure's SVG stands in a page and follows the reader's
+light or dark scheme.
 
-Series colours are seaborn's colour-blind-safe set, with a grey and a sky blue that stand out from white more than its
-own. matplotlib draws with the light ones on white; a page swaps them for variables, so that one file serves light, dark
-and print. Elsewhere, in JupyterLab or in a stock nbconvert page, a figure stays as it was drawn.
+Series colours are seaborn's colour-blind-safe set, with a grey and a sky blue that
+stand out from white more than its own. matplotlib draws with the light ones on white; a
+page swaps them for variables, so that one file serves light, dark and print. Elsewhere,
+in JupyterLab or in a stock nbconvert page, a figure stays as it was drawn.
 """
 
 from __future__ import annotations
@@ -23,13 +25,20 @@ COLORS = {
     "grey": ("#767d85", "#8b939b"),
     "sky": ("#3a96cc", "#8fd0f5"),
 }
-INK, FAINT, BLUE, ORANGE, GREEN, RED, PURPLE, GREY, SKY = (light for light, _ in COLORS.values())
-LIGHT, DARK = ("; ".join(f"--fig-{name}: {pair[i]}" for name, pair in COLORS.items()) for i in (0, 1))
+INK, FAINT, BLUE, ORANGE, GREEN, RED, PURPLE, GREY, SKY = (
+    light for light, _ in COLORS.values()
+)
+LIGHT, DARK = (
+    "; ".join(f"--fig-{name}: {pair[i]}" for name, pair in COLORS.items())
+    for i in (0, 1)
+)
 PAPER = "#fefefe"  # the background, which a page of ours leaves out
 
 
 def css() -> str:
-    """The style that figures need once in a page: their colours in both schemes, and matplotlib's line ends."""
+    """The style that figures need once in a page: their colours in both schemes, and
+    matplotlib's line ends.
+    """
     return (
         f"figure svg {{ {LIGHT}; }}\n"
         f"@media screen and (prefers-color-scheme: dark) {{ figure svg {{ {DARK}; }} }}\n"
@@ -38,18 +47,31 @@ def css() -> str:
 
 
 def inline(svg: str, alt: str) -> str:
-    """matplotlib's SVG as an image within a page, read aloud as ``alt``; its text can be searched and selected.
+    """matplotlib's SVG as an image within a page, read aloud as ``alt``; its text can
+    be searched and selected.
 
-    Colours become those of ``css``. Names within the SVG become its own, because a page has several figures.
+    Colours become those of ``css``. Names within the SVG become its own, because a page
+    has several figures.
     """
     own = f"f{hashlib.sha256(svg.encode()).hexdigest()[:8]}"
-    svg = re.sub(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<!--.*?-->|<(metadata|style)\b.*?</\1>", "", svg, flags=re.S)
+    svg = re.sub(
+        r"<\?xml.*?\?>|<!DOCTYPE.*?>|<!--.*?-->|<(metadata|style)\b.*?</\1>",
+        "",
+        svg,
+        flags=re.S,
+    )
     used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))
-    svg = re.sub(r' id="([^"]*)"', lambda m: f' id="{own}-{m[1]}"' if m[1] in used else "", svg)
+    svg = re.sub(
+        r' id="([^"]*)"', lambda m: f' id="{own}-{m[1]}"' if m[1] in used else "", svg
+    )
     svg = re.sub(r'(url\(|href=")#', rf"\1#{own}-", svg)
-    svg = svg.replace(PAPER, "none").replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans', sans-serif")
+    svg = svg.replace(PAPER, "none").replace(
+        "'DejaVu Sans'", "system-ui, 'DejaVu Sans', sans-serif"
+    )
     for name, (light, _) in COLORS.items():
         svg = svg.replace(light, f"var(--fig-{name})")
-    return re.sub(r"\s*\n\s*", "\n", svg).strip().replace(
-        "<svg ", f'<svg role="img" aria-label="{escape(alt, quote=True)}" ', 1
-    )  # fmt: skip
+    return (
+        re.sub(r"\s*\n\s*", "\n", svg)
+        .strip()
+        .replace("<svg ", f'<svg role="img" aria-label="{escape(alt, quote=True)}" ', 1)
+    )

@@ -1,8 +1,10 @@
 """Communication between ranks.
 
-An algorithm is a generator that runs on one rank. It yields a request to start a transfer, for which it gets a ticket,
-and ``Wait(ticket)`` to finish it, so work between the two overlaps the transfer. ``drive`` runs the generator of one
-rank over a torch.distributed group, or those of all ranks in one process, in step. It can count the bytes.
+An algorithm is a generator that runs on one rank. It yields a request to start a
+transfer, for which it gets a ticket, and ``Wait(ticket)`` to finish it, so work between
+the two overlaps the transfer. ``drive`` runs the generator of one rank over a
+torch.distributed group, or those of all ranks in one process, in step. It can count the
+bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from .watch import Beat
 
 @dataclass
 class AllToAll:
-    """One collective: rank j gets ``sent[j]`` rows of ``send``, in order, and ``received[j]`` rows come from it.
+    """One collective: rank j gets ``sent[j]`` rows of ``send``, in order, and
+    ``received[j]`` rows come from it.
 
-    ``control``: compares what the ranks are about to do, and is counted apart from the data.
+    ``control``: compares what the ranks are about to do, and is counted apart from the
+    data.
     """
 
     send: Tensor
@@ -34,8 +38,13 @@ class AllToAll:
 
     def by_rank(self) -> tuple[dict, dict]:
         """The tensors that are sent, and those that are received, by rank."""
-        parts = self.send.split_with_sizes(self.sent), self.receive.split_with_sizes(self.received)
-        return tuple({rank: (part,) for rank, part in enumerate(each)} for each in parts)
+        parts = (
+            self.send.split_with_sizes(self.sent),
+            self.receive.split_with_sizes(self.received),
+        )
+        return tuple(
+            {rank: (part,) for rank, part in enumerate(each)} for each in parts
+        )
 
 
 @dataclass
@@ -52,7 +61,9 @@ class Exchange:
 
 @dataclass
 class Wait:
-    """Until the request of this ticket is done. Before, do not read received tensors or write to sent ones."""
+    """Until the request of this ticket is done. Before, do not read received tensors or
+    write to sent ones.
+    """
 
     ticket: object
 
@@ -62,9 +73,11 @@ Steps = Generator[AllToAll | Exchange | Wait, object, object]
 
 @dataclass
 class Traffic:
-    """Bytes by (from, to) and messages; on one rank of a group only what this rank sends.
+    """Bytes by (from, to) and messages; on one rank of a group only what this rank
+    sends.
 
-    ``control``: bytes that were sent to compare what the ranks are about to do. They are in no other count.
+    ``control``: bytes that were sent to compare what the ranks are about to do. They
+    are in no other count.
     """
 
     sent: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -94,7 +107,8 @@ _counter: ContextVar[Traffic | None] = ContextVar("traffic", default=None)
 
 @contextmanager
 def counting():
-    """Count the bytes that attention moves between ranks inside: ``with counting() as traffic``.
+    """Count the bytes that attention moves between ranks inside: ``with counting() as
+    traffic``.
 
     >>> with counting() as traffic:
     ...     pass
@@ -110,10 +124,12 @@ def counting():
 
 
 def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> list:
-    """The results of algorithms: of this rank's over a process group (gloo, NCCL), or of all ranks' in step (None).
+    """The results of algorithms: of this rank's over a process group (gloo, NCCL), or
+    of all ranks' in step (None).
 
-    A message arrives only when it is waited for: reading too early is as wrong in one process as over a network. Raises
-    RuntimeError if the requests of simulated ranks do not fit together.
+    A message arrives only when it is waited for: reading too early is as wrong in one
+    process as over a network. Raises RuntimeError if the requests of simulated ranks do
+    not fit together.
     """
     first = 0 if group is None else dist.get_rank(group)
     traffic, ticket, results = _counter.get(), None, [None] * len(algorithms)
@@ -141,11 +157,19 @@ def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> li
             traffic.add(first + i, steps[i])
         if group is not None and beat is not None:
             beat.begins()
-        ticket = [_Simulated([step.by_rank() for step in steps])] if group is None else _post(steps[0], group)
+        ticket = (
+            [_Simulated([step.by_rank() for step in steps])]
+            if group is None
+            else _post(steps[0], group)
+        )
 
 
-def all_to_all(send: Tensor, sent: Sequence[int], received: Sequence[int], control: bool = False) -> Steps:
-    """Send ``sent[j]`` rows to rank j, in order; returns the rows that came, ``received[j]`` from rank j."""
+def all_to_all(
+    send: Tensor, sent: Sequence[int], received: Sequence[int], control: bool = False
+) -> Steps:
+    """Send ``sent[j]`` rows to rank j, in order; returns the rows that came,
+    ``received[j]`` from rank j.
+    """
     into = send.new_empty(sum(received), *send.shape[1:])
     yield Wait((yield AllToAll(send, sent, into, received, control)))
     return into
@@ -153,18 +177,29 @@ def all_to_all(send: Tensor, sent: Sequence[int], received: Sequence[int], contr
 
 def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
     if isinstance(request, AllToAll) and "gloo" not in dist.get_backend_config(group):
-        return [dist.all_to_all_single(
-            request.receive, request.send, request.received, request.sent, group=group, async_op=True)]  # fmt: skip
+        return [
+            dist.all_to_all_single(
+                request.receive,
+                request.send,
+                request.received,
+                request.sent,
+                group=group,
+                async_op=True,
+            )
+        ]
     send, receive = request.by_rank()
     if isinstance(request, AllToAll):
         rank = dist.get_rank(group)
         for own, into in zip(send.pop(rank), receive.pop(rank)):
             into.copy_(own)
     staged, ops, copies = _through_cpu(send, receive, group), [], []
-    # Receives first: gloo tells the sender that a receive is there, and this waits behind data that are sent already.
-    # Then the two directions would take turns, and the exchange twice the time; as gloo's own all-to-all does.
+    # Receives first: gloo tells the sender that a receive is there, and this waits
+    # behind data that are sent already. Then the two directions would take turns, and
+    # the exchange twice the time; as gloo's own all-to-all does.
     for op, peers in ((dist.irecv, receive), (dist.isend, send)):
-        for peer, t in ((peer, t) for peer, tensors in peers.items() for t in tensors if t.numel()):
+        for peer, t in (
+            (peer, t) for peer, tensors in peers.items() for t in tensors if t.numel()
+        ):
             there = t
             if staged and op is dist.isend:
                 there = t.cpu()
@@ -178,7 +213,9 @@ def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
 def _through_cpu(send: dict, receive: dict, group: dist.ProcessGroup) -> bool:
     """gloo sends CUDA tensors point to point only by way of the CPU."""
     tensors = [t for peers in (send, receive) for each in peers.values() for t in each]
-    return any(t.is_cuda for t in tensors) and "cuda:gloo" in dist.get_backend_config(group)
+    return any(t.is_cuda for t in tensors) and "cuda:gloo" in dist.get_backend_config(
+        group
+    )
 
 
 @dataclass
@@ -194,7 +231,9 @@ class _Copy:
 
 @dataclass
 class _Simulated:
-    """A request of all ranks of this process: what each sends, by destination, and where it receives, by source."""
+    """A request of all ranks of this process: what each sends, by destination, and
+    where it receives, by source.
+    """
 
     posted: list[tuple[dict, dict]]
 
@@ -202,8 +241,12 @@ class _Simulated:
         for to, (_, receive) in enumerate(self.posted):
             for source, into in receive.items():
                 message = self.posted[source][0].get(to, ())
-                if [(t.shape, t.dtype) for t in message] != [(t.shape, t.dtype) for t in into]:
-                    raise RuntimeError(f"rank {source} sends rank {to} other rows than it expects")
+                if [(t.shape, t.dtype) for t in message] != [
+                    (t.shape, t.dtype) for t in into
+                ]:
+                    raise RuntimeError(
+                        f"rank {source} sends rank {to} other rows than it expects"
+                    )
                 for t, value in zip(into, message):
                     t.copy_(value)
         self.posted.clear()  # the tickets of all ranks hold it

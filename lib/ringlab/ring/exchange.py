@@ -1,16 +1,19 @@
-"""The exchange plan: which K/V rows a rank needs from which other, each once. Arithmetic on ranges, without tensors.
+"""The exchange plan: which K/V rows a rank needs from which other, each once.
+Arithmetic on ranges, without tensors.
 
 A row is one position of one K/V head. A shard consists of chunks of adjacent positions.
 
-Dilated patterns: a query chunk and a key chunk that are disjoint share at most one segment of a branch, and in it all
-keys come before all queries, or after them. So what moves are whole intervals, and causality hides all of one or
-nothing.
+Dilated patterns: a query chunk and a key chunk that are disjoint share at most one
+segment of a branch, and in it all keys come before all queries, or after them. So what
+moves are whole intervals, and causality hides all of one or nothing.
 
-Block-sparse patterns: chunks are cut where blocks end. Two of these parts are equal or disjoint, so a part of the
-queries sees a part of the keys whole or not at all. Only a part with itself needs the causal mask.
+Block-sparse patterns: chunks are cut where blocks end. Two of these parts are equal or
+disjoint, so a part of the queries sees a part of the keys whole or not at all. Only a
+part with itself needs the causal mask.
 
-Hosts: where several ranks of one need the same row of another host, it crosses the link between them once. One of these
-ranks gets it from its owner, and passes it on to the others. Gradients go the same way back.
+Hosts: where several ranks of one need the same row of another host, it crosses the link
+between them once. One of these ranks gets it from its owner, and passes it on to the
+others. Gradients go the same way back.
 """
 
 from __future__ import annotations
@@ -36,10 +39,12 @@ from .layout import Layout
 
 @dataclass(frozen=True)
 class StridedRows:
-    """Rows to send: every ``rate``-th position, ``count`` of them, of ``heads`` K/V heads.
+    """Rows to send: every ``rate``-th position, ``count`` of them, of ``heads`` K/V
+    heads.
 
-    ``kv_head`` and ``first``, the first position, are (first, step) along the heads. Positions are those of the
-    sequence. A message holds the rows position by position, (count, heads).
+    ``kv_head`` and ``first``, the first position, are (first, step) along the heads.
+    Positions are those of the sequence. A message holds the rows position by position,
+    (count, heads).
     """
 
     rate: int
@@ -56,19 +61,26 @@ class StridedRows:
         """(kv_head, its positions) of each head."""
         for i in range(self.heads):
             first = self.first[0] + i * self.first[1]
-            yield self.kv_head[0] + i * self.kv_head[1], range(first, first + self.count * self.rate, self.rate)
+            yield (
+                self.kv_head[0] + i * self.kv_head[1],
+                range(first, first + self.count * self.rate, self.rate),
+            )
 
     def view(self, layout: Layout, rank: int) -> View:
         """These rows in the shard of ``rank``, which owns them."""
         position, step = self.first
-        row, owned = next((row, owned) for row, owned in layout.chunks(rank) if position in owned)
+        row, owned = next(
+            (row, owned) for row, owned in layout.chunks(rank) if position in owned
+        )
         first, rate = row + owned.index(position), max(1, self.rate // owned.step)
         return View(self.count, first, rate, 0, *self.kv_head, step // owned.step)
 
 
 @dataclass(frozen=True)
 class ResidueInterval:
-    """Positions start <= x < stop with x mod rate == residue, for (K/V head, residue) ``pairs``."""
+    """Positions start <= x < stop with x mod rate == residue, for (K/V head, residue)
+    ``pairs``.
+    """
 
     rate: int
     start: int
@@ -80,8 +92,9 @@ class ResidueInterval:
 class Problem:
     """What is computed and which rank owns what: all that an exchange plan depends on.
 
-    ``hosts``: a number for the host of each rank; () where hosts change nothing (see ``on_hosts``).
-    ``exchange_dtype``: of the rows of k and v on their way, None for theirs.
+    ``hosts``: a number for the host of each rank; () where hosts change nothing (see
+    ``on_hosts``). ``exchange_dtype``: of the rows of k and v on their way, None for
+    theirs.
     """
 
     pattern: Pattern
@@ -96,58 +109,97 @@ class Problem:
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # a problem is part of the key of every plan that a call looks up
+    def _hash(
+        self,
+    ) -> int:  # a problem is part of the key of every plan that a call looks up
         shape = self.heads, self.kv_heads, self.hosts, self.exchange_dtype
         return hash((self.pattern, self.layout, self.causal, *shape))
 
     def check(self, scheme: str) -> None:
         """Raise ValueError if a scheme does not support the problem."""
         if self.exchange_dtype is not None and scheme != "plan":
-            raise ValueError(f"exchange_dtype is for scheme 'plan' alone, got {scheme!r}")
+            raise ValueError(
+                f"exchange_dtype is for scheme 'plan' alone, got {scheme!r}"
+            )
         if isinstance(self.pattern, BlockSparse):
             self.pattern.count(self.layout.n)  # raises where the pattern does not fit
             if scheme in ("ring", "all_gather"):
-                raise ValueError(f"scheme {scheme!r} does not serve block-sparse patterns; 'plan' and 'ulysses' do")
+                raise ValueError(
+                    f"scheme {scheme!r} does not serve block-sparse patterns; 'plan' and 'ulysses' do"
+                )
         if self.layout.grid is not None and self.causal:
-            raise ValueError("causal attention along a Hilbert curve has no meaning: its steps are not in time order")
+            raise ValueError(
+                "causal attention along a Hilbert curve has no meaning: its steps are not in time order"
+            )
         if scheme == "ulysses":
             if (ranks := self.layout.ranks) > self.heads:
-                raise ValueError(f"ulysses shares out heads: {ranks} ranks are more than {self.heads} heads")
+                raise ValueError(
+                    f"ulysses shares out heads: {ranks} ranks are more than {self.heads} heads"
+                )
         elif self.layout.kind == "striped" and not isinstance(self.pattern, Dense):
             what = f"scheme {scheme!r} serves a striped layout with dense attention only, not {self.pattern}"
-            raise ValueError(f"{what}: stripes have no neighbours; take another layout, or ulysses")
+            raise ValueError(
+                f"{what}: stripes have no neighbours; take another layout, or ulysses"
+            )
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """The branches of a dilated pattern by rate, so that the rows of a denser one come first."""
+        """The branches of a dilated pattern by rate, so that the rows of a denser one
+        come first.
+        """
         found = self.pattern.branches(self.layout.n, self.heads, self.kv_heads)
         return tuple(sorted(found, key=lambda b: (b.rate, b.length)))
 
-    def shared(self, branch: Branch, queries: range, keys: range) -> tuple[int, range, range] | None:
-        """(start, queries, keys) of the one segment where queries of a chunk see keys of another chunk, or None."""
+    def shared(
+        self, branch: Branch, queries: range, keys: range
+    ) -> tuple[int, range, range] | None:
+        """(start, queries, keys) of the one segment where queries of a chunk see keys
+        of another chunk, or None.
+        """
         length = branch.length
         start = max(queries.start, keys.start) // length * length
-        if min(queries.stop, keys.stop) <= start or (self.causal and keys.start > queries.start):
+        if min(queries.stop, keys.stop) <= start or (
+            self.causal and keys.start > queries.start
+        ):
             return None
-        return start, *(range(max(r.start, start), min(r.stop, start + length)) for r in (queries, keys))
+        return start, *(
+            range(max(r.start, start), min(r.stop, start + length))
+            for r in (queries, keys)
+        )
 
     def needs(self, rank: int, source: int) -> tuple[StridedRows, ...]:
-        """The rows that ``rank`` needs from ``source``, each once, in the order in which they are sent."""
+        """The rows that ``rank`` needs from ``source``, each once, in the order in
+        which they are sent.
+        """
         return self.listed(self.needed(rank, source), source)
 
     def host_ranks(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the host of ``rank``, itself among them; it alone where hosts change nothing."""
-        return tuple(i for i, host in enumerate(self.hosts) if host == self.hosts[rank]) or (rank,)
-
-    def routes(self, ranks: tuple[int, ...], source: int) -> dict[tuple[int, int], Tensor | list[ResidueInterval]]:
-        """By (from, to) how what some ranks of a host need from ``source`` comes to them, as ``needed``.
-
-        Ranks are taken by how many rows they need, most first, equal ones in turns by source. Each gets from the source
-        what no earlier one needs, and the rest from the first earlier one that needs it.
+        """The ranks of the host of ``rank``, itself among them; it alone where hosts
+        change nothing.
         """
-        needed, size = {to: self.needed(to, source) for to in ranks}, len(self.host_ranks(ranks[0]))
+        return tuple(
+            i for i, host in enumerate(self.hosts) if host == self.hosts[rank]
+        ) or (rank,)
+
+    def routes(
+        self, ranks: tuple[int, ...], source: int
+    ) -> dict[tuple[int, int], Tensor | list[ResidueInterval]]:
+        """By (from, to) how what some ranks of a host need from ``source`` comes to
+        them, as ``needed``.
+
+        Ranks are taken by how many rows they need, most first, equal ones in turns by
+        source. Each gets from the source what no earlier one needs, and the rest from
+        the first earlier one that needs it.
+        """
+        needed, size = (
+            {to: self.needed(to, source) for to in ranks},
+            len(self.host_ranks(ranks[0])),
+        )
         found, before = {}, []
-        for to in sorted(ranks, key=lambda to: (-self.count(needed[to], source), (to - source) % size)):
+        for to in sorted(
+            ranks,
+            key=lambda to: (-self.count(needed[to], source), (to - source) % size),
+        ):
             left = needed[to]
             for earlier in before:
                 rest = _difference(left, needed[earlier])
@@ -157,73 +209,126 @@ class Problem:
         return found
 
     def needed(self, rank: int, source: int) -> Tensor | list[ResidueInterval]:
-        """The rows of ``needs``: numbers of parts of blocks (c,), ascending, or disjoint intervals."""
+        """The rows of ``needs``: numbers of parts of blocks (c,), ascending, or
+        disjoint intervals.
+        """
         layout, found = self.layout, []
         if rank == source:
             return found
         if isinstance(self.pattern, BlockSparse):
-            mine, theirs = (BlockParts.of(layout.ranges(i), self.pattern.block_size) for i in (rank, source))
+            mine, theirs = (
+                BlockParts.of(layout.ranges(i), self.pattern.block_size)
+                for i in (rank, source)
+            )
             return self._seen_parts(mine, theirs)
         if layout.kind == "striped":  # of a causal sequence those before the last query
-            stop = max((r[-1] for r in layout.ranges(rank)), default=0) if self.causal else layout.n
+            stop = (
+                max((r[-1] for r in layout.ranges(rank)), default=0)
+                if self.causal
+                else layout.n
+            )
             pairs = frozenset((head, source) for head in range(self.kv_heads))
-            return [ResidueInterval(layout.ranks, source, stop, pairs)] if source < stop else found
+            return (
+                [ResidueInterval(layout.ranks, source, stop, pairs)]
+                if source < stop
+                else found
+            )
         for keys in layout.ranges(source):
             intervals: list[ResidueInterval] = []
             for branch, queries in product(self.branches, layout.ranges(rank)):
-                intervals += _difference(self._intervals(branch, queries, keys), intervals)
+                intervals += _difference(
+                    self._intervals(branch, queries, keys), intervals
+                )
             found += intervals
         return found
 
-    def listed(self, needed: Tensor | list[ResidueInterval], source: int) -> tuple[StridedRows, ...]:
-        """What ``needed`` found as rows to send: of blocks as few ranges of all heads, in the order of the shard."""
+    def listed(
+        self, needed: Tensor | list[ResidueInterval], source: int
+    ) -> tuple[StridedRows, ...]:
+        """What ``needed`` found as rows to send: of blocks as few ranges of all heads,
+        in the order of the shard.
+        """
         if not isinstance(needed, Tensor):
             return tuple(chain.from_iterable(map(_strided_rows, needed)))
-        wanted, found = BlockParts.of(self.layout.ranges(source), self.pattern.block_size)[needed], []
+        wanted, found = (
+            BlockParts.of(self.layout.ranges(source), self.pattern.block_size)[needed],
+            [],
+        )
         for start, stop in zip(wanted.starts.tolist(), wanted.stops.tolist()):
             if found and found[-1].stop == start:
                 start = found.pop().start
             found.append(range(start, stop))
-        return tuple(StridedRows(1, len(keys), self.kv_heads, (0, 1), (keys.start, 0)) for keys in found)
+        return tuple(
+            StridedRows(1, len(keys), self.kv_heads, (0, 1), (keys.start, 0))
+            for keys in found
+        )
 
     def count(self, needed: Tensor | list[ResidueInterval], source: int) -> int:
         """The number of rows of what ``needed`` found."""
         if not isinstance(needed, Tensor):
-            return sum(len(_positions(each, residue)) for each in needed for _, residue in each.pairs)
-        wanted = BlockParts.of(self.layout.ranges(source), self.pattern.block_size)[needed]
+            return sum(
+                len(_positions(each, residue))
+                for each in needed
+                for _, residue in each.pairs
+            )
+        wanted = BlockParts.of(self.layout.ranges(source), self.pattern.block_size)[
+            needed
+        ]
         return self.kv_heads * int((wanted.stops - wanted.starts).sum())
 
     def _seen_parts(self, mine: BlockParts, theirs: BlockParts) -> Tensor:
-        """The numbers of the parts of keys (c,) that some part of the queries sees, ascending."""
+        """The numbers of the parts of keys (c,) that some part of the queries sees,
+        ascending.
+        """
         near = theirs.near(self.pattern, mine.blocks, self.layout.n)
         if not len(near):
             return near
-        seen = self.pattern.blocks(self.layout.n, mine.blocks, theirs.blocks[near])  # (mine, near)
+        seen = self.pattern.blocks(
+            self.layout.n, mine.blocks, theirs.blocks[near]
+        )  # (mine, near)
         if self.causal:
             seen &= theirs[near].before(mine)
         return near[seen.any(0)]
 
     @cached_property
     def hops(self) -> list[int]:
-        """How far each rank's shard travels along the ring: to the last rank whose queries see some of it."""
+        """How far each rank's shard travels along the ring: to the last rank whose
+        queries see some of it.
+        """
         p, needed = self.layout.ranks, rows_needed(self)
-        return [max((t for t in range(1, p) if needed[(j + t) % p][j]), default=0) for j in range(p)]
+        return [
+            max((t for t in range(1, p) if needed[(j + t) % p][j]), default=0)
+            for j in range(p)
+        ]
 
-    def _intervals(self, branch: Branch, queries: range, keys: range) -> list[ResidueInterval]:
-        """The rows of ``keys`` that the queries see in one branch: one interval, or none."""
+    def _intervals(
+        self, branch: Branch, queries: range, keys: range
+    ) -> list[ResidueInterval]:
+        """The rows of ``keys`` that the queries see in one branch: one interval, or
+        none.
+        """
         found = self.shared(branch, queries, keys)
         if found is None:
             return []
         start, asking, wanted = found
         pairs = _pairs(branch, self.heads // self.kv_heads, start % branch.rate)
         if len(asking) < branch.rate:  # some heads may select no query here
-            pairs = frozenset(p for p in pairs if (p[1] - asking.start) % branch.rate < len(asking))
-        return [ResidueInterval(branch.rate, wanted.start, wanted.stop, pairs)] if pairs and wanted else []
+            pairs = frozenset(
+                p for p in pairs if (p[1] - asking.start) % branch.rate < len(asking)
+            )
+        return (
+            [ResidueInterval(branch.rate, wanted.start, wanted.stop, pairs)]
+            if pairs and wanted
+            else []
+        )
 
 
 @lru_cache(maxsize=4096)
 def _pairs(branch: Branch, group: int, phase: int) -> frozenset[tuple[int, int]]:
-    return frozenset((h // group, (phase + o) % branch.rate) for h, o in zip(branch.heads, branch.offsets))
+    return frozenset(
+        (h // group, (phase + o) % branch.rate)
+        for h, o in zip(branch.heads, branch.offsets)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -239,8 +344,14 @@ def _without(new: ResidueInterval, old: ResidueInterval) -> Iterator[ResidueInte
         yield new
         return
     rate, pairs = lcm(new.rate, old.rate), new.pairs
-    if rate != new.rate:  # neither rate divides the other: split into residues of their common multiple
-        pairs = frozenset((g, x % rate) for g, c in pairs for x in _positions(new, c)[: rate // new.rate])
+    if (
+        rate != new.rate
+    ):  # neither rate divides the other: split into residues of their common multiple
+        pairs = frozenset(
+            (g, x % rate)
+            for g, c in pairs
+            for x in _positions(new, c)[: rate // new.rate]
+        )
     held = _held(pairs, old.rate, old.pairs)
     if not held:
         yield new
@@ -254,7 +365,9 @@ def _without(new: ResidueInterval, old: ResidueInterval) -> Iterator[ResidueInte
         yield ResidueInterval(rate, stop, new.stop, held)
 
 
-def _difference(new: Tensor | list[ResidueInterval], old: Tensor | list[ResidueInterval]):
+def _difference(
+    new: Tensor | list[ResidueInterval], old: Tensor | list[ResidueInterval]
+):
     """What is in ``new`` and not in ``old``."""
     if isinstance(new, Tensor):
         return new[~torch.isin(new, old)]
@@ -264,14 +377,24 @@ def _difference(new: Tensor | list[ResidueInterval], old: Tensor | list[ResidueI
 
 
 def _positions(interval: ResidueInterval, residue: int) -> range:
-    return range(interval.start + (residue - interval.start) % interval.rate, interval.stop, interval.rate)
+    return range(
+        interval.start + (residue - interval.start) % interval.rate,
+        interval.stop,
+        interval.rate,
+    )
 
 
 def _strided_rows(interval: ResidueInterval) -> Iterator[StridedRows]:
-    """The rows of an interval: together those of heads with equal counts, evenly spaced indices and first positions."""
-    found = ((head, _positions(interval, residue)) for head, residue in sorted(interval.pairs))
+    """The rows of an interval: together those of heads with equal counts, evenly spaced
+    indices and first positions.
+    """
+    found = (
+        (head, _positions(interval, residue))
+        for head, residue in sorted(interval.pairs)
+    )
     for (count,), run in sorted(
-        runs_alike(((len(x),), (head, x.start)) for head, x in found), key=operator.itemgetter(0)
+        runs_alike(((len(x),), (head, x.start)) for head, x in found),
+        key=operator.itemgetter(0),
     ):
         yield StridedRows(interval.rate, count, len(run), *first_and_step(run))
 
@@ -284,8 +407,8 @@ def _rows_of(some: Iterable[StridedRows]) -> int:
 class RankPlan:
     """The rows that one rank receives from each other rank, and sends to it.
 
-    ``passed`` and ``onward``, [rank][owner], are those of other hosts that ranks of one host pass on, to this rank and
-    from it; () where hosts change nothing.
+    ``passed`` and ``onward``, [rank][owner], are those of other hosts that ranks of one
+    host pass on, to this rank and from it; () where hosts change nothing.
     """
 
     problem: Problem
@@ -308,7 +431,10 @@ class RankPlan:
     @cached_property
     def passing(self) -> tuple[list[int], list[int]]:
         """The numbers of rows that each rank passes on to this one, and gets from it."""
-        return tuple([_rows_of(chain(*each)) for each in some] for some in (self.passed, self.onward))
+        return tuple(
+            [_rows_of(chain(*each)) for each in some]
+            for some in (self.passed, self.onward)
+        )
 
     @cached_property
     def rows(self) -> int:
@@ -317,18 +443,27 @@ class RankPlan:
 
     @cached_property
     def blocks(self) -> list[tuple[int, StridedRows]]:
-        """(owner, rows) of all that comes, in the order in which they lie in the message: first what owners send."""
+        """(owner, rows) of all that comes, in the order in which they lie in the
+        message: first what owners send.
+        """
         each = chain.from_iterable(map(enumerate, (self.receive, *self.passed)))
         return [(owner, rows) for owner, some in each for rows in some]
 
     def places(self) -> dict[int, Tensor]:
-        """By K/V head, (2, rows): the positions that come, ascending, and where each lies in the message."""
+        """By K/V head, (2, rows): the positions that come, ascending, and where each
+        lies in the message.
+        """
         found: dict[int, list[Tensor]] = {}
         row = 0
         for _, block in self.blocks:
             for i, (head, where) in enumerate(block.members()):
-                positions, count = torch.arange(where.start, where.stop, where.step), torch.arange(block.count)
-                found.setdefault(head, []).append(torch.stack([positions, row + i + block.heads * count]))
+                positions, count = (
+                    torch.arange(where.start, where.stop, where.step),
+                    torch.arange(block.count),
+                )
+                found.setdefault(head, []).append(
+                    torch.stack([positions, row + i + block.heads * count])
+                )
             row += block.rows
         whole = {head: torch.cat(parts, 1) for head, parts in found.items()}
         return {head: both[:, both[0].argsort()] for head, both in whole.items()}
@@ -340,25 +475,44 @@ class RankPlan:
             each = []
             for head, where in block.members():
                 positions, rows = places[head]
-                each.append(rows[torch.searchsorted(positions, torch.arange(where.start, where.stop, where.step))])
+                each.append(
+                    rows[
+                        torch.searchsorted(
+                            positions, torch.arange(where.start, where.stop, where.step)
+                        )
+                    ]
+                )
             found.append(torch.stack(each, 1).flatten())  # position by position
         return torch.cat(found)
 
     @cached_property
     def _moves(self) -> list[tuple[int, View, View]]:
-        """(heads, where in the message, where in the own shard) of all rows that are sent, in order."""
+        """(heads, where in the message, where in the own shard) of all rows that are
+        sent, in order.
+        """
         found, first = [], 0
         for rows in chain(*self.send):
             message = View(rows.count, first, rows.heads, head_step=0, shift=1)
-            found.append((rows.heads, message, rows.view(self.problem.layout, self.rank)))
+            found.append(
+                (rows.heads, message, rows.view(self.problem.layout, self.rank))
+            )
             first += rows.rows
         return found
 
-    def pairs(self, message: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(part of the message (R, 2, b, d), the same rows of the own shard), views (b, count, heads, d)."""
+    def pairs(
+        self, message: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(part of the message (R, 2, b, d), the same rows of the own shard), views (b,
+        count, heads, d).
+        """
         sent_k, sent_v = keys_of(message)
         for heads, there, here in self._moves:
-            entries = (sent_k, WHOLE, there), (k, WHOLE, here), (sent_v, WHOLE, there), (v, WHOLE, here)
+            entries = (
+                (sent_k, WHOLE, there),
+                (k, WHOLE, here),
+                (sent_v, WHOLE, there),
+                (v, WHOLE, here),
+            )
             for into_k, own_k, into_v, own_v in views_of(entries, range(1), heads):
                 yield into_k, own_k
                 yield into_v, own_v
@@ -366,7 +520,8 @@ class RankPlan:
 
 @lru_cache(maxsize=32)
 def rows_needed(problem: Problem) -> list[list[int]]:
-    """The number of rows that each rank needs from each other, [rank][source], as ``Problem.needs`` lists them.
+    """The number of rows that each rank needs from each other, [rank][source], as
+    ``Problem.needs`` lists them.
 
     >>> from ringlab.ring.layout import contiguous
     >>> rows_needed(Problem(Dense(), contiguous(8, 2), True, 1, 1))
@@ -382,7 +537,9 @@ def rows_needed(problem: Problem) -> list[list[int]]:
     found, counted = torch.unique(alike, return_inverse=True)[1].tolist(), {}
     for rank, row in enumerate(found):
         for source, name in enumerate(row):
-            if rank != source and name not in counted:  # pairs of shards that lie alike are counted once
+            if (
+                rank != source and name not in counted
+            ):  # pairs of shards that lie alike are counted once
                 counted[name] = sum(rows.rows for rows in problem.needs(rank, source))
             row[source] = counted[name] if rank != source else 0
     return found
@@ -390,7 +547,8 @@ def rows_needed(problem: Problem) -> list[list[int]]:
 
 @lru_cache(maxsize=32)
 def rows_moved(problem: Problem) -> list[list[int]]:
-    """The number of rows that each rank gets from each other, [rank][from]: from their owners, or passed on.
+    """The number of rows that each rank gets from each other, [rank][from]: from their
+    owners, or passed on.
 
     Between hosts these are the distinct rows that a host needs.
 
@@ -414,7 +572,8 @@ def rows_moved(problem: Problem) -> list[list[int]]:
 def on_hosts(problem: Problem, scheme: str, hosts: tuple[int, ...]) -> Problem:
     """The problem with the host of each rank, where that changes what a scheme moves.
 
-    It does under "plan" alone, and not where all ranks are on one host or each is on its own.
+    It does under "plan" alone, and not where all ranks are on one host or each is on
+    its own.
     """
     if scheme != "plan" or len(set(hosts)) in (0, 1, len(hosts)):
         return problem
@@ -422,49 +581,86 @@ def on_hosts(problem: Problem, scheme: str, hosts: tuple[int, ...]) -> Problem:
 
 
 def _placed(problem: Problem) -> Tensor:
-    """A number for how the queries of each rank and the keys of each other lie to each other, (rank, source).
+    """A number for how the queries of each rank and the keys of each other lie to each
+    other, (rank, source).
 
-    Pairs of one number need equally many rows: these depend on where the keys of shared segments begin and end, seen
-    from the first key, on where rates begin, and on which heads select a query at all. A number is 64 bits of a hash.
+    Pairs of one number need equally many rows: these depend on where the keys of shared
+    segments begin and end, seen from the first key, on where rates begin, and on which
+    heads select a query at all. A number is 64 bits of a hash.
     """
     layout, place = problem.layout, torch.zeros((), dtype=torch.long)
-    chunks = torch.tensor([[*layout.cuts[i : i + 2]] for i in range(len(layout.cuts) - 1)])  # (chunks, 2)
+    chunks = torch.tensor(
+        [[*layout.cuts[i : i + 2]] for i in range(len(layout.cuts) - 1)]
+    )  # (chunks, 2)
     if layout.kind == "zigzag":
-        chunks = torch.stack([chunks[: layout.ranks], chunks.flip(0)[: layout.ranks]], 1)
+        chunks = torch.stack(
+            [chunks[: layout.ranks], chunks.flip(0)[: layout.ranks]], 1
+        )
     for keys, queries in product(chunks.view(layout.ranks, -1, 2).unbind(1), repeat=2):
-        (k_start, k_stop), (q_start, q_stop) = keys.unbind(1), queries[:, None].unbind(2)
+        (k_start, k_stop), (q_start, q_stop) = (
+            keys.unbind(1),
+            queries[:, None].unbind(2),
+        )
         for branch in problem.branches:
-            start = torch.maximum(q_start, k_start) // branch.length * branch.length  # (rank, source)
+            start = (
+                torch.maximum(q_start, k_start) // branch.length * branch.length
+            )  # (rank, source)
             apart = torch.minimum(q_stop, k_stop) <= start
             if problem.causal:
                 apart |= k_start > q_start
             asking, wanted = (
-                (torch.maximum(first, start), torch.minimum(stop, start + branch.length))
+                (
+                    torch.maximum(first, start),
+                    torch.minimum(stop, start + branch.length),
+                )
                 for first, stop in ((q_start, q_stop), (k_start, k_stop))
             )
             count = asking[1] - asking[0]
-            few = torch.where(count < branch.rate, 1 + count + branch.rate * ((asking[0] - k_start) % branch.rate), 0)
-            for part in (wanted[0] - k_start, wanted[1] - k_start, (start - k_start) % branch.rate, few):
+            few = torch.where(
+                count < branch.rate,
+                1 + count + branch.rate * ((asking[0] - k_start) % branch.rate),
+                0,
+            )
+            for part in (
+                wanted[0] - k_start,
+                wanted[1] - k_start,
+                (start - k_start) % branch.rate,
+                few,
+            ):
                 place = place * 6364136223846793005 + torch.where(apart, 1, 2 * part)
     return place
 
 
 def _blocks_needed(problem: Problem) -> list[list[int]]:
     layout, found = problem.layout, []
-    shards = [BlockParts.of(layout.ranges(rank), problem.pattern.block_size) for rank in range(layout.ranks)]
-    owners = torch.repeat_interleave(torch.tensor([len(shard.blocks) for shard in shards]))
-    everyone = BlockParts(*(torch.cat([getattr(s, x) for s in shards]) for x in ("blocks", "starts", "stops")))
+    shards = [
+        BlockParts.of(layout.ranges(rank), problem.pattern.block_size)
+        for rank in range(layout.ranks)
+    ]
+    owners = torch.repeat_interleave(
+        torch.tensor([len(shard.blocks) for shard in shards])
+    )
+    everyone = BlockParts(
+        *(
+            torch.cat([getattr(s, x) for s in shards])
+            for x in ("blocks", "starts", "stops")
+        )
+    )
     lengths = everyone.stops - everyone.starts
     for rank, mine in enumerate(shards):
         seen = problem._seen_parts(mine, everyone)
         seen = seen[owners[seen] != rank]
-        rows = torch.zeros(layout.ranks, dtype=torch.long).index_add_(0, owners[seen], lengths[seen])
+        rows = torch.zeros(layout.ranks, dtype=torch.long).index_add_(
+            0, owners[seen], lengths[seen]
+        )
         found.append((problem.kv_heads * rows).tolist())
     return found
 
 
 def keys_of(message: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v (b, R, 1, d) as views of a message (R, 2, b, d): one row for each position and K/V head."""
+    """k and v (b, R, 1, d) as views of a message (R, 2, b, d): one row for each
+    position and K/V head.
+    """
     return tuple(t.transpose(0, 1).unsqueeze(2) for t in message.unbind(1))
 
 
@@ -476,23 +672,46 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     >>> plan_rank(Problem(Dilated([4, 16], [1, 4]), contiguous(16, 4), False, 4, 4), 0).received
     [0, 4, 4, 4]
     """
-    rank, ranks, routes = operator.index(rank), range(problem.layout.ranks), cache(problem.routes)
+    rank, ranks, routes = (
+        operator.index(rank),
+        range(problem.layout.ranks),
+        cache(problem.routes),
+    )
 
     def rows(by: int, to: int, owner: int) -> tuple[StridedRows, ...]:
         """Of what ``to`` needs from ``owner``, the rows that ``by`` sends it."""
         host = problem.host_ranks(to)
-        return problem.listed(routes((to,) if owner in host else host, owner).get((by, to), ()), owner)
+        return problem.listed(
+            routes((to,) if owner in host else host, owner).get((by, to), ()), owner
+        )
 
     def passed(by: int, to: int) -> tuple[tuple[StridedRows, ...], ...]:
         near = problem.hosts[by] == problem.hosts[to]
-        return tuple(rows(by, to, owner) if near and owner != by else () for owner in ranks)
+        return tuple(
+            rows(by, to, owner) if near and owner != by else () for owner in ranks
+        )
 
-    receive, send = zip(*((rows(other, rank, other), rows(rank, other, rank)) for other in ranks))
+    receive, send = zip(
+        *((rows(other, rank, other), rows(rank, other, rank)) for other in ranks)
+    )
     if not problem.hosts:
         return RankPlan(problem, rank, receive, send)
-    return RankPlan(problem, rank, receive, send, *zip(*((passed(by, rank), passed(rank, by)) for by in ranks)))
+    return RankPlan(
+        problem,
+        rank,
+        receive,
+        send,
+        *zip(*((passed(by, rank), passed(rank, by)) for by in ranks)),
+    )
 
 
 def digest(value: object) -> int:
-    """A 63-bit hash of ``repr(value)``, the same in every process: of a text, or of rows to send."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
+    """A 63-bit hash of ``repr(value)``, the same in every process: of a text, or of
+    rows to send.
+    """
+    return (
+        int.from_bytes(
+            hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big"
+        )
+        >> 1
+    )

@@ -1,8 +1,9 @@
-"""Groups of ranks, and attention over them: a torch.distributed group, or ranks simulated in this process.
+"""Groups of ranks, and attention over them: a torch.distributed group, or ranks
+simulated in this process.
 
-A forward or backward over several ranks is one custom operator, so that a compiler sees no communication and
-checkpointing can save its results. Before it moves data over a process group it compares with the other ranks what is
-computed.
+A forward or backward over several ranks is one custom operator, so that a compiler sees
+no communication and checkpointing can save its results. Before it moves data over a
+process group it compares with the other ranks what is computed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from torch.autograd import forward_ad
 from .. import kernels
 from ..checks import check_choice, check_float_dtype, check_int, short_repr
 from ..engine import Execution
-from ..engine.autograd import IN_GRAPHS, in_transform, is_followed, local_attention, positive_scale, without_autocast
+from ..engine.autograd import (
+    IN_GRAPHS,
+    in_transform,
+    is_followed,
+    local_attention,
+    positive_scale,
+    without_autocast,
+)
 from ..engine.documents import Documents
 from ..kernels.base import accumulation_dtype
 from ..tracking import seen_inside
@@ -35,17 +43,18 @@ from .layout import Layout, layout_named
 from .rank import Rank, rank_of
 from .schemes import SCHEMES, choose, shares
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # groups
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """``ranks`` simulated in this process: q, k, v are whole, sharded inside, and the result is whole.
+    """``ranks`` simulated in this process: q, k, v are whole, sharded inside, and the
+    result is whole.
 
-    ``machines``: over so many simulated hosts the ranks are spread evenly, in order. It decides what scheme "plan"
-    moves between which ranks, and in what order gradients are summed. With one host the example has 512 bytes between
-    the halves.
+    ``machines``: over so many simulated hosts the ranks are spread evenly, in order. It
+    decides what scheme "plan" moves between which ranks, and in what order gradients
+    are summed. With one host the example has 512 bytes between the halves.
 
     >>> from ringlab import Dense, attention, ring
     >>> q = torch.ones(1, 8, 1, 4)
@@ -62,15 +71,17 @@ class Simulated:
         for name in ("ranks", "machines"):
             object.__setattr__(self, name, check_int(name, getattr(self, name)))
         if self.ranks % self.machines:
-            raise ValueError(f"{short_repr(self.ranks)} ranks do not share {short_repr(self.machines)} machines evenly")
+            raise ValueError(
+                f"{short_repr(self.ranks)} ranks do not share {short_repr(self.machines)} machines evenly"
+            )
 
 
 @dataclass(frozen=True)
 class Group:
     """The ranks that share a sequence. ``here`` are the ranks of this process.
 
-    With a process group that is one rank; without (None) it is all of them, simulated. Tensors hold the rows of the
-    ranks here, one rank after the other.
+    With a process group that is one rank; without (None) it is all of them, simulated.
+    Tensors hold the rows of the ranks here, one rank after the other.
     """
 
     size: int
@@ -79,15 +90,21 @@ class Group:
 
     @classmethod
     def of(cls, group) -> Group:
-        """The group of a ProcessGroup, a 1-D DeviceMesh or Simulated ranks; raises TypeError for anything else."""
+        """The group of a ProcessGroup, a 1-D DeviceMesh or Simulated ranks; raises
+        TypeError for anything else.
+        """
         if isinstance(group, Simulated):
             return cls(group.ranks, range(group.ranks))
         if isinstance(group, dist.DeviceMesh):
             if (count := group.ndim) != 1:
-                raise ValueError(f"group must be a 1-D mesh, got one of {count} dimensions; take one, as mesh['sp']")
+                raise ValueError(
+                    f"group must be a 1-D mesh, got one of {count} dimensions; take one, as mesh['sp']"
+                )
             group = group.get_group()
         if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("this rank is not a member of the group: new_group gave it no part")
+            raise ValueError(
+                "this rank is not a member of the group: new_group gave it no part"
+            )
         if not isinstance(group, dist.ProcessGroup):
             wanted = "a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated"
             raise TypeError(f"group must be {wanted}, got {short_repr(group)}")
@@ -96,35 +113,56 @@ class Group:
 
     @classmethod
     def sharing(cls, group) -> Group | None:
-        """As ``of``; None if all rows are here: no group is given, or one of a single rank."""
+        """As ``of``; None if all rows are here: no group is given, or one of a single
+        rank.
+        """
         found = None if group is None else cls.of(group)
         return found if found is not None and found.size > 1 else None
 
-    def split(self, t: Tensor | None, dim: int = 1, layout: Layout | None = None) -> Sequence[Tensor | None]:
+    def split(
+        self, t: Tensor | None, dim: int = 1, layout: Layout | None = None
+    ) -> Sequence[Tensor | None]:
         """The shards of the ranks here: those of a layout, or equal ones."""
         if t is None or self.process_group is not None:
             return [t] * len(self.here)
         if layout is None or layout.kind == "contiguous":
-            return t.chunk(self.size, dim) if layout is None else t.split_with_sizes(layout.sizes, dim)
+            return (
+                t.chunk(self.size, dim)
+                if layout is None
+                else t.split_with_sizes(layout.sizes, dim)
+            )
         return [layout.shard(t, rank, dim) for rank in self.here]
 
-    def join(self, parts: Sequence[Tensor], dim: int, layout: Layout | None = None) -> Tensor:
+    def join(
+        self, parts: Sequence[Tensor], dim: int, layout: Layout | None = None
+    ) -> Tensor:
         """The rows of the ranks here from their shards, contiguous."""
         if self.process_group is not None:
             return parts[0].contiguous()
         return torch.cat(parts, dim) if layout is None else layout.unshard(parts, dim)
 
     def hosts(self, device: torch.device) -> tuple[int, ...]:
-        """A number for the host of each rank, by its name; () for simulated ranks and for fewer than three.
+        """A number for the host of each rank, by its name; () for simulated ranks and
+        for fewer than three.
 
-        The ranks of a process group tell each other once, before anything else, by an all-to-all of 8 bytes.
+        The ranks of a process group tell each other once, before anything else, by an
+        all-to-all of 8 bytes.
         """
         if self.process_group is None or self.size < 3:
             return ()
         if self.process_group not in _hosts:
-            names, ones = torch.full((self.size, 1), digest(socket.gethostname())), [1] * self.size
+            names, ones = (
+                torch.full((self.size, 1), digest(socket.gethostname())),
+                [1] * self.size,
+            )
             names = names.to("cpu" if self._on_cpu else device)
-            theirs = drive([all_to_all(names, ones, ones, control=True)], self.process_group)[0].flatten().tolist()
+            theirs = (
+                drive(
+                    [all_to_all(names, ones, ones, control=True)], self.process_group
+                )[0]
+                .flatten()
+                .tolist()
+            )
             _hosts[self.process_group] = tuple(map(theirs.index, theirs))
         return _hosts[self.process_group]
 
@@ -132,16 +170,26 @@ class Group:
     def _on_cpu(self) -> bool:
         return "cpu:" in dist.get_backend_config(self.process_group)
 
-    def agree(self, passes: str, problem: Problem, t: Tensor, number: int = 0, plan=None, **options) -> int:
-        """Compare with the other ranks what a call computes, before it moves data; returns the call's number.
+    def agree(
+        self,
+        passes: str,
+        problem: Problem,
+        t: Tensor,
+        number: int = 0,
+        plan=None,
+        **options,
+    ) -> int:
+        """Compare with the other ranks what a call computes, before it moves data;
+        returns the call's number.
 
-        The batch, head_dim and dtype of ``t`` and all ``options`` must be equal as well. ``number``: of the forward, in
-        its backward. ``plan()``: the RankPlan, which is compared if it is new to a rank. Raises PlanMismatch on all
-        ranks.
+        The batch, head_dim and dtype of ``t`` and all ``options`` must be equal as
+        well. ``number``: of the forward, in its backward. ``plan()``: the RankPlan,
+        which is compared if it is new to a rank. Raises PlanMismatch on all ranks.
 
-        It costs one all-to-all of 24 bytes to each other rank, from CPU memory. The digest cannot travel with the data:
-        data of unexpected size ends the process inside gloo. A group of NCCL alone compares only what is new to it,
-        because reading the digests would stall the GPU.
+        It costs one all-to-all of 24 bytes to each other rank, from CPU memory. The
+        digest cannot travel with the data: data of unexpected size ends the process
+        inside gloo. A group of NCCL alone compares only what is new to it, because
+        reading the digests would stall the GPU.
         """
         if self.process_group is None:  # simulated ranks cannot differ
             return 0
@@ -153,25 +201,44 @@ class Group:
         on_cpu, new = self._on_cpu, mine not in agreed
         if on_cpu or new:
             header, ones = [mine, number, new and plan is not None], [1] * self.size
-            headers = torch.tensor([header] * self.size, device="cpu" if on_cpu else t.device)
-            theirs = drive([all_to_all(headers, ones, ones, control=True)], self.process_group)[0].tolist()
+            headers = torch.tensor(
+                [header] * self.size, device="cpu" if on_cpu else t.device
+            )
+            theirs = drive(
+                [all_to_all(headers, ones, ones, control=True)], self.process_group
+            )[0].tolist()
             if any(row[:2] != header[:2] for row in theirs):
-                raise _fields_differ(self._gather(stated | {"forward call": f"number {number}"}))
+                raise _fields_differ(
+                    self._gather(stated | {"forward call": f"number {number}"})
+                )
             if any(row[2] for row in theirs):
                 self._compare_rows(plan())
-            if len(agreed) >= MOST_AGREED:  # as all ranks have: their calls are the same
+            if (
+                len(agreed) >= MOST_AGREED
+            ):  # as all ranks have: their calls are the same
                 agreed.clear()
             agreed.add(mine)
         return number
 
     def _compare_rows(self, plan: RankPlan) -> None:
-        """Compare, for every pair of ranks, the rows that one sends with those that the other expects."""
-        each = zip_longest(plan.send, plan.onward), zip_longest(plan.receive, plan.passed)
+        """Compare, for every pair of ranks, the rows that one sends with those that the
+        other expects.
+        """
+        each = (
+            zip_longest(plan.send, plan.onward),
+            zip_longest(plan.receive, plan.passed),
+        )
         sent, expected = zip(*self._gather([list(map(digest, some)) for some in each]))
         pairs = product(range(self.size), repeat=2)
-        bad = [(sender, rank) for rank, sender in pairs if sent[sender][rank] != expected[rank][sender]]
+        bad = [
+            (sender, rank)
+            for rank, sender in pairs
+            if sent[sender][rank] != expected[rank][sender]
+        ]
         if bad:
-            pairs = ", ".join(f"rank {sender} against rank {receiver}" for sender, receiver in bad)
+            pairs = ", ".join(
+                f"rank {sender} against rank {receiver}" for sender, receiver in bad
+            )
             (most, times), *others = Counter(chain(*bad)).most_common()
             odd = most if not others or times > others[0][1] else None
             raise PlanMismatch(f"ranks disagree about which rows move: {pairs}", odd)
@@ -183,13 +250,20 @@ class Group:
 
 
 MOST_AGREED = 4096  # digests that are kept
-# By process group: the digests that its ranks agreed on, and the numbers of its next forward calls.
-_history: WeakKeyDictionary[dist.ProcessGroup, tuple[set[int], Iterator[int]]] = WeakKeyDictionary()
-_hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()  # the host of each rank
+# By process group: the digests that its ranks agreed on, and the numbers of its next
+# forward calls.
+_history: WeakKeyDictionary[dist.ProcessGroup, tuple[set[int], Iterator[int]]] = (
+    WeakKeyDictionary()
+)
+_hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = (
+    WeakKeyDictionary()
+)  # the host of each rank
 
 
 class PlanMismatch(RuntimeError):
-    """Ranks disagree about what is computed or which rows move. ``rank`` differs from all others, if one does."""
+    """Ranks disagree about what is computed or which rows move. ``rank`` differs from
+    all others, if one does.
+    """
 
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)
@@ -197,27 +271,46 @@ class PlanMismatch(RuntimeError):
 
 
 @lru_cache(maxsize=256)
-def _fields(passes: str, problem: Problem, options: tuple) -> tuple[dict[str, str], int]:
+def _fields(
+    passes: str, problem: Problem, options: tuple
+) -> tuple[dict[str, str], int]:
     """What all ranks must have equal, by name, and its digest."""
     found = {
-        "pass": passes, "pattern": str(problem.pattern), "layout": str(problem.layout), "causal": str(problem.causal),
-        "heads": f"{problem.heads} / {problem.kv_heads}", "hosts": str(problem.hosts),
+        "pass": passes,
+        "pattern": str(problem.pattern),
+        "layout": str(problem.layout),
+        "causal": str(problem.causal),
+        "heads": f"{problem.heads} / {problem.kv_heads}",
+        "hosts": str(problem.hosts),
         "exchange_dtype": str(problem.exchange_dtype),
-    }  # fmt: skip
+    }
     found |= {name: str(value) for name, value in options}
     return found, digest(found)
 
 
 def _fields_differ(fields: list[dict[str, str]]) -> PlanMismatch:
-    """The first field that differs, and the rank that differs from all others, if one does."""
-    name = next(name for name in fields[0] if len({each.get(name) for each in fields}) > 1)
+    """The first field that differs, and the rank that differs from all others, if one
+    does.
+    """
+    name = next(
+        name for name in fields[0] if len({each.get(name) for each in fields}) > 1
+    )
     values = [each.get(name) for each in fields]
     (common, times), (_, next_times), *_ = Counter(values).most_common()
     if times == next_times:
-        found, odd = ", ".join(f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values)), []
+        found, odd = (
+            ", ".join(
+                f"{value} on rank {values.index(value)}"
+                for value in dict.fromkeys(values)
+            ),
+            [],
+        )
     else:
         odd = [rank for rank, value in enumerate(values) if value != common]
-        found = ", ".join(f"{values[rank]} on rank {rank}" for rank in odd) + f", {common} on the others"
+        found = (
+            ", ".join(f"{values[rank]} on rank {rank}" for rank in odd)
+            + f", {common} on the others"
+        )
     message = f"ranks disagree about what is computed: {name} is {found}"
     return PlanMismatch(message, odd[0] if len(odd) == 1 else None)
 
@@ -227,13 +320,15 @@ def group_size(group) -> int:
     return Group.of(group).size
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # attention
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """All of a call but its group, tensors and scale. Operators take its name, by which they find it."""
+    """All of a call but its group, tensors and scale. Operators take its name, by which
+    they find it.
+    """
 
     name: str
     problem: Problem
@@ -241,43 +336,87 @@ class _Call:
     backend: str | tuple[str, ...]
     execution: Execution
 
-    def ranks(self, group: Group, q: Tensor, scale: float, backward: bool) -> tuple[list[Rank], Callable]:
-        """The work of the ranks here, for a positive scale, and what makes q, and dq of its, one for that scale."""
-        needs = {"causal": self.problem.causal, "backward": backward, "backend": self.backend}
+    def ranks(
+        self, group: Group, q: Tensor, scale: float, backward: bool
+    ) -> tuple[list[Rank], Callable]:
+        """The work of the ranks here, for a positive scale, and what makes q, and dq of
+        its, one for that scale.
+        """
+        needs = {
+            "causal": self.problem.causal,
+            "backward": backward,
+            "backend": self.backend,
+        }
         kernel = kernels.choose(q.device, q.dtype, q.shape[3], **needs).kernel
         (flip, scale), problem = positive_scale(scale), self.problem
         if group.process_group is not None:
             problem = on_hosts(problem, self.scheme, group.hosts(q.device))
-        return [rank_of(problem, rank, kernel, scale, self.execution) for rank in group.here], flip
+        return [
+            rank_of(problem, rank, kernel, scale, self.execution) for rank in group.here
+        ], flip
 
     def options(self, scale: float) -> dict:
         """What all ranks must have equal beside the problem."""
         return {"scheme": self.scheme, "scale": scale, "backend": self.backend}
 
 
-_calls: WeakValueDictionary[str, _Call] = WeakValueDictionary()  # by name; whoever passes a name on holds its call
+_calls: WeakValueDictionary[str, _Call] = (
+    WeakValueDictionary()
+)  # by name; whoever passes a name on holds its call
 _compiled: set[_Call] = set()  # the calls of compiled graphs
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()  # by name
 
 
 def attend(
-    q, k, v, pattern, *, group, scheme: str, layout, causal: bool, scale: float, backend, execution: Execution,
+    q,
+    k,
+    v,
+    pattern,
+    *,
+    group,
+    scheme: str,
+    layout,
+    causal: bool,
+    scale: float,
+    backend,
+    execution: Execution,
     exchange_dtype: torch.dtype | None = None,
-):  # fmt: skip
-    """out and lse for checked tensors: local shards over a group or 1-D mesh, whole ones over Simulated ranks."""
+):
+    """out and lse for checked tensors: local shards over a group or 1-D mesh, whole
+    ones over Simulated ranks.
+    """
     compiling, simulated = torch.compiler.is_compiling(), isinstance(group, Simulated)
-    options = {"causal": causal, "scale": scale, "backend": backend, "execution": execution}
+    options = {
+        "causal": causal,
+        "scale": scale,
+        "backend": backend,
+        "execution": execution,
+    }
     if compiling and (simulated or not IN_GRAPHS):
-        across = {"group": group, "scheme": scheme, "layout": layout, "exchange_dtype": exchange_dtype}
+        across = {
+            "group": group,
+            "scheme": scheme,
+            "layout": layout,
+            "exchange_dtype": exchange_dtype,
+        }
         return torch.compiler.disable(attend)(q, k, v, pattern, **across, **options)
     if not compiling and (
-        in_transform and in_transform() or getattr(forward_ad, "_current_level", -1) >= 0
+        in_transform
+        and in_transform()
+        or getattr(forward_ad, "_current_level", -1) >= 0
     ):  # operators know neither
-        raise NotImplementedError("attention over a group does not support torch.func or forward-mode derivatives")
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))  # kernels need that
+        raise NotImplementedError(
+            "attention over a group does not support torch.func or forward-mode derivatives"
+        )
+    q, k, v = (
+        t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v)
+    )  # kernels need that
     machines, group = group.machines if simulated else 1, Group.of(group)
     check_exchange_dtype(exchange_dtype, q.dtype)
-    shape, where = (*q.shape[1:3], k.shape[2]), (exchange_dtype, group.size, machines, group.process_group)
+    shape, where = (
+        (*q.shape[1:3], k.shape[2]),
+        (exchange_dtype, group.size, machines, group.process_group),
+    )
     about = shape, pattern, layout, scheme, causal, backend, execution, *where
     if compiling:
         name = _name_in_graph(*about)
@@ -287,27 +426,43 @@ def attend(
     if group.size > 1 and simulated and not is_followed(q, k, v):
         return forward(q, k, v, scale, "", name, operator=False)[:2]
     if group.size > 1:
-        return ranks_forward(q, k, v, scale, "" if simulated else group.process_group.group_name, name)[:2]
+        return ranks_forward(
+            q, k, v, scale, "" if simulated else group.process_group.group_name, name
+        )[:2]
     if not simulated or call.problem.layout.grid is None:
         return local_attention(q, k, v, pattern, **options)
     layout = call.problem.layout  # the pattern runs along the curve
-    out, lse = local_attention(*(layout.shard(t, 0) for t in (q, k, v)), pattern, **options)
+    out, lse = local_attention(
+        *(layout.shard(t, 0) for t in (q, k, v)), pattern, **options
+    )
     return layout.unshard([out]), layout.unshard([lse], 2)
 
 
 def attend_documents(
-    q, k, v, pattern, documents: Documents, *, group, scheme: str, layout, exchange_dtype=None, **options
+    q,
+    k,
+    v,
+    pattern,
+    documents: Documents,
+    *,
+    group,
+    scheme: str,
+    layout,
+    exchange_dtype=None,
+    **options,
 ):
     """As ``attend`` for packed or padded documents, whose positions are global.
 
-    Documents inside a shard are attended there, and nothing moves. One that borders of shards cut is a call of all
-    ranks on its part of the layout.
+    Documents inside a shard are attended there, and nothing moves. One that borders of
+    shards cut is a call of all ranks on its part of the layout.
     """
     found = Group.of(group)
     check_choice("scheme", scheme, ("auto", *SCHEMES))
     layout = layout_named(layout, documents.n, found.size)
     if layout.kind not in ("contiguous", "zigzag"):
-        raise ValueError(f"documents across ranks need a contiguous or zigzag layout, not a {layout.kind} one")
+        raise ValueError(
+            f"documents across ranks need a contiguous or zigzag layout, not a {layout.kind} one"
+        )
     rank = None if found.process_group is None else found.here[0]
     rows = layout.n if rank is None else layout.size(rank)
     if q.shape[1] != rows:
@@ -316,19 +471,33 @@ def attend_documents(
         return local_attention(q, k, v, pattern, documents=documents, **options)
     problem = Problem(pattern, layout, options["causal"], q.shape[2], k.shape[2])
     borders = [(start, stop) for _, start, stop in documents.spans]
-    found.agree("documents", problem, q, borders=f"{short_repr(borders)} ({digest(documents.spans)})")
+    found.agree(
+        "documents",
+        problem,
+        q,
+        borders=f"{short_repr(borders)} ({digest(documents.spans)})",
+    )
     whole, cut, index = _documents_here(documents, layout, rank)
     out, lse = local_attention(q, k, v, pattern, documents=whole, **options)
     if not cut:
         return out, lse
     index = index.to(q.device)
-    parts = [t.flatten(0, 1)[index].split([e * r for _, e, r in cut]) for t in (q, k, v)]
+    parts = [
+        t.flatten(0, 1)[index].split([e * r for _, e, r in cut]) for t in (q, k, v)
+    ]
     results = []
     for (shards, *size), *some in zip(cut, *parts):
         some = (t.unflatten(0, size) for t in some)
-        across = {"group": group, "scheme": scheme, "layout": shards, "exchange_dtype": exchange_dtype}
+        across = {
+            "group": group,
+            "scheme": scheme,
+            "layout": shards,
+            "exchange_dtype": exchange_dtype,
+        }
         results.append(attend(*some, pattern, **across, **options))
-    outs, lses = zip(*((o.flatten(0, 1), l.transpose(1, 2).flatten(0, 1)) for o, l in results))
+    outs, lses = zip(
+        *((o.flatten(0, 1), l.transpose(1, 2).flatten(0, 1)) for o, l in results)
+    )
     shape, lse = out.shape, lse.transpose(1, 2)  # (b, n, h)
     out = out.flatten(0, 1).index_copy(0, index, torch.cat(outs)).view(shape)
     lse = lse.flatten(0, 1).index_copy(0, index, torch.cat(lses)).view(shape[:3])
@@ -340,25 +509,43 @@ def attend_documents(
 def _documents_here(
     documents: Documents, layout: Layout, rank: int | None
 ) -> tuple[Documents, list[tuple[Layout, int, int]], Tensor]:
-    """Where documents lie in what a rank holds, or (None) in all rows: those inside a shard, and those that are cut.
+    """Where documents lie in what a rank holds, or (None) in all rows: those inside a
+    shard, and those that are cut.
 
-    Of the second, (layout of the document, batch entries, rows here) for each place in the sequence, and the index of
-    all their rows, counted through the batch.
+    Of the second, (layout of the document, batch entries, rows here) for each place in
+    the sequence, and the index of all their rows, counted through the batch.
     """
     cuts, whole, cut = layout.cuts, [], {}
     for entry, start, stop in documents.spans:
         if start < stop:
             parts = range(bisect_right(cuts, start) - 1, bisect_right(cuts, stop - 1))
-            owners = {min(i, len(cuts) - 2 - i) if layout.kind == "zigzag" else i for i in parts}
+            owners = {
+                min(i, len(cuts) - 2 - i) if layout.kind == "zigzag" else i
+                for i in parts
+            }
             if len(owners) > 1:
                 cut.setdefault((start, stop), []).append(entry)
             elif rank is None or rank in owners:
-                rows = range(start, stop) if rank is None else _rows_of(layout, rank, start, stop)
+                rows = (
+                    range(start, stop)
+                    if rank is None
+                    else _rows_of(layout, rank, start, stop)
+                )
                 whole.append((entry, int(rows[0]), int(rows[-1]) + 1))
-    held, found, index = layout.n if rank is None else layout.size(rank), [], [torch.arange(0)]
+    held, found, index = (
+        layout.n if rank is None else layout.size(rank),
+        [],
+        [torch.arange(0)],
+    )
     for (start, stop), entries in cut.items():
-        shards = Layout(layout.kind, tuple(min(max(x, start), stop) - start for x in cuts))
-        rows = torch.arange(start, stop) if rank is None else _rows_of(layout, rank, start, stop)
+        shards = Layout(
+            layout.kind, tuple(min(max(x, start), stop) - start for x in cuts)
+        )
+        rows = (
+            torch.arange(start, stop)
+            if rank is None
+            else _rows_of(layout, rank, start, stop)
+        )
         found.append((shards, len(entries), len(rows)))
         index.append((held * torch.tensor(entries)[:, None] + rows).flatten())
     return Documents(tuple(whole), held), found, torch.cat(index)
@@ -366,37 +553,62 @@ def _documents_here(
 
 def _rows_of(layout: Layout, rank: int, start: int, stop: int) -> Tensor:
     """The rows of a rank's shard that hold positions start .. stop - 1."""
-    each = [torch.arange(max(start - at.start, 0), min(stop, at.stop) - at.start) + row
-            for row, at in layout.chunks(rank) if start < at.stop and at.start < stop]  # fmt: skip
+    each = [
+        torch.arange(max(start - at.start, 0), min(stop, at.stop) - at.start) + row
+        for row, at in layout.chunks(rank)
+        if start < at.stop and at.start < stop
+    ]
     return torch.cat(each) if each else torch.arange(0)
 
 
 def check_exchange_dtype(value, dtype: torch.dtype) -> None:
-    """Raise ValueError unless rows of a dtype can travel as ``value``: None, that dtype or a narrower one."""
+    """Raise ValueError unless rows of a dtype can travel as ``value``: None, that dtype
+    or a narrower one.
+    """
     if value is not None and value is not dtype:
         check_float_dtype(value)
         if value.itemsize >= dtype.itemsize:
-            raise ValueError(f"exchange_dtype must be narrower than {dtype}, got {value}")
+            raise ValueError(
+                f"exchange_dtype must be narrower than {dtype}, got {value}"
+            )
 
 
 def check_one_device(scheme, layout, exchange_dtype=None) -> None:
-    """Raise ValueError for an unknown scheme, and for what is for several ranks, without a group."""
+    """Raise ValueError for an unknown scheme, and for what is for several ranks,
+    without a group.
+    """
     check_choice("scheme", scheme, ("auto", *SCHEMES))
     if exchange_dtype is not None:
-        raise ValueError("an exchange_dtype is for several ranks: give a group, or ringlab.Simulated(p)")
+        raise ValueError(
+            "an exchange_dtype is for several ranks: give a group, or ringlab.Simulated(p)"
+        )
     if not isinstance(layout, str) or layout != "contiguous":
-        raise ValueError("a layout is for several ranks: give a group, or ringlab.Simulated(p)")
+        raise ValueError(
+            "a layout is for several ranks: give a group, or ringlab.Simulated(p)"
+        )
 
 
 def length_of(t: Tensor, group, layout) -> int:
     """The length of the sequence of which ``t`` (b, n, ...) holds the rows here."""
     if isinstance(layout, Layout):
         return layout.n
-    return t.shape[1] * (1 if group is None or isinstance(group, Simulated) else Group.of(group).size)
+    return t.shape[1] * (
+        1 if group is None or isinstance(group, Simulated) else Group.of(group).size
+    )
 
 
 def _call(
-    shape, pattern, layout, scheme, causal, backend, execution, exchange_dtype, ranks: int, machines: int, process_group
+    shape,
+    pattern,
+    layout,
+    scheme,
+    causal,
+    backend,
+    execution,
+    exchange_dtype,
+    ranks: int,
+    machines: int,
+    process_group,
 ) -> _Call:
     """The call, checked; ``shape``: rows, heads, K/V heads."""
     check_choice("scheme", scheme, ("auto", *SCHEMES))
@@ -404,8 +616,13 @@ def _call(
         layout_named(layout, 1, 1)  # raises
     rank = None
     if process_group is not None:
-        rank, _groups[process_group.group_name] = dist.get_rank(process_group), process_group
-    problem, scheme, text = _problem(pattern, layout, scheme, causal, exchange_dtype, shape, ranks, machines, rank)
+        rank, _groups[process_group.group_name] = (
+            dist.get_rank(process_group),
+            process_group,
+        )
+    problem, scheme, text = _problem(
+        pattern, layout, scheme, causal, exchange_dtype, shape, ranks, machines, rank
+    )
     check_merge(execution, ranks)
     name = f"{text} {backend} {id(execution)}"  # a call holds its execution, so that the id is its alone
     return _calls.setdefault(name, _Call(name, problem, scheme, backend, execution))
@@ -423,26 +640,44 @@ def _problem(
     machines: int,
     rank: int | None,
 ) -> tuple[Problem, str, str]:
-    """Problem, scheme, and a text for both, checked. ``shape``: rows, heads, K/V heads; ``rank`` None: of all rows."""
+    """Problem, scheme, and a text for both, checked. ``shape``: rows, heads, K/V heads;
+    ``rank`` None: of all rows.
+    """
     rows, heads, kv_heads = shape
-    n = rows if rank is None else layout.n if isinstance(layout, Layout) else rows * ranks
+    n = (
+        rows
+        if rank is None
+        else layout.n
+        if isinstance(layout, Layout)
+        else rows * ranks
+    )
     layout = layout_named(layout, n, ranks)
     if rank is not None and layout.size(rank) != rows:
-        raise ValueError(f"the layout has {layout.size(rank)} positions here, q has {rows}")
-    problem = Problem(pattern, layout, causal, heads, kv_heads, exchange_dtype=exchange_dtype)
+        raise ValueError(
+            f"the layout has {layout.size(rank)} positions here, q has {rows}"
+        )
+    problem = Problem(
+        pattern, layout, causal, heads, kv_heads, exchange_dtype=exchange_dtype
+    )
     scheme = choose(problem).scheme if scheme == "auto" else scheme
     problem.check(scheme)
-    problem = on_hosts(problem, scheme, tuple(i * machines // ranks for i in range(ranks)))
+    problem = on_hosts(
+        problem, scheme, tuple(i * machines // ranks for i in range(ranks))
+    )
     return problem, scheme, f"{digest(problem):x} {scheme}"
 
 
 def check_merge(execution: Execution, ranks: int) -> None:
-    """Raise NotImplementedError for the fused merge, since several ranks merge results as they come."""
+    """Raise NotImplementedError for the fused merge, since several ranks merge results
+    as they come.
+    """
     if ranks > 1 and execution.merge == "fused":
-        raise NotImplementedError(f"merge='fused' joins the results of one device, not what {ranks} ranks exchange")
+        raise NotImplementedError(
+            f"merge='fused' joins the results of one device, not what {ranks} ranks exchange"
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # autograd: one operator a pass
 
 
@@ -453,43 +688,71 @@ def _name_in_graph(*about) -> str:
     return call.name
 
 
-# Python objects and shapes in, a string out: a compiler need not trace it. This is ``assume_constant_result`` of
-# torch.compiler, without its import of the compiler.
+# Python objects and shapes in, a string out: a compiler need not trace it. This is
+# ``assume_constant_result`` of torch.compiler, without its import of the compiler.
 _name_in_graph._dynamo_marked_constant = True
 
 
 def _found(name: str, group: str) -> tuple[_Call, Group]:
-    """The call of a name, and the process group of a name or, of "", its simulated ranks."""
+    """The call of a name, and the process group of a name or, of "", its simulated
+    ranks.
+    """
     call = _calls[name]
     if not group:
         return call, Group(call.problem.layout.ranks, range(call.problem.layout.ranks))
-    # A private function of torch. It also knows a group that was made anew under the name since a graph was compiled.
-    return call, Group.of(getattr(dist.distributed_c10d, "_resolve_process_group", _groups.get)(group))
+    # A private function of torch. It also knows a group that was made anew under the
+    # name since a graph was compiled.
+    return call, Group.of(
+        getattr(dist.distributed_c10d, "_resolve_process_group", _groups.get)(group)
+    )
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, group: str, name: str, operator: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    group: str,
+    name: str,
+    operator: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """out, lse, the number of the call, and what else its backward needs, for one rank here after the other.
+    """out, lse, the number of the call, and what else its backward needs, for one rank
+    here after the other.
 
-    q, k, v hold the rows of the ranks here. ``operator``: it is one, hence needs a kernel that has a backward.
+    q, k, v hold the rows of the ranks here. ``operator``: it is one, hence needs a
+    kernel that has a backward.
     """
     call, group = _found(name, group)
-    ranks, flip = call.ranks(group, q, scale, operator)  # probes the kernel, which is no part of the call
+    ranks, flip = call.ranks(
+        group, q, scale, operator
+    )  # probes the kernel, which is no part of the call
     layout = call.problem.layout
     with seen_inside() if operator else nullcontext(), without_autocast(q):
-        number = group.agree("forward", ranks[0].problem, q, plan=lambda: ranks[0].plan, **call.options(scale))
+        number = group.agree(
+            "forward",
+            ranks[0].problem,
+            q,
+            plan=lambda: ranks[0].plan,
+            **call.options(scale),
+        )
         shards = zip(*(group.split(t, 1, layout) for t in (flip(q), k, v)))
-        steps = [SCHEMES[call.scheme][0](rank, *mine) for rank, mine in zip(ranks, shards)]
+        steps = [
+            SCHEMES[call.scheme][0](rank, *mine) for rank, mine in zip(ranks, shards)
+        ]
         found = drive(steps, group.process_group)
-        out, lse = (group.join([each[i] for each in found], dim, layout) for i, dim in ((0, 1), (1, 2)))
+        out, lse = (
+            group.join([each[i] for each in found], dim, layout)
+            for i, dim in ((0, 1), (1, 2))
+        )
     return out, lse, torch.full((), number), [t for each in found for t in each[2:]]
 
 
 ranks_forward = torch.library.custom_op(
-    "ringlab::ranks_forward", forward, mutates_args=(),
+    "ringlab::ranks_forward",
+    forward,
+    mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, float scale, str group, str name) -> (Tensor, Tensor, Tensor, Tensor[])",
-)  # fmt: skip
+)
 
 
 @ranks_forward.register_fake
@@ -500,37 +763,73 @@ def _(q, k, v, scale, group, name):
         if call.scheme == "plan":
             saved.append(k.new_empty(plan_rank(call.problem, rank).rows, 2, b, d))
         elif call.scheme == "ulysses":
-            queries, keys = (len(heads[rank]) for heads in shares(h, k.shape[2], layout.ranks))
-            saved += [q.new_empty(b, layout.n, heads, d) for heads in (queries, keys, keys, queries)]
+            queries, keys = (
+                len(heads[rank]) for heads in shares(h, k.shape[2], layout.ranks)
+            )
+            saved += [
+                q.new_empty(b, layout.n, heads, d)
+                for heads in (queries, keys, keys, queries)
+            ]
             saved.append(q.new_empty(b, queries, layout.n, dtype=broad))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_empty(b, h, s, dtype=broad), torch.empty((), dtype=torch.long), saved
+    return (
+        out,
+        q.new_empty(b, h, s, dtype=broad),
+        torch.empty((), dtype=torch.long),
+        saved,
+    )
 
 
 @torch.library.custom_op("ringlab::ranks_backward", mutates_args=())
 def ranks_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: Tensor,
-    saved: list[Tensor], scale: float, group: str, name: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of the rows here; ``number`` and ``saved``, of all ranks here, are those of the forward."""
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    number: Tensor,
+    saved: list[Tensor],
+    scale: float,
+    group: str,
+    name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of the rows here; ``number`` and ``saved``, of all ranks here, are
+    those of the forward.
+    """
     call, group = _found(name, group)
     with seen_inside(), without_autocast(q):
         ranks, flip = call.ranks(group, q, scale, True)
         options = call.options(scale) | {"gradient of lse": dlse is not None}
         group.agree("backward", ranks[0].problem, q, int(number), **options)
-        layout, whole = call.problem.layout, ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2))
+        layout, whole = (
+            call.problem.layout,
+            ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2)),
+        )
         shards = zip(*(group.split(t, dim, layout) for t, dim in whole))
         count = len(saved) // len(ranks)
-        each = zip(ranks, shards, (saved[i * count : (i + 1) * count] for i in range(len(ranks))))
-        steps = [SCHEMES[call.scheme][1](rank, *mine, *more) for rank, mine, more in each]
+        each = zip(
+            ranks,
+            shards,
+            (saved[i * count : (i + 1) * count] for i in range(len(ranks))),
+        )
+        steps = [
+            SCHEMES[call.scheme][1](rank, *mine, *more) for rank, mine, more in each
+        ]
         found = drive(steps, group.process_group)
-        dq, dk, dv = (group.join([g.to(q.dtype) for g in parts], 1, layout) for parts in zip(*found))
+        dq, dk, dv = (
+            group.join([g.to(q.dtype) for g in parts], 1, layout)
+            for parts in zip(*found)
+        )
         return flip(dq), dk, dv
 
 
 @ranks_backward.register_fake
 def _(dout, dlse, q, k, v, *rest):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)
+    )
 
 
 def _setup(ctx, inputs, output):
@@ -543,10 +842,17 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dout, dlse, *_):
     q, k, v, out, lse, number, *saved = ctx.saved_tensors
-    if dout is None:  # also without any gradient: the other ranks go through their backward, so this one does too
+    if (
+        dout is None
+    ):  # also without any gradient: the other ranks go through their backward, so this one does too
         dout = torch.zeros_like(out)
     how = ctx.scale, ctx.group, ctx.call.name
-    return *ranks_backward(dout, dlse, q, k, v, out, lse, number, saved, *how), None, None, None
+    return (
+        *ranks_backward(dout, dlse, q, k, v, out, lse, number, saved, *how),
+        None,
+        None,
+        None,
+    )
 
 
 ranks_forward.register_autograd(_backward, setup_context=_setup)

@@ -1,4 +1,6 @@
-"""Layouts: which rank owns which positions of a sequence. Each is a partition of range(n)."""
+"""Layouts: which rank owns which positions of a sequence. Each is a partition of
+range(n).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ MOST_RANKS = 2**20  # beyond any cluster, and a layout lists them all
 
 @dataclass(frozen=True)
 class Layout:
-    """A sequence split over ranks; made by `contiguous`, `uneven`, `zigzag`, `striped` or `hilbert`.
+    """A sequence split over ranks; made by `contiguous`, `uneven`, `zigzag`, `striped`
+    or `hilbert`.
 
-    ``cuts``: the p + 1 borders of the shards of a contiguous, uneven or Hilbert layout, the 2 p + 1 borders of the
-    chunks of a zigzag one, (n, p) of a striped one. ``grid``: (height, width) of a Hilbert layout, whose positions are
-    steps of the curve.
+    ``cuts``: the p + 1 borders of the shards of a contiguous, uneven or Hilbert layout,
+    the 2 p + 1 borders of the chunks of a zigzag one, (n, p) of a striped one.
+    ``grid``: (height, width) of a Hilbert layout, whose positions are steps of the
+    curve.
 
     >>> layout = zigzag(16, 2)
     >>> layout.ranges(0), layout.ranges(1)
@@ -43,10 +47,14 @@ class Layout:
 
     @cached_property
     def ranks(self) -> int:
-        return {"striped": self.cuts[-1], "zigzag": (len(self.cuts) - 1) // 2}.get(self.kind, len(self.cuts) - 1)
+        return {"striped": self.cuts[-1], "zigzag": (len(self.cuts) - 1) // 2}.get(
+            self.kind, len(self.cuts) - 1
+        )
 
     def chunks(self, rank: int) -> list[tuple[int, range]]:
-        """(first row in the shard, positions) of each of ``ranges(rank)``. ValueError for a rank that is none."""
+        """(first row in the shard, positions) of each of ``ranges(rank)``. ValueError
+        for a rank that is none.
+        """
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank must be in 0 .. {self.ranks - 1}, got {rank}")
         return self._chunks[rank]
@@ -57,12 +65,17 @@ class Layout:
             owned = [[range(rank, self.n, self.ranks)] for rank in range(self.ranks)]
         else:
             parts = [range(*cuts) for cuts in pairwise(self.cuts)]
-            owned = [[parts[i], parts[-1 - i]] if self.kind == "zigzag" else [parts[i]] for i in range(self.ranks)]
+            owned = [
+                [parts[i], parts[-1 - i]] if self.kind == "zigzag" else [parts[i]]
+                for i in range(self.ranks)
+            ]
         rows = [accumulate(map(len, mine), initial=0) for mine in owned]
         return [[pair for pair in zip(*each) if pair[1]] for each in zip(rows, owned)]
 
     def ranges(self, rank: int) -> tuple[range, ...]:
-        """The positions of the pattern that a rank owns, in the order of its rows, increasing, without empty ranges."""
+        """The positions of the pattern that a rank owns, in the order of its rows,
+        increasing, without empty ranges.
+        """
         return tuple(positions for _, positions in self.chunks(rank))
 
     def size(self, rank: int) -> int:
@@ -75,29 +88,39 @@ class Layout:
         return [self.size(rank) for rank in range(self.ranks)]
 
     def positions(self, rank: int) -> Tensor:
-        """The positions in the sequence of a rank's rows, int64 (size,): for position embeddings."""
+        """The positions in the sequence of a rank's rows, int64 (size,): for position
+        embeddings.
+        """
         mine = [torch.arange(r.start, r.stop, r.step) for r in self.ranges(rank)]
         steps = torch.cat([torch.empty(0, dtype=torch.long), *mine])
         return steps if self.grid is None else _curve(*self.grid)[steps]
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """A rank's rows of a whole tensor, as a view if they are adjacent. Raises ValueError for another length."""
+        """A rank's rows of a whole tensor, as a view if they are adjacent. Raises
+        ValueError for another length.
+        """
         if x.shape[dim] != self.n:
-            raise ValueError(f"the layout is of {self.n} positions, the tensor has {x.shape[dim]} along dim {dim}")
+            raise ValueError(
+                f"the layout is of {self.n} positions, the tensor has {x.shape[dim]} along dim {dim}"
+            )
         chunks = self.chunks(rank)
         if self.grid is None and len(chunks) == 1 and (owned := chunks[0][1]).step == 1:
             return x.narrow(dim, owned.start, len(owned))
         return x.index_select(dim, self.positions(rank).to(x.device))
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole tensor from the shards of all ranks, in order. Raises ValueError if their sizes do not fit."""
+        """The whole tensor from the shards of all ranks, in order. Raises ValueError if
+        their sizes do not fit.
+        """
         sizes = [t.shape[dim] for t in shards]
         if sizes != self.sizes:
             raise ValueError(f"shards have sizes {sizes}, the layout has {self.sizes}")
         whole = torch.cat(list(shards), dim)
         if self.grid is None and self.kind == "contiguous":
             return whole
-        order = torch.cat([self.positions(k) for k in range(self.ranks)]).to(whole.device)
+        order = torch.cat([self.positions(k) for k in range(self.ranks)]).to(
+            whole.device
+        )
         return torch.empty_like(whole).index_copy_(dim, order, whole)
 
     def __str__(self) -> str:
@@ -106,7 +129,9 @@ class Layout:
 
 
 def contiguous(n: int, ranks: int) -> Layout:
-    """Adjacent positions in each shard, as equal as possible: the first ones take the remainder."""
+    """Adjacent positions in each shard, as equal as possible: the first ones take the
+    remainder.
+    """
     return Layout("contiguous", _borders(n, ranks))
 
 
@@ -114,40 +139,57 @@ def uneven(sizes: Iterable[int]) -> Layout:
     """Adjacent positions in each shard, of these sizes; 0 is allowed."""
     sizes = tuple(sizes) if isinstance(sizes, Iterable) else ()
     if not all(is_int(s, 0) for s in sizes) or not sum(sizes):
-        raise ValueError(f"sizes must be integers from 0 up with a positive sum, got {short_repr(sizes)}")
+        raise ValueError(
+            f"sizes must be integers from 0 up with a positive sum, got {short_repr(sizes)}"
+        )
     return Layout("contiguous", tuple(accumulate(map(int, sizes), initial=0)))
 
 
 def zigzag(n: int, ranks: int) -> Layout:
-    """2 p chunks; rank k owns chunks k and 2 p - 1 - k: equal causal work (Brandon et al. 2023; Llama 3)."""
+    """2 p chunks; rank k owns chunks k and 2 p - 1 - k: equal causal work (Brandon et
+    al. 2023; Llama 3).
+    """
     return Layout("zigzag", _borders(n, ranks, 2))
 
 
 def striped(n: int, ranks: int) -> Layout:
     """Rank k owns every p-th position from k on (Striped Attention, arXiv 2311.09431)."""
-    return Layout("striped", (check_int("n", n, most=LARGEST), check_int("ranks", ranks, most=MOST_RANKS)))
+    return Layout(
+        "striped",
+        (check_int("n", n, most=LARGEST), check_int("ranks", ranks, most=MOST_RANKS)),
+    )
 
 
 def hilbert(height: int, width: int, ranks: int) -> Layout:
-    """Shards of a Hilbert curve over a grid, whose cells are the sequence row by row. The pattern follows the curve.
+    """Shards of a Hilbert curve over a grid, whose cells are the sequence row by row.
+    The pattern follows the curve.
 
-    Any height and width: the generalised curve of J. Cerveny (github.com/jakubcerveny/gilbert).
+    Any height and width: the generalised curve of J. Cerveny
+    (github.com/jakubcerveny/gilbert).
     """
     grid = check_int("height", height), check_int("width", width)
     return Layout("hilbert", _borders(grid[0] * grid[1], ranks), grid)
 
 
 def layout_named(layout: str | Layout, n: int, ranks: int) -> Layout:
-    """The layout of this name for n positions, or the given layout. Raises ValueError if it does not fit."""
+    """The layout of this name for n positions, or the given layout. Raises ValueError
+    if it does not fit.
+    """
     if isinstance(layout, Layout):
         if layout.ranks != ranks:
-            raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
+            raise ValueError(
+                f"the layout is for {layout.ranks} ranks, the group has {ranks}"
+            )
         if layout.n != n:
-            raise ValueError(f"the layout is for {layout.n} positions, the sequence has {n}")
+            raise ValueError(
+                f"the layout is for {layout.n} positions, the sequence has {n}"
+            )
         return layout
     makers = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
     if not isinstance(layout, str) or layout not in makers:
-        raise ValueError(f"unknown layout {short_repr(layout)}; known: {', '.join(makers)}, or a ringlab.ring.Layout")
+        raise ValueError(
+            f"unknown layout {short_repr(layout)}; known: {', '.join(makers)}, or a ringlab.ring.Layout"
+        )
     return makers[layout](n, ranks)
 
 
@@ -159,7 +201,9 @@ def _borders(n: int, ranks: int, each: int = 1) -> tuple[int, ...]:
 
 @cache
 def _curve(height: int, width: int) -> Tensor:
-    """Row-major index of each step of the curve (height * width,): consecutive steps are neighbours on the grid."""
+    """Row-major index of each step of the curve (height * width,): consecutive steps
+    are neighbours on the grid.
+    """
     cells: list[complex] = []
     # Blocks of cells x + iy: the corner, the side to walk along, the side to cross.
     stack = [(0, width, height * 1j) if width >= height else (0, height * 1j, width)]
@@ -168,11 +212,16 @@ def _curve(height: int, width: int) -> Tensor:
         length, depth = int(abs(along)), int(abs(across))
         step, side_step = along / length, across / depth
         if depth == 1 or length == 1:
-            cells += [corner + i * (step if depth == 1 else side_step) for i in range(max(length, depth))]
+            cells += [
+                corner + i * (step if depth == 1 else side_step)
+                for i in range(max(length, depth))
+            ]
             continue
         half, half_depth = length // 2, depth // 2
         if 2 * length > 3 * depth:
-            if half % 2 and length > 2:  # an even step keeps the ends of the halves next to each other
+            if (
+                half % 2 and length > 2
+            ):  # an even step keeps the ends of the halves next to each other
                 half += 1
             first = half * step
             parts = [(corner, first, across), (corner + first, along - first, across)]
@@ -181,6 +230,10 @@ def _curve(height: int, width: int) -> Tensor:
                 half_depth += 1
             first, up = half * step, half_depth * side_step
             end = corner + along - step + up - side_step
-            parts = [(corner, up, first), (corner + up, along, across - up), (end, -up, first - along)]
+            parts = [
+                (corner, up, first),
+                (corner + up, along, across - up),
+                (end, -up, first - along),
+            ]
         stack += reversed(parts)
     return torch.tensor([int(cell.imag) * width + int(cell.real) for cell in cells])

@@ -1,8 +1,10 @@
-"""What one rank computes: calls on its own chunks by the one-device engine, and calls on rows of other chunks.
+"""What one rank computes: calls on its own chunks by the one-device engine, and calls
+on rows of other chunks.
 
-Where a chunk of queries and a chunk of keys share a segment of a branch, every query sees every key of it (see
-``exchange``), so cross-rank work is dense calls without a mask. Only a striped layout needs one: the square mask,
-shifted by a row where its keys come later.
+Where a chunk of queries and a chunk of keys share a segment of a branch, every query
+sees every key of it (see ``exchange``), so cross-rank work is dense calls without a
+mask. Only a striped layout needs one: the square mask, shifted by a row where its keys
+come later.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from torch import Tensor
 from ..block_patterns import BlockSparse
 from ..engine import Execution, dilated, execute
 from ..engine.blocks import BlockParts, plan_between
-from ..engine.dilated import calls_on_rows, first_and_step, fold_heads, progressions, runs_alike
+from ..engine.dilated import (
+    calls_on_rows,
+    first_and_step,
+    fold_heads,
+    progressions,
+    runs_alike,
+)
 from ..engine.execute import Call, Plan, View, head_block
 from ..kernels.base import HALF, Kernel, accumulation_dtype
 from ..patterns import Branch, Dense
@@ -25,7 +33,9 @@ from .exchange import Problem, RankPlan, keys_of, plan_rank
 
 
 def cross_rank_calls(problem: Problem, rank: int, source: int) -> list[Call]:
-    """The calls of a rank's queries on the shard of ``source``; on its own shard those between different chunks."""
+    """The calls of a rank's queries on the shard of ``source``; on its own shard those
+    between different chunks.
+    """
     if problem.layout.kind == "striped":
         return _striped(problem, rank, source)
     found = []
@@ -34,26 +44,51 @@ def cross_rank_calls(problem: Problem, rank: int, source: int) -> list[Call]:
             for branch in problem.branches if queries != keys else ():
                 if (shared := problem.shared(branch, queries, keys)) is not None:
                     start, asking, wanted = shared
-                    rows = (q_row + asking.start - queries.start, k_row + wanted.start - keys.start)
+                    rows = (
+                        q_row + asking.start - queries.start,
+                        k_row + wanted.start - keys.start,
+                    )
                     found += _between(branch, problem, start, asking, wanted, rows)
     return found
 
 
-def _between(branch: Branch, problem: Problem, start: int, asking: range, wanted: range, rows) -> Iterator[Call]:
-    """The calls of one branch in the segment from ``start``; ``rows``: where the two parts begin in their shards."""
+def _between(
+    branch: Branch, problem: Problem, start: int, asking: range, wanted: range, rows
+) -> Iterator[Call]:
+    """The calls of one branch in the segment from ``start``; ``rows``: where the two
+    parts begin in their shards.
+    """
     found = []
     for head, offset in zip(branch.heads, branch.offsets):
-        firsts = [(start + offset - part.start) % branch.rate for part in (asking, wanted)]
-        counts = tuple(len(part[first :: branch.rate]) for part, first in zip((asking, wanted), firsts))
-        member = (head, firsts[0] + rows[0], firsts[1] + rows[1], head // (problem.heads // problem.kv_heads))
+        firsts = [
+            (start + offset - part.start) % branch.rate for part in (asking, wanted)
+        ]
+        counts = tuple(
+            len(part[first :: branch.rate])
+            for part, first in zip((asking, wanted), firsts)
+        )
+        member = (
+            head,
+            firsts[0] + rows[0],
+            firsts[1] + rows[1],
+            head // (problem.heads // problem.kv_heads),
+        )
         found.append((counts, member))
     for counts, run in runs_alike(found):
         yield _call(run, branch.rate, *counts)
 
 
-def _call(run: list[tuple[int, ...]], rate: int, q_count: int, k_count: int, causal: bool = False) -> Call:
+def _call(
+    run: list[tuple[int, ...]],
+    rate: int,
+    q_count: int,
+    k_count: int,
+    causal: bool = False,
+) -> Call:
     """The call of a progression of (head, first query row, first key row, K/V head)."""
-    (head, head_step), (q_first, q_shift), (k_first, k_shift), (kv_head, kv_step) = first_and_step(run)
+    (head, head_step), (q_first, q_shift), (k_first, k_shift), (kv_head, kv_step) = (
+        first_and_step(run)
+    )
     queries = View(q_count, q_first, rate, 0, head, head_step, q_shift)
     keys = View(k_count, k_first, rate, 0, kv_head, kv_step, k_shift)
     return Call(queries, keys, heads=len(run), causal=causal)
@@ -64,7 +99,9 @@ def _striped(problem: Problem, rank: int, source: int) -> list[Call]:
     q_count, k_count = problem.layout.size(rank), problem.layout.size(source)
     skip = 0
     if problem.causal:
-        skip = int(source > rank)  # the first query comes before this source's first key
+        skip = int(
+            source > rank
+        )  # the first query comes before this source's first key
         q_count = k_count = min(q_count - skip, k_count)
     if min(q_count, k_count) < 1:
         return []
@@ -74,7 +111,9 @@ def _striped(problem: Problem, rank: int, source: int) -> list[Call]:
 
 
 def received_calls(plan: RankPlan) -> list[Call]:
-    """The calls of a rank's queries on the message that it receives: one per branch, cut segment and group of heads."""
+    """The calls of a rank's queries on the message that it receives: one per branch,
+    cut segment and group of heads.
+    """
     problem = plan.problem
     if isinstance(problem.pattern, Dense):
         return _on_chunks(plan)
@@ -82,24 +121,43 @@ def received_calls(plan: RankPlan) -> list[Call]:
     for row, queries in problem.layout.chunks(plan.rank):
         for branch in problem.branches:
             length = branch.length
-            for start in sorted({queries.start // length * length, (queries.stop - 1) // length * length}):
-                asking = range(max(start, queries.start), min(start + length, queries.stop))
+            for start in sorted(
+                {
+                    queries.start // length * length,
+                    (queries.stop - 1) // length * length,
+                }
+            ):
+                asking = range(
+                    max(start, queries.start), min(start + length, queries.stop)
+                )
                 keys = range(start, queries.start if problem.causal else start + length)
                 first_row = row + asking.start - queries.start
-                found += calls_on_rows(branch, group, start, asking, keys, first_row, received)
+                found += calls_on_rows(
+                    branch, group, start, asking, keys, first_row, received
+                )
     return found
 
 
 def _on_chunks(plan: RankPlan) -> list[Call]:
     """Dense attention: what comes of a chunk is read where it lies, without an index."""
-    found, row, calls_on = [], 0, cache(partial(cross_rank_calls, plan.problem, plan.rank))
+    found, row, calls_on = (
+        [],
+        0,
+        cache(partial(cross_rank_calls, plan.problem, plan.rank)),
+    )
     for source, block in plan.blocks:
         begin, h = block.view(plan.problem.layout, source).first, block.heads
         for call in calls_on(source):
             k = call.k
             if begin <= k.first < begin + block.count:
                 first = row + (k.first - begin) * h + k.head
-                keys = View(k.rows, first, k.step * h, head_step=0, shift=k.shift * h + k.head_step)
+                keys = View(
+                    k.rows,
+                    first,
+                    k.step * h,
+                    head_step=0,
+                    shift=k.shift * h + k.head_step,
+                )
                 found.append(replace(call, k=keys))
         row += block.rows
     return found
@@ -127,26 +185,49 @@ class Rank:
         return self.execution.cached(key, lambda: plan.goes_on().to(device))
 
     def calls(self, source: int | None, step: int | None = None) -> Plan:
-        """The calls on the shard of a rank, or on the message received (None); ``step``: for so many heads at a time.
+        """The calls on the shard of a rank, or on the message received (None);
+        ``step``: for so many heads at a time.
 
-        On its own shard these are the calls between different chunks, or of block-sparse patterns all calls.
+        On its own shard these are the calls between different chunks, or of
+        block-sparse patterns all calls.
         """
         key = ("calls", self.problem, self.rank, source, self.kernel, step)
         if step is None or step >= self.problem.heads:
             return self.execution.cached(key[:-1], lambda: self._calls(source))
-        return self.execution.cached(key, lambda: self.calls(source).in_head_blocks(step))
+        return self.execution.cached(
+            key, lambda: self.calls(source).in_head_blocks(step)
+        )
 
     def _calls(self, source: int | None) -> Plan:
-        calls = received_calls(self.plan) if source is None else cross_rank_calls(self.problem, self.rank, source)
-        n, heads, calls = self.problem.layout.size(self.rank), range(self.problem.heads), tuple(fold_heads(calls))
-        return Plan(((heads, calls, calls),), (), merges=True, same_rows=False, rows=range(n), period=n)
+        calls = (
+            received_calls(self.plan)
+            if source is None
+            else cross_rank_calls(self.problem, self.rank, source)
+        )
+        n, heads, calls = (
+            self.problem.layout.size(self.rank),
+            range(self.problem.heads),
+            tuple(fold_heads(calls)),
+        )
+        return Plan(
+            ((heads, calls, calls),),
+            (),
+            merges=True,
+            same_rows=False,
+            rows=range(n),
+            period=n,
+        )
 
     def heads_at_a_time(self, q: Tensor) -> int:
-        """So few that the fp32 copy of a half-precision result stays within a quarter of it."""
+        """So few that the fp32 copy of a half-precision result stays within a quarter
+        of it.
+        """
         return max(1, self.problem.heads // 8)
 
     def keys(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v as ``calls(None)`` reads them: views of all received rows (R, 2, b, d)."""
+        """k and v as ``calls(None)`` reads them: views of all received rows (R, 2, b,
+        d).
+        """
         return keys_of(message)
 
     @property
@@ -155,14 +236,18 @@ class Rank:
         return self.problem.causal, self.scale, self.kernel
 
     def _chunks(self, q: Tensor, k: Tensor, backward: bool) -> list[tuple[slice, Plan]]:
-        """(rows, the one-device plan) of each chunk that is computed by itself; its ends cut segments."""
+        """(rows, the one-device plan) of each chunk that is computed by itself; its
+        ends cut segments.
+        """
         if self.problem.layout.kind == "striped":
             return []
         found, n = [], self.problem.layout.n
         for row, chunk in self.problem.layout.chunks(self.rank):
             rows = slice(row, row + len(chunk))
             given = q[:, rows], k[:, rows], self.problem.pattern, self.execution.cached
-            found.append((rows, dilated.plan_for(*given, backward=backward, n=n, chunk=chunk)))
+            found.append(
+                (rows, dilated.plan_for(*given, backward=backward, n=n, chunk=chunk))
+            )
         return found
 
     def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:
@@ -170,21 +255,35 @@ class Rank:
         chunks, pool = self._chunks(q, k, False), self.execution.scratch()
         if len(chunks) == 1:
             return execute.forward(q, k, v, chunks[0][1], *self.how, pool=pool)
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # no keys so far
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device).transpose(1, 2)
+        out = torch.zeros_like(
+            q, memory_format=torch.contiguous_format
+        )  # no keys so far
+        lse = torch.full(
+            q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device
+        ).transpose(1, 2)
         for rows, plan in chunks:
             given = (t[:, rows] for t in (q, k, v))
-            out[:, rows], lse[:, :, rows] = execute.forward(*given, plan, *self.how, pool=pool)
+            out[:, rows], lse[:, :, rows] = execute.forward(
+                *given, plan, *self.how, pool=pool
+            )
         self.add_forward(self.rank, q, (k, v), out, lse)
         return out, lse
 
     def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
         """dq, dk, dv in fp32 or wider."""
-        chunks, pool, dtype = self._chunks(q, k, True), self.execution.scratch(), accumulation_dtype(q.dtype)
+        chunks, pool, dtype = (
+            self._chunks(q, k, True),
+            self.execution.scratch(),
+            accumulation_dtype(q.dtype),
+        )
         if len(chunks) == 1:
-            grads = execute.backward(dout, q, k, v, out, lse, chunks[0][1], *self.how, pool=pool)
+            grads = execute.backward(
+                dout, q, k, v, out, lse, chunks[0][1], *self.how, pool=pool
+            )
             return tuple(grad.to(dtype) for grad in grads)
-        grads = tuple(torch.zeros(t.shape, dtype=dtype, device=q.device) for t in (q, k, v))
+        grads = tuple(
+            torch.zeros(t.shape, dtype=dtype, device=q.device) for t in (q, k, v)
+        )
         for rows, plan in chunks:
             reads = [t[:, rows] for t in (dout, q, k, v, out)]
             part = execute.backward(*reads, lse[:, :, rows], plan, *self.how, pool=pool)
@@ -195,39 +294,56 @@ class Rank:
         return grads
 
     def add_forward(self, source: int | None, q, keys, out, lse) -> None:
-        """Merge the calls on ``source``, whose k and v are ``keys``, into out and lse (b, h, s)."""
-        plan = self.calls(source, self.heads_at_a_time(q) if out.dtype in HALF else None)
+        """Merge the calls on ``source``, whose k and v are ``keys``, into out and lse
+        (b, h, s).
+        """
+        plan = self.calls(
+            source, self.heads_at_a_time(q) if out.dtype in HALF else None
+        )
         if plan.calls:
             execute.forward(q, *keys, plan, *self.how, into=(out, lse))
 
     def add_backward(self, source: int | None, reads, keys, dq, into) -> None:
-        """Add the gradients of the calls on ``source`` to dq and to ``into``, those of ``keys``; all fp32 or wider.
+        """Add the gradients of the calls on ``source`` to dq and to ``into``, those of
+        ``keys``; all fp32 or wider.
 
         ``reads``: dout, q, out, lse.
         """
         (dout, q, out, lse), plan = reads, self.calls(source)
         if plan.calls:
-            execute.backward(dout, q, *keys, out, lse, plan, *self.how, into=(dq, *into))
+            execute.backward(
+                dout, q, *keys, out, lse, plan, *self.how, into=(dq, *into)
+            )
 
 
 class BlockRank(Rank):
-    """A rank of a block-sparse pattern under the plan: dense calls on the parts of blocks that it has."""
+    """A rank of a block-sparse pattern under the plan: dense calls on the parts of
+    blocks that it has.
+    """
 
     def _calls(self, source: int | None) -> Plan:
         problem, layout = self.problem, self.problem.layout
-        mine = theirs = BlockParts.of(layout.ranges(self.rank), problem.pattern.block_size)
-        if source is None:  # every block that moves is a range of positions of all K/V heads
+        mine = theirs = BlockParts.of(
+            layout.ranges(self.rank), problem.pattern.block_size
+        )
+        if (
+            source is None
+        ):  # every block that moves is a range of positions of all K/V heads
             ranges = [next(block.members())[1] for _, block in self.plan.blocks]
             theirs = BlockParts.of(ranges, problem.pattern.block_size)
         given = problem.pattern, layout.n, mine, theirs, problem.heads, problem.kv_heads
-        return plan_between(*given, causal=problem.causal, itself=source is not None, kernel=self.kernel)
+        return plan_between(
+            *given, causal=problem.causal, itself=source is not None, kernel=self.kernel
+        )
 
     def heads_at_a_time(self, q: Tensor) -> int:
         return head_block(q, self.problem.kv_heads, q.shape[1])
 
     def keys(self, message: Tensor) -> tuple[Tensor, Tensor]:
         kv_heads = self.problem.kv_heads
-        return tuple(t.unflatten(1, (-1, kv_heads)).squeeze(3) for t in keys_of(message))  # (b, s, h_kv, d)
+        return tuple(
+            t.unflatten(1, (-1, kv_heads)).squeeze(3) for t in keys_of(message)
+        )  # (b, s, h_kv, d)
 
     def _chunks(self, q: Tensor, k: Tensor, backward: bool) -> list:
         return []
@@ -239,7 +355,9 @@ class BlockRank(Rank):
         return execute.forward(q, k, v, plan, *self.how, pool=self.execution.scratch())
 
 
-def rank_of(problem: Problem, rank: int, kernel: Kernel, scale: float, execution: Execution) -> Rank:
+def rank_of(
+    problem: Problem, rank: int, kernel: Kernel, scale: float, execution: Execution
+) -> Rank:
     """The work of one rank with a kernel, for a positive scale."""
     kind = BlockRank if isinstance(problem.pattern, BlockSparse) else Rank
     return kind(problem, rank, execution.tiled(kernel), scale, execution)

@@ -1,4 +1,5 @@
-"""Bytes that a rank sends in a call, rows that LongNet's ladder moves in closed form, and how evenly ranks share work.
+"""Bytes that a rank sends in a call, rows that LongNet's ladder moves in closed form,
+and how evenly ranks share work.
 
 A row is one position of one K/V head.
 """
@@ -18,7 +19,14 @@ from .schemes import shares
 
 
 def sent_bytes(
-    problem: Problem, rank: int, scheme: str, *, batch: int, head_dim: int, dtype: torch.dtype, passes: str = "fwd"
+    problem: Problem,
+    rank: int,
+    scheme: str,
+    *,
+    batch: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    passes: str = "fwd",
 ) -> int:
     """Bytes that a rank sends to all others in one call: the sum of ``sent_to``.
 
@@ -33,24 +41,43 @@ def sent_bytes(
 
 
 def sent_to(
-    problem: Problem, rank: int, scheme: str, *, batch: int, head_dim: int, dtype: torch.dtype, passes: str = "fwd"
+    problem: Problem,
+    rank: int,
+    scheme: str,
+    *,
+    batch: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    passes: str = "fwd",
 ) -> dict[int, int]:
-    """Bytes that a rank sends to each other in one call, where there are some, without what ranks compare before it.
+    """Bytes that a rank sends to each other in one call, where there are some, without
+    what ranks compare before it.
 
     Gradients are fp32 or wider.
     """
     layout, p, kv_heads = problem.layout, problem.layout.ranks, problem.kv_heads
-    narrow, broad, trains = dtype.itemsize, accumulation_dtype(dtype).itemsize, passes == "fwd+bwd"
+    narrow, broad, trains = (
+        dtype.itemsize,
+        accumulation_dtype(dtype).itemsize,
+        passes == "fwd+bwd",
+    )
     sizes, others = layout.sizes, [to for to in range(p) if to != rank]
     if scheme == "ulysses":
-        queries, keys = (list(map(len, heads)) for heads in shares(problem.heads, kv_heads, p))
+        queries, keys = (
+            list(map(len, heads)) for heads in shares(problem.heads, kv_heads, p)
+        )
         found = {}
         for to in others:
             results = sizes[to] * queries[rank]
             sent = (sizes[rank] * (queries[to] + 2 * keys[to]) + results) * narrow
             if trains:
-                sent += sizes[rank] * queries[to] * narrow + (results + 2 * sizes[to] * keys[rank]) * broad
-            found[to] = batch * (head_dim * sent + results * broad)  # a log-sum-exp has no head_dim
+                sent += (
+                    sizes[rank] * queries[to] * narrow
+                    + (results + 2 * sizes[to] * keys[rank]) * broad
+                )
+            found[to] = batch * (
+                head_dim * sent + results * broad
+            )  # a log-sum-exp has no head_dim
         return {to: size for to, size in found.items() if size}
     # rows of K and of V forward, and rows of gradients back
     rows, gradients = Counter(), Counter()
@@ -63,8 +90,8 @@ def sent_to(
         rows.update({to: kv_heads * sizes[rank] for to in others})
         gradients.update({to: kv_heads * sizes[to] for to in others})
     elif scheme == "ring":
-        # A shard at distance t from home is sent on where it goes further; its gradient leaves every rank it reached,
-        # and the last of these sends it home.
+        # A shard at distance t from home is sent on where it goes further; its gradient
+        # leaves every rank it reached, and the last of these sends it home.
         hops, after = problem.hops, (rank + 1) % p
         for t in range(p):
             home = (rank - t) % p
@@ -75,8 +102,14 @@ def sent_to(
         raise ValueError(f"the bytes of the scheme {scheme!r} are not counted")
     again = scheme != "plan"  # the plan keeps the rows that it received
     per_row = 2 * batch * head_dim
-    found = {to: per_row * (rows[to] * narrow * (1 + (again and trains)) + trains * gradients[to] * broad)
-             for to in rows.keys() | gradients.keys()}  # fmt: skip
+    found = {
+        to: per_row
+        * (
+            rows[to] * narrow * (1 + (again and trains))
+            + trains * gradients[to] * broad
+        )
+        for to in rows.keys() | gradients.keys()
+    }
     return {to: size for to, size in found.items() if size}
 
 
@@ -92,24 +125,33 @@ class Moved(NamedTuple):
 
 
 def ladder_rows(seq_len: int, ranks: int) -> Moved:
-    """Rows received per rank and K/V head under LongNet's ladder, not causal, by four ways.
+    """Rows received per rank and K/V head under LongNet's ladder, not causal, by four
+    ways.
 
-    The ladder is of segments 2048 * 2^i at rates 2^i, up to the whole sequence. ``plan``: each row once;
-    ``segment_gather``: every branch gathers its segment (LongNet, arXiv 2307.02486); ``world_gather``: every branch
-    that leaves the shard gathers from all ranks (torchscale); ``ring``: every shard, as an all-gather does. Raises
-    ValueError where the closed forms do not hold.
+    The ladder is of segments 2048 * 2^i at rates 2^i, up to the whole sequence.
+    ``plan``: each row once; ``segment_gather``: every branch gathers its segment
+    (LongNet, arXiv 2307.02486); ``world_gather``: every branch that leaves the shard
+    gathers from all ranks (torchscale); ``ring``: every shard, as an all-gather does.
+    Raises ValueError where the closed forms do not hold.
 
     >>> ladder_rows(2**20, 8)
     Moved(seq_len=1048576, ranks=8, plan=3072, segment_gather=4352, world_gather=12544, ring=917504)
     """
     shard, rest = divmod(seq_len, ranks)
     if rest or any(n % 2048 or n.bit_count() != 1 for n in (shard, seq_len)):
-        raise ValueError(f"{seq_len} positions on {ranks} ranks are no ladder of 2048 x 2^i")
+        raise ValueError(
+            f"{seq_len} positions on {ranks} ranks are no ladder of 2048 x 2^i"
+        )
     if seq_len // 2048 > shard:
-        raise ValueError(f"the sparsest rate, {seq_len // 2048}, is more than a shard of {shard}")
-    lengths = [shard << i for i in range(1, ranks.bit_length())]  # of the branches that leave a shard
+        raise ValueError(
+            f"the sparsest rate, {seq_len // 2048}, is more than a shard of {shard}"
+        )
+    lengths = [
+        shard << i for i in range(1, ranks.bit_length())
+    ]  # of the branches that leave a shard
     rates = [length // 2048 for length in lengths]
-    # A branch's rows lie among those of a denser one as far as that one's segment reaches.
+    # A branch's rows lie among those of a denser one as far as that one's segment
+    # reaches.
     plan = sum(length // 2 // rate for length, rate in zip(lengths, rates))
     gathered = sum((length - shard) // rate for length, rate in zip(lengths, rates))
     world = sum((seq_len - shard) // rate for rate in rates)
@@ -117,7 +159,8 @@ def ladder_rows(seq_len: int, ranks: int) -> Moved:
 
 
 def unevenness(problem: Problem, scheme: str) -> float:
-    """Pairs that the busiest rank computes over the average; 1 where they are not counted (blocks, stripes).
+    """Pairs that the busiest rank computes over the average; 1 where they are not
+    counted (blocks, stripes).
 
     >>> from ringlab.patterns import Dense
     >>> from ringlab.ring import contiguous, zigzag
@@ -133,18 +176,27 @@ def unevenness(problem: Problem, scheme: str) -> float:
     else:
         parts = [(everyone, problem.layout.ranges(rank)) for rank in ranks]
     work = [
-        sum(_before(b, offset, r.stop, problem) - _before(b, offset, r.start, problem)
-            for b in problem.branches for head, offset in zip(b.heads, b.offsets) if head in heads for r in ranges)
+        sum(
+            _before(b, offset, r.stop, problem) - _before(b, offset, r.start, problem)
+            for b in problem.branches
+            for head, offset in zip(b.heads, b.offsets)
+            if head in heads
+            for r in ranges
+        )
         for heads, ranges in parts
-    ]  # fmt: skip
+    ]
     return max(work) * len(ranks) / sum(work)
 
 
 def _before(branch: Branch, offset: int, stop: int, problem: Problem) -> int:
     """Pairs of the queries before position ``stop``, in one head of a branch."""
     whole, rest = divmod(stop, branch.length)
-    last = min(branch.length, problem.layout.n - whole * branch.length)  # of the segment that is cut
-    segment, before, there = (len(range(offset, end, branch.rate)) for end in (branch.length, rest, last))
+    last = min(
+        branch.length, problem.layout.n - whole * branch.length
+    )  # of the segment that is cut
+    segment, before, there = (
+        len(range(offset, end, branch.rate)) for end in (branch.length, rest, last)
+    )
     if problem.causal:
         return whole * segment * (segment + 1) // 2 + before * (before + 1) // 2
     return whole * segment**2 + before * there

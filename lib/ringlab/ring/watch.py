@@ -1,8 +1,8 @@
 """Which rank failed: how ranks ended, how far they are, and the judgement of both.
 
-As a script this is the monitor of one rank: a small process, without torch, beside the rank. The monitors of a job
-tell rank 0's how their ranks are; that one judges, and each monitor ends its own rank if another has failed.
-``launch.joined`` starts them.
+As a script this is the monitor of one rank: a small process, without torch, beside the
+rank. The monitors of a job tell rank 0's how their ranks are; that one judges, and each
+monitor ends its own rank if another has failed. ``launch.joined`` starts them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,22 @@ from hmac import compare_digest
 GRACE_S = 0.4  # for the others to report what they saw, once one rank has failed
 EXIT_CODE = 49  # its place in ``stat``
 PROGRESS = struct.Struct("=qq")  # exchanges begun, and an index of DOING
-DOING = ("computes", "waits", "is done", "is stopped")  # "waits": for an exchange; "is stopped": by a signal
-LINE_BYTES = 1 << 20  # more than a line has: a traceback of 20,000 characters takes 12 bytes for each at most
+DOING = (
+    "computes",
+    "waits",
+    "is done",
+    "is stopped",
+)  # "waits": for an exchange; "is stopped": by a signal
+LINE_BYTES = (
+    1 << 20
+)  # more than a line has: a traceback of 20,000 characters takes 12 bytes for each at most
 STRANGERS = 32  # connections that are kept while they have not said the token
 
 
 class RankFailed(RuntimeError):
-    """A rank failed: ``rank`` is the culprit, not the one that noticed; None where nobody can know."""
+    """A rank failed: ``rank`` is the culprit, not the one that noticed; None where
+    nobody can know.
+    """
 
     def __init__(self, rank: int | None, message: str):
         super().__init__(message)
@@ -42,8 +51,9 @@ class RankFailed(RuntimeError):
 class End:
     """How a rank ended: "ok" with its value, "error", "network" or "died" with a text.
 
-    "network": the error only shows that another rank has gone. ``culprit``: another rank that the error itself names,
-    -1 if the error says that ranks differ, and not which.
+    "network": the error only shows that another rank has gone. ``culprit``: another
+    rank that the error itself names, -1 if the error says that ranks differ, and not
+    which.
     """
 
     kind: str
@@ -54,19 +64,28 @@ class End:
 
 @dataclass(frozen=True)
 class Progress:
-    """The exchanges that a rank has begun (-1 while it joins, -2 before it started), and one of ``DOING``."""
+    """The exchanges that a rank has begun (-1 while it joins, -2 before it started),
+    and one of ``DOING``.
+    """
 
     begun: int
     doing: str = "computes"
 
     @classmethod
     def read(cls, file: str | os.PathLike | int, pid: int | None) -> Progress:
-        """From the file, by path or descriptor, that the rank with process id ``pid`` writes."""
+        """From the file, by path or descriptor, that the rank with process id ``pid``
+        writes.
+        """
         data = b""
-        with suppress(OSError), open(file, "rb", closefd=not isinstance(file, int)) as opened:
+        with (
+            suppress(OSError),
+            open(file, "rb", closefd=not isinstance(file, int)) as opened,
+        ):
             data = os.pread(opened.fileno(), PROGRESS.size, 0)
         begun, doing = PROGRESS.unpack(data) if data else (-2, 0)
-        return cls(begun, "is stopped" if stat(pid)[:1] in (["T"], ["t"]) else DOING[doing])
+        return cls(
+            begun, "is stopped" if stat(pid)[:1] in (["T"], ["t"]) else DOING[doing]
+        )
 
 
 class Beat:
@@ -87,30 +106,45 @@ class Beat:
 
 
 def stat(pid: int | None) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; [] where there is no such process, or no /proc."""
+    """The fields of /proc/PID/stat from the state on; [] where there is no such
+    process, or no /proc.
+    """
     with suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
     return []
 
 
 def signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return (
+        signal.Signals(number).name
+        if number in set(signal.Signals)
+        else f"signal {number}"
+    )
 
 
 def how_ended(code: int) -> str:
-    """What an exit code, or minus a signal, says of a process that ended without a message.
+    """What an exit code, or minus a signal, says of a process that ended without a
+    message.
 
     >>> how_ended(-9), how_ended(0)
     ('was ended by SIGKILL before it was done', 'left with exit code 0 before it was done')
     """
-    return (f"was ended by {signal_name(-code)}" if code < 0 else f"left with exit code {code}") + " before it was done"
+    return (
+        f"was ended by {signal_name(-code)}"
+        if code < 0
+        else f"left with exit code {code}"
+    ) + " before it was done"
 
 
-def culprit(ends: dict[int, End], progress: list[Progress]) -> tuple[int | None, str] | None:
-    """(rank, kind) of the rank to blame, None where all are well; the rank is None where nobody can know.
+def culprit(
+    ends: dict[int, End], progress: list[Progress]
+) -> tuple[int | None, str] | None:
+    """(rank, kind) of the rank to blame, None where all are well; the rank is None
+    where nobody can know.
 
-    ``ends`` in the order in which they came. Kinds: those of ``End``, "stopped", "silent" (it neither ended nor goes
-    on), and "differ": ranks made different numbers of calls.
+    ``ends`` in the order in which they came. Kinds: those of ``End``, "stopped",
+    "silent" (it neither ended nor goes on), and "differ": ranks made different numbers
+    of calls.
 
     >>> waits, hangs = Progress(4, "waits"), Progress(4)
     >>> culprit({0: End("network"), 2: End("network")}, [waits, hangs, waits])
@@ -135,43 +169,82 @@ def culprit(ends: dict[int, End], progress: list[Progress]) -> tuple[int | None,
     begun = [each.begun for each in progress]
     (usual, times), *_ = Counter(begun).most_common()
     odd = [rank for rank, count in enumerate(begun) if count != usual]
-    if 2 * times > len(begun) and len(odd) == 1:  # one that is ahead of all others differs as much as one behind
+    if (
+        2 * times > len(begun) and len(odd) == 1
+    ):  # one that is ahead of all others differs as much as one behind
         return odd[0], "silent"
     if idle:
         return min(idle, key=lambda rank: begun[rank]), "silent"
     return None, "differ"
 
 
-def describe(found: tuple[int | None, str], ends: dict[int, End], progress: list[Progress], timeout_s: float, hosts=()
-             ) -> RankFailed:  # fmt: skip
-    """What ``culprit`` found, in a line; ``hosts``: the name of each rank's, if there are several."""
+def describe(
+    found: tuple[int | None, str],
+    ends: dict[int, End],
+    progress: list[Progress],
+    timeout_s: float,
+    hosts=(),
+) -> RankFailed:
+    """What ``culprit`` found, in a line; ``hosts``: the name of each rank's, if there
+    are several.
+    """
     rank, kind = found
-    name = [f"rank {i} on {hosts[i]}" if hosts else f"rank {i}" for i in range(len(progress))]
-    told = [f"{name[i]} {each.doing} after {each.begun} exchanges" for i, each in enumerate(progress)]
+    name = [
+        f"rank {i} on {hosts[i]}" if hosts else f"rank {i}"
+        for i in range(len(progress))
+    ]
+    told = [
+        f"{name[i]} {each.doing} after {each.begun} exchanges"
+        for i, each in enumerate(progress)
+    ]
     if kind == "differ":
-        lost = next((f"; {end.value}" for end in ends.values() if end.kind == "network"), "")
-        return RankFailed(None, f"ranks differ, nobody knows which is right: {', '.join(told[:8])}{lost}")
+        lost = next(
+            (f"; {end.value}" for end in ends.values() if end.kind == "network"), ""
+        )
+        return RankFailed(
+            None,
+            f"ranks differ, nobody knows which is right: {', '.join(told[:8])}{lost}",
+        )
     if kind == "error":
-        end = next(end for end in (ends.get(rank), *ends.values()) if end and end.kind == "error")
-        who = "ranks differ, nobody knows which is right:" if rank is None else (
-            f"{name[rank]} {'raised' if end.culprit is None else 'differs:'}")  # fmt: skip
+        end = next(
+            end
+            for end in (ends.get(rank), *ends.values())
+            if end and end.kind == "error"
+        )
+        who = (
+            "ranks differ, nobody knows which is right:"
+            if rank is None
+            else (f"{name[rank]} {'raised' if end.culprit is None else 'differs:'}")
+        )
         failure = RankFailed(rank, f"{who} {end.value}")
         if end.trace:
             failure.add_note(end.trace)
         return failure
     if kind == "died":
         return RankFailed(rank, f"{name[rank]} {ends[rank].value}")
-    most = max(each.begun for i, each in enumerate(progress) if i != rank or len(progress) == 1)
-    how = {"computes": "hangs", "is stopped": "is stopped"}.get(progress[rank].doing, "made other calls")
+    most = max(
+        each.begun for i, each in enumerate(progress) if i != rank or len(progress) == 1
+    )
+    how = {"computes": "hangs", "is stopped": "is stopped"}.get(
+        progress[rank].doing, "made other calls"
+    )
     what = f"{how}: after {timeout_s:g} s it has begun {progress[rank].begun} exchanges, others {most}"
     return RankFailed(rank, f"{name[rank]} {what}")
 
 
 class Lines:
-    """Lines over a socket that never blocks. ``known``: the other end has said the token; ``rank``: whose monitor."""
+    """Lines over a socket that never blocks. ``known``: the other end has said the
+    token; ``rank``: whose monitor.
+    """
 
     def __init__(self, opened: socket.socket, known: bool, rank: int | None = None):
-        self.socket, self.known, self.rank, self.came, self.goes = opened, known, rank, b"", b""
+        self.socket, self.known, self.rank, self.came, self.goes = (
+            opened,
+            known,
+            rank,
+            b"",
+            b"",
+        )
         self.fileno = opened.fileno
         opened.setblocking(False)
 
@@ -191,42 +264,72 @@ class Lines:
 
 
 class Monitor:
-    """The monitor of one rank. Rank 0's judges: the others tell it how their ranks are, and it answers.
+    """The monitor of one rank. Rank 0's judges: the others tell it how their ranks are,
+    and it answers.
 
-    ``rank``, ``pid``: of the rank; ``hosts``: the name of each rank's; ``token``: what a connection says first, so that
-    nobody else is heard; ``port``: of rank 0's monitor; ``channel``, ``progress``, ``listener``: descriptors of a
-    socket to the rank, of the file of its progress, and of the socket where rank 0's monitor is reached; ``launcher``:
-    the process id of torchrun, None without.
+    ``rank``, ``pid``: of the rank; ``hosts``: the name of each rank's; ``token``: what
+    a connection says first, so that nobody else is heard; ``port``: of rank 0's
+    monitor; ``channel``, ``progress``, ``listener``: descriptors of a socket to the
+    rank, of the file of its progress, and of the socket where rank 0's monitor is
+    reached; ``launcher``: the process id of torchrun, None without.
     """
 
-    def __init__(self, rank, hosts, pid, timeout_s, token, port, channel, progress, listener, launcher):
-        self.rank, self.hosts, self.pid, self.timeout_s, self.token = rank, hosts, pid, timeout_s, token.encode()
+    def __init__(
+        self,
+        rank,
+        hosts,
+        pid,
+        timeout_s,
+        token,
+        port,
+        channel,
+        progress,
+        listener,
+        launcher,
+    ):
+        self.rank, self.hosts, self.pid, self.timeout_s, self.token = (
+            rank,
+            hosts,
+            pid,
+            timeout_s,
+            token.encode(),
+        )
         self.progress, self.launcher = progress, launcher
         self.found, self.failed_at, self.told, self.tells_at = None, None, None, 0.0
         self.interval = min(max(timeout_s / 20, 0.05), 1.0)
         self.ends: dict[int, End] = {}
         self.states = [Progress(-2)] * len(hosts)
-        self.heard = dict.fromkeys(range(1, len(hosts)) if rank == 0 else [0], time.monotonic())
+        self.heard = dict.fromkeys(
+            range(1, len(hosts)) if rank == 0 else [0], time.monotonic()
+        )
         self.channel, self.peers = Lines(socket.socket(fileno=channel), known=True), []
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.channel, selectors.EVENT_READ, self.hear_rank)
         if listener is not None:
-            self.selector.register(socket.socket(fileno=listener), selectors.EVENT_READ, self.accept)
+            self.selector.register(
+                socket.socket(fileno=listener), selectors.EVENT_READ, self.accept
+            )
         else:
             with suppress(OSError):
-                opened = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout_s)
+                opened = socket.create_connection(
+                    (os.environ["MASTER_ADDR"], port), timeout_s
+                )
                 self.add(Lines(opened, known=True, rank=0)).say(self.token + b"\n")
 
     def run(self) -> None:
         wanted = range(len(self.hosts)) if self.rank == 0 else [self.rank]
-        while not self.found and [r for r in wanted if r not in self.ends or self.ends[r].kind != "ok"]:
+        while not self.found and [
+            r for r in wanted if r not in self.ends or self.ends[r].kind != "ok"
+        ]:
             self.step()
             self.look()
             self.judge()
             self.tell()
         if self.found:
             self.end_rank()
-        last = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        last = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get(
+            "TORCHELASTIC_MAX_RESTARTS"
+        )
         if self.launcher and (last or not self.found):  # it starts no other ranks
             self.end_launcher()
 
@@ -238,10 +341,17 @@ class Monitor:
     def look(self) -> None:
         """See whether the rank and its launcher live, and how far the rank is."""
         state, parent = (stat(self.pid) + [None] * 2)[:2]
-        if state in (None, "Z") and stat("self") and self.channel and not select.select([self.channel], [], [], 0)[0]:
+        if (
+            state in (None, "Z")
+            and stat("self")
+            and self.channel
+            and not select.select([self.channel], [], [], 0)[0]
+        ):
             self.died()  # a process that it has forked holds the channel
         elif self.launcher and parent not in (None, str(self.launcher)):
-            self.ends.setdefault(self.rank, End("died", "lost its launcher, which has ended"))
+            self.ends.setdefault(
+                self.rank, End("died", "lost its launcher, which has ended")
+            )
         self.states[self.rank] = Progress.read(self.progress, self.pid)
 
     def died(self) -> None:
@@ -293,7 +403,14 @@ class Monitor:
         except (OSError, TypeError, ValueError):
             self.drop(peer)
 
-    def note(self, peer: Lines, rank: int, progress: list, end: dict | None, found: list | None) -> None:
+    def note(
+        self,
+        peer: Lines,
+        rank: int,
+        progress: list,
+        end: dict | None,
+        found: list | None,
+    ) -> None:
         """Another monitor said this of its rank."""
         state, end = Progress(*progress), end and End(**end)
         if rank not in self.heard:
@@ -305,33 +422,65 @@ class Monitor:
 
     def silent(self, limit_s: float) -> list[int]:
         """The ranks that were not heard for so long."""
-        return [rank for rank, at in self.heard.items() if time.monotonic() - at > limit_s]
+        return [
+            rank for rank, at in self.heard.items() if time.monotonic() - at > limit_s
+        ]
 
     def judge(self) -> None:
         """Find which rank failed, or which host is silent, if that is known by now."""
         now = time.monotonic()
-        if self.failed_at is None and any(end.kind != "ok" for end in self.ends.values()):
-            self.failed_at, self.tells_at, self.interval = now, now, min(self.interval, GRACE_S / 2)
+        if self.failed_at is None and any(
+            end.kind != "ok" for end in self.ends.values()
+        ):
+            self.failed_at, self.tells_at, self.interval = (
+                now,
+                now,
+                min(self.interval, GRACE_S / 2),
+            )
         late = self.failed_at is not None and now - self.failed_at > GRACE_S
         limit_s = self.timeout_s / (2 if late else 1)
-        if not self.found and any(rank not in self.ends for rank in self.silent(limit_s)):
-            away = [rank for rank in self.silent(limit_s / 2) if rank not in self.ends]  # the others of that host too
-            names, ranks = sorted({self.hosts[rank] for rank in away}), ", ".join(f"rank {rank}" for rank in away)
+        if not self.found and any(
+            rank not in self.ends for rank in self.silent(limit_s)
+        ):
+            away = [
+                rank for rank in self.silent(limit_s / 2) if rank not in self.ends
+            ]  # the others of that host too
+            names, ranks = (
+                sorted({self.hosts[rank] for rank in away}),
+                ", ".join(f"rank {rank}" for rank in away),
+            )
             what = f"{' and '.join(names)} ({ranks}) does not answer {self.hosts[self.rank]}"
-            self.found = [None, f"{what}: a host, its monitor or the link between has failed", ""]
+            self.found = [
+                None,
+                f"{what}: a host, its monitor or the link between has failed",
+                "",
+            ]
         elif late and self.rank == 0 and not self.found:
             found = culprit(self.ends, self.states)
-            failure = describe(found, self.ends, self.states, self.timeout_s, self.hosts)
-            self.found = [failure.rank, str(failure), "".join(getattr(failure, "__notes__", []))]
+            failure = describe(
+                found, self.ends, self.states, self.timeout_s, self.hosts
+            )
+            self.found = [
+                failure.rank,
+                str(failure),
+                "".join(getattr(failure, "__notes__", [])),
+            ]
 
     def tell(self) -> None:
-        """Tell the other monitors about this rank and what was found: once an interval, and at once what is new."""
+        """Tell the other monitors about this rank and what was found: once an interval,
+        and at once what is new.
+        """
         news, now = (self.ends.get(self.rank), self.found), time.monotonic()
         if now < self.tells_at and news == self.told:
             return
         self.told, self.tells_at = news, now + self.interval
         end, progress = news[0], self.states[self.rank]
-        about = [self.rank, [progress.begun, progress.doing], end and vars(end), self.found]
+        about = [
+            self.rank,
+            [progress.begun, progress.doing],
+            end and vars(end),
+            self.found,
+        ]
         for peer in self.peers:
             if peer.known:
                 peer.say(json.dumps(about).encode() + b"\n")
@@ -341,7 +490,9 @@ class Monitor:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"ringlab: {self.found[1]}", file=sys.stderr, flush=True)
         numbers = [0, signal.SIGTERM, signal.SIGKILL]
-        if self.found[0] == self.rank:  # it will not ask; a process that is stopped takes SIGKILL alone
+        if (
+            self.found[0] == self.rank
+        ):  # it will not ask; a process that is stopped takes SIGKILL alone
             del numbers[: 2 if self.states[self.rank].doing == "is stopped" else 1]
         for number in numbers:
             if self.channel is None:
@@ -354,11 +505,16 @@ class Monitor:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
             self.ends.pop(self.rank, None)
-            while self.channel and self.rank not in self.ends and select.select([self.channel], [], [], GRACE_S)[0]:
+            while (
+                self.channel
+                and self.rank not in self.ends
+                and select.select([self.channel], [], [], GRACE_S)[0]
+            ):
                 self.hear_rank(self.channel)
 
     def end_launcher(self) -> None:
-        """End torchrun where it has no ranks any more, and waits for that of another host, which has gone.
+        """End torchrun where it has no ranks any more, and waits for that of another
+        host, which has gone.
 
         It would wait 300 s. Where all is well, it ends by itself.
         """
@@ -368,7 +524,11 @@ class Monitor:
             self.tell()
             lost = self.found or self.silent(self.timeout_s)
             with open(f"/proc/{self.launcher}/task/{self.launcher}/children") as file:
-                since = (since or time.monotonic()) if lost and not file.read().strip() else None
+                since = (
+                    (since or time.monotonic())
+                    if lost and not file.read().strip()
+                    else None
+                )
             if since and (late := time.monotonic() - since - wait_s) > 0:
                 os.kill(self.launcher, signal.SIGTERM if late < 1 else signal.SIGKILL)
 

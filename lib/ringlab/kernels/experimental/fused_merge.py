@@ -1,15 +1,20 @@
-"""``Execution(merge="fused")``: the calls of a dilated pattern keep their results, and one Triton kernel merges them.
+"""``Execution(merge="fused")``: the calls of a dilated pattern keep their results, and
+one Triton kernel merges them.
 
-Forward: if the first call alone writes every row, its result is the output. The kernel then merges, max-shifted in
-fp32, the rows that other calls have too, each read once. Other rows are not touched. (lse is copied once: kernels lay
-it out by segments.) Backward: the gradients of each call, from the final out and lse, are summed in the same way.
+Forward: if the first call alone writes every row, its result is the output. The kernel
+then merges, max-shifted in fp32, the rows that other calls have too, each read once.
+Other rows are not touched. (lse is copied once: kernels lay it out by segments.)
+Backward: the gradients of each call, from the final out and lse, are summed in the same
+way.
 
-The results of all calls but that first are held until they are merged: out and lse once more for each branch, divided
-by its rate, and in the backward dq, dk and dv. If segments do not fold with the batch, one batch entry runs at a time.
-``estimate`` counts these bytes. Calls are not cut into pieces and no pool is used.
+The results of all calls but that first are held until they are merged: out and lse once
+more for each branch, divided by its rate, and in the backward dq, dk and dv. If
+segments do not fold with the batch, one batch entry runs at a time. ``estimate`` counts
+these bytes. Calls are not cut into pieces and no pool is used.
 
-Values are tested by Triton's interpreter, and the kernel compiles for compute capability 8.0 to 12.0 without spills.
-The speed was never measured, so ``merge="auto"`` does not choose it.
+Values are tested by Triton's interpreter, and the kernel compiles for compute
+capability 8.0 to 12.0 without spills. The speed was never measured, so ``merge="auto"``
+does not choose it.
 
 The engine passes its plan, of which this module reads ``calls`` and ``whole``.
 """
@@ -34,12 +39,17 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # ``check`` refuses to run, and an estimate starts no kernel
-    triton, tl = SimpleNamespace(jit=lambda *f, **_: f[0] if f else lambda g: g), SimpleNamespace(constexpr=int)
+    triton, tl = (
+        SimpleNamespace(jit=lambda *f, **_: f[0] if f else lambda g: g),
+        SimpleNamespace(constexpr=int),
+    )
 
 ELEMENTS = 2048  # of a program's tile, in 64 registers of four warps
 
 
-def check(device: torch.device | DeviceSpec, dtype: torch.dtype, pattern: Pattern) -> None:
+def check(
+    device: torch.device | DeviceSpec, dtype: torch.dtype, pattern: Pattern
+) -> None:
     """Raise NotImplementedError in one line where the merging kernel cannot run."""
     why = None if interpreted() else needs_cuda(device, (8, 0))
     if why is None and not isinstance(device, DeviceSpec):
@@ -48,17 +58,20 @@ def check(device: torch.device | DeviceSpec, dtype: torch.dtype, pattern: Patter
     if isinstance(pattern, BlockSparse):
         why = "joins the branches of dilated patterns, not block-sparse ones"
     if why is not None:
-        raise NotImplementedError(f"merge='fused' cannot run on {device.type} in {dtype}: {why}")
+        raise NotImplementedError(
+            f"merge='fused' cannot run on {device.type} in {dtype}: {why}"
+        )
 
 
 @dataclass(frozen=True)
 class Rows:
     """Where the rows of each call's result lie, for the device code.
 
-    ``table`` (heads, calls, 11) int64: first position, length, segments, rate, rows of a segment; then first element,
-    stride of the batch and of rows in the result, and the same in its lse. 0 segments: the call does not have the head.
-    ``firsts`` (owners,): the first row to merge; further ones are ``step`` apart. ``aligned``: a common divisor of all
-    elements, at most 16.
+    ``table`` (heads, calls, 11) int64: first position, length, segments, rate, rows of
+    a segment; then first element, stride of the batch and of rows in the result, and
+    the same in its lse. 0 segments: the call does not have the head. ``firsts``
+    (owners,): the first row to merge; further ones are ``step`` apart. ``aligned``: a
+    common divisor of all elements, at most 16.
     """
 
     table: Tensor
@@ -67,10 +80,20 @@ class Rows:
     aligned: int
 
 
-def make_rows(calls: list, heads: int, n: int, group: int, strides: tuple, over: bool, device="cpu") -> Rows:
-    """The Rows of ``calls``. ``strides`` of each result: out's (batch, rows, heads), lse's (batch, heads, rows).
+def make_rows(
+    calls: list,
+    heads: int,
+    n: int,
+    group: int,
+    strides: tuple,
+    over: bool,
+    device="cpu",
+) -> Rows:
+    """The Rows of ``calls``. ``strides`` of each result: out's (batch, rows, heads),
+    lse's (batch, heads, rows).
 
-    An owner is a K/V head with its ``group`` of heads. ``over``: only rows that the calls have are merged.
+    An owner is a K/V head with its ``group`` of heads. ``over``: only rows that the
+    calls have are merged.
 
     >>> from ringlab.engine.execute import Call, View
     >>> rows = make_rows([Call(View(4, 1, 2, 8), View(4, 1, 2, 8))], 1, 8, 1, (((32, 8, 8), (4, 4, 1)),), True)
@@ -82,23 +105,50 @@ def make_rows(calls: list, heads: int, n: int, group: int, strides: tuple, over:
         for j in range(call.heads):
             q = call.q
             place = q.first + j * q.shift, q.node_step, call.nodes, q.step, q.rows
-            lines[q.head + j * q.head_step][i] = [*place, j * o_h, o_b, o_n, j * l_h, l_b, l_n]
+            lines[q.head + j * q.head_step][i] = [
+                *place,
+                j * o_h,
+                o_b,
+                o_n,
+                j * l_h,
+                l_b,
+                l_n,
+            ]
     aligned = gcd(16, *(x for head in lines for line in head for x in line[5:8]))
     firsts, step = [0] * (heads // group), 1
     if over:
         step = 0
         for owner in range(heads // group):
-            mine = [line for head in lines[owner * group : (owner + 1) * group] for line in head if line[2]]
+            mine = [
+                line
+                for head in lines[owner * group : (owner + 1) * group]
+                for line in head
+                if line[2]
+            ]
             firsts[owner] = mine[0][0] if mine else n
             for start, length, segments, rate, rows, *_ in mine:
-                step = gcd(step, start - firsts[owner], rate if rows > 1 else 0, length if segments > 1 else 0)
+                step = gcd(
+                    step,
+                    start - firsts[owner],
+                    rate if rows > 1 else 0,
+                    length if segments > 1 else 0,
+                )
         step = step or n
         firsts = [first if first == n else first % step for first in firsts]
-    return Rows(torch.tensor(lines, device=device), torch.tensor(firsts, device=device), step, aligned)
+    return Rows(
+        torch.tensor(lines, device=device),
+        torch.tensor(firsts, device=device),
+        step,
+        aligned,
+    )
 
 
-def forward(q, k, v, plan, pattern: Pattern, causal: bool, scale: float, kernel: Kernel, cached):
-    """out (b, n, h, d) in q's dtype and lse (b, h, n) in fp32; q (b, n, h, d), k, v (b, n, h_kv, d)."""
+def forward(
+    q, k, v, plan, pattern: Pattern, causal: bool, scale: float, kernel: Kernel, cached
+):
+    """out (b, n, h, d) in q's dtype and lse (b, h, n) in fp32; q (b, n, h, d), k, v (b,
+    n, h_kv, d).
+    """
     b, n, heads, _ = q.shape
     reads, kv = (q, k, v), (1, 2)
     first, views = _first(plan, n, reads, kv)
@@ -106,53 +156,117 @@ def forward(q, k, v, plan, pattern: Pattern, causal: bool, scale: float, kernel:
     if first is not None:
         o, l = kernel.forward(*views, causal, scale)  # (b', m, h, d), (b', h, m)
         out = o.reshape(q.shape).to(q.dtype)
-        lse = l.unflatten(0, (b, first.nodes)).transpose(1, 2).reshape(b, heads, n).contiguous()
+        lse = (
+            l.unflatten(0, (b, first.nodes))
+            .transpose(1, 2)
+            .reshape(b, heads, n)
+            .contiguous()
+        )
         del o, l
     else:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(b, heads, n, dtype=accumulation_dtype(q.dtype), device=q.device)
+        lse = torch.empty(
+            b, heads, n, dtype=accumulation_dtype(q.dtype), device=q.device
+        )
     for some, calls in _entries(rest, reads, kv):
         if found := [kernel.forward(*views, causal, scale) for views in calls]:
-            _merge(out[some], lse[some], rest, *zip(*found), 1, first is not None, pattern, cached)
+            _merge(
+                out[some],
+                lse[some],
+                rest,
+                *zip(*found),
+                1,
+                first is not None,
+                pattern,
+                cached,
+            )
         del found  # before those of the next entry are made
     return out, lse
 
 
-def backward(dout, q, k, v, out, lse, plan, pattern: Pattern, causal: bool, scale: float, kernel: Kernel, cached):
-    """dq (b, n, h, d), dk, dv (b, n, h_kv, d): the kernel's backward per call, with the final out and lse (b, h, n)."""
+def backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    plan,
+    pattern: Pattern,
+    causal: bool,
+    scale: float,
+    kernel: Kernel,
+    cached,
+):
+    """dq (b, n, h, d), dk, dv (b, n, h_kv, d): the kernel's backward per call, with the
+    final out and lse (b, h, n).
+    """
     n, group = q.shape[1], q.shape[2] // k.shape[2]
     reads, kv = (dout, q, k, v, out, lse.transpose(1, 2)), (2, 3)  # lse: (b, n, h)
     first, views = _first(plan, n, reads, kv) if group == 1 else (None, None)
     rest = [call for call in plan.calls if call is not first]
     if first is not None:
-        grads = tuple(g.reshape(q.shape).to(q.dtype) for g in kernel.backward(*views, causal, scale))
+        grads = tuple(
+            g.reshape(q.shape).to(q.dtype)
+            for g in kernel.backward(*views, causal, scale)
+        )
     else:
-        grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        grads = tuple(
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
+        )
     for some, calls in _entries(rest, reads, kv):
         found = [kernel.backward(*views, causal, scale) for views in calls]
         for grad, parts, members in zip(grads, zip(*found), (1, group, group)):
-            _merge(grad[some], None, rest, parts, parts, members, first is not None, pattern, cached)
+            _merge(
+                grad[some],
+                None,
+                rest,
+                parts,
+                parts,
+                members,
+                first is not None,
+                pattern,
+                cached,
+            )
         del found
     return grads
 
 
 def _first(plan, n: int, reads, kv):
-    """(the call whose result becomes the output, its views), or two None if no call writes every row at once."""
+    """(the call whose result becomes the output, its views), or two None if no call
+    writes every row at once.
+    """
     call = plan.whole(n, reads[0].shape[2])
     views = [] if call is None else call.views(reads, kv)
     return (call, views[0]) if len(views) == 1 else (None, None)
 
 
 def _entries(calls: list, reads, kv) -> list[tuple[slice, list[list[Tensor]]]]:
-    """(batch entries to run together, the views of each call): all entries, or one at a time if some do not fold."""
+    """(batch entries to run together, the views of each call): all entries, or one at a
+    time if some do not fold.
+    """
     b = reads[0].shape[0]
     folds = all(len(call.views(reads, kv)) == 1 for call in calls)
     entries = [slice(0, b)] if folds else [slice(i, i + 1) for i in range(b)]
-    return [(some, [call.views([t[some] for t in reads], kv)[0] for call in calls]) for some in entries]
+    return [
+        (some, [call.views([t[some] for t in reads], kv)[0] for call in calls])
+        for some in entries
+    ]
 
 
-def _merge(into: Tensor, lse: Tensor | None, calls, parts, lses, group: int, over: bool, pattern, cached) -> None:
-    """Sum the results of ``calls``, ``parts`` (b', m, h', d), in ``into`` (b, n, owners, d).
+def _merge(
+    into: Tensor,
+    lse: Tensor | None,
+    calls,
+    parts,
+    lses,
+    group: int,
+    over: bool,
+    pattern,
+    cached,
+) -> None:
+    """Sum the results of ``calls``, ``parts`` (b', m, h', d), in ``into`` (b, n,
+    owners, d).
 
     ``lses`` (b', h', m) are ignored unless there is an ``lse`` (b, owners, n) to write.
     """
@@ -160,37 +274,71 @@ def _merge(into: Tensor, lse: Tensor | None, calls, parts, lses, group: int, ove
     parts = tuple(map(dense_rows, parts))
     # 0 for dimensions of one element, whose strides have no meaning
     strides = tuple(
-        tuple(tuple(step if size > 1 else 0 for size, step in zip(t.shape[:3], t.stride())) for t in pair)
+        tuple(
+            tuple(
+                step if size > 1 else 0 for size, step in zip(t.shape[:3], t.stride())
+            )
+            for t in pair
+        )
         for pair in zip(parts, lses)
     )
     key = "rows", pattern, n, owners, group, strides, over, into.device
-    rows = cached(key, lambda: make_rows(calls, owners * group, n, group, strides, over, into.device))
+    rows = cached(
+        key,
+        lambda: make_rows(calls, owners * group, n, group, strides, over, into.device),
+    )
     if into.is_meta:  # a run without data
         return
     size = max(1, ELEMENTS // padded(d))
     tiles = -(-n // (rows.step * size))
     with torch.cuda.device_of(into):
         join[(tiles * owners * b,)](
-            parts, lses, into, into if lse is None else lse, rows.table, rows.firsts, rows.step, n, tiles,
-            owners, *into.stride()[:3], WEIGH=lse is not None, OVER=over, GROUP=group, ROWS=size, DIM=d, PAD=padded(d),
-            ALIGNED=gcd(rows.aligned, *into.stride()[:3]), num_warps=4,
-        )  # fmt: skip
+            parts,
+            lses,
+            into,
+            into if lse is None else lse,
+            rows.table,
+            rows.firsts,
+            rows.step,
+            n,
+            tiles,
+            owners,
+            *into.stride()[:3],
+            WEIGH=lse is not None,
+            OVER=over,
+            GROUP=group,
+            ROWS=size,
+            DIM=d,
+            PAD=padded(d),
+            ALIGNED=gcd(rows.aligned, *into.stride()[:3]),
+            num_warps=4,
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # device code: a program owns ROWS positions of one head and reads these rows once from the result of every call that
 # has them. The offset of a row is 64 bits wide before it is multiplied. No program writes another's rows.
 
 # Columns of the table, one line per (head, call), see ``Rows``
-START, LENGTH, SEGMENTS, RATE, KEPT, OUT, LSE = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 8))
+START, LENGTH, SEGMENTS, RATE, KEPT, OUT, LSE = (
+    tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 8)
+)
 COLUMNS = tl.constexpr(11)
 
 
 @triton.jit
 def _rows_of(line, positions, valid):
-    """(whether a call has the ``positions``, their segment, their row in the segment), each (ROWS,)."""
-    start, length = tl.load(line + START).to(tl.int32), tl.load(line + LENGTH).to(tl.int32)
-    segments, rate = tl.load(line + SEGMENTS).to(tl.int32), tl.load(line + RATE).to(tl.int32)
+    """(whether a call has the ``positions``, their segment, their row in the segment),
+    each (ROWS,).
+    """
+    start, length = (
+        tl.load(line + START).to(tl.int32),
+        tl.load(line + LENGTH).to(tl.int32),
+    )
+    segments, rate = (
+        tl.load(line + SEGMENTS).to(tl.int32),
+        tl.load(line + RATE).to(tl.int32),
+    )
     since = positions - start
     segment = since // length
     within = since - segment * length
@@ -202,23 +350,37 @@ def _rows_of(line, positions, valid):
 
 @triton.jit
 def _elements(place, entries, segment, row):
-    """The first element of rows in a result, from (offset, stride of the batch, stride of rows) at ``place``."""
+    """The first element of rows in a result, from (offset, stride of the batch, stride
+    of rows) at ``place``.
+    """
     step = tl.load(place + 1)
-    return tl.load(place) + entries * step + segment * step + row * tl.load(place + 2)  # two products: fewer registers
+    return (
+        tl.load(place) + entries * step + segment * step + row * tl.load(place + 2)
+    )  # two products: fewer registers
 
 
 @triton.jit
-def _values(pointer, at, rows, DIM: tl.constexpr, PAD: tl.constexpr, ALIGNED: tl.constexpr):
-    """(ROWS, PAD) from the elements ``at`` on, in fp32; zeros where not ``rows`` and past DIM."""
+def _values(
+    pointer, at, rows, DIM: tl.constexpr, PAD: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """(ROWS, PAD) from the elements ``at`` on, in fp32; zeros where not ``rows`` and
+    past DIM.
+    """
     dims = tl.arange(0, PAD)
     first = tl.multiple_of(at[:, None], [ALIGNED, ALIGNED])
-    found = tl.load(pointer + first + dims[None, :], mask=rows[:, None] & (dims < DIM)[None, :], other=0.0)
+    found = tl.load(
+        pointer + first + dims[None, :],
+        mask=rows[:, None] & (dims < DIM)[None, :],
+        other=0.0,
+    )
     return found.to(tl.float32)
 
 
 @triton.jit
 def _joined(acc, top, total, values, lse):
-    """Add the result of a softmax over other keys to (acc, top, total), sums relative to the maximum."""
+    """Add the result of a softmax over other keys to (acc, top, total), sums relative
+    to the maximum.
+    """
     high = tl.maximum(top, lse)
     shift = tl.where(high == float("-inf"), 0.0, high)
     fade, weight = tl.exp(top - shift), tl.exp(lse - shift)
@@ -227,19 +389,40 @@ def _joined(acc, top, total, values, lse):
 
 @triton.jit(do_not_specialize=["step", "n", "tiles", "owners"])
 def join(
-    parts, lses, out, lse, table, firsts, step, n, tiles, owners, s_b, s_n, s_h,
-    WEIGH: tl.constexpr, OVER: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    PAD: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Every ``step``-th row of ``out`` (b, n, owners, d) from ``firsts`` on: the sum of the parts that have it.
+    parts,
+    lses,
+    out,
+    lse,
+    table,
+    firsts,
+    step,
+    n,
+    tiles,
+    owners,
+    s_b,
+    s_n,
+    s_h,
+    WEIGH: tl.constexpr,
+    OVER: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Every ``step``-th row of ``out`` (b, n, owners, d) from ``firsts`` on: the sum of
+    the parts that have it.
 
-    WEIGH: parts are softmax results with their log-sum-exps ``lses``, and the merged one goes to ``lse``
-    (b, owners, n). A row that no part has gets 0 and -inf. OVER: the values in out are a part too, and rows that no
-    other part has stay as they are. An owner sums the parts of GROUP heads.
+    WEIGH: parts are softmax results with their log-sum-exps ``lses``, and the merged
+    one goes to ``lse`` (b, owners, n). A row that no part has gets 0 and -inf. OVER:
+    the values in out are a part too, and rows that no other part has stay as they are.
+    An owner sums the parts of GROUP heads.
     """
     tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     owner, batch = (rest % owners).to(tl.int64), (rest // owners).to(tl.int64)
-    positions = tl.load(firsts + owner).to(tl.int32) + (tile * ROWS + tl.arange(0, ROWS)) * step  # (ROWS,)
+    positions = (
+        tl.load(firsts + owner).to(tl.int32) + (tile * ROWS + tl.arange(0, ROWS)) * step
+    )  # (ROWS,)
     valid = positions < n
     held = tl.zeros([ROWS], tl.int1)
     acc = tl.zeros([ROWS, PAD], tl.float32)
@@ -265,16 +448,29 @@ def join(
     if OVER:
         values = _values(out, into, held, DIM, PAD, ALIGNED)
         if WEIGH:
-            acc, top, total = _joined(acc, top, total, values, tl.load(lse + final, mask=held, other=float("-inf")))
+            acc, top, total = _joined(
+                acc,
+                top,
+                total,
+                values,
+                tl.load(lse + final, mask=held, other=float("-inf")),
+            )
         else:
             acc += values
         valid = held
-        # Several warps may have read a row, and one of them writes it: none before all have read.
+        # Several warps may have read a row, and one of them writes it: none before all
+        # have read.
         tl.debug_barrier()
     if WEIGH:
-        total = tl.where(total == 0.0, 1.0, total)  # top of a row that sees nothing is -inf
+        total = tl.where(
+            total == 0.0, 1.0, total
+        )  # top of a row that sees nothing is -inf
         acc = acc / total[:, None]
         tl.store(lse + final, top + tl.log(total), mask=valid)
     dims = tl.arange(0, PAD)
     first = tl.multiple_of(into[:, None], [ALIGNED, ALIGNED])
-    tl.store(out + first + dims[None, :], acc.to(out.dtype.element_ty), mask=valid[:, None] & (dims < DIM)[None, :])
+    tl.store(
+        out + first + dims[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=valid[:, None] & (dims < DIM)[None, :],
+    )
