@@ -121,14 +121,23 @@ def check_backend(value) -> str | tuple[str, ...]:
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """``torch.device(device)``; ValueError with a message of one line if there is no
-    such device.
-    """
+    """``torch.device(device)``, which torch can use here; else ValueError in one line."""
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         wanted = "device must be a torch.device or its name, as 'cpu' or 'cuda:0'"
         raise ValueError(f"{wanted}, got {short_repr(device)}") from None
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device is {str(found)!r}, but torch finds no GPU here")
+        if (found.index or 0) >= (count := torch.cuda.device_count()):
+            raise ValueError(f"device is {str(found)!r}, but torch finds {count} GPUs")
+    elif found.type not in ("cpu", "meta"):
+        try:  # whether torch was built for it, and finds one
+            torch.empty(0, device=found)
+        except (RuntimeError, AssertionError, ImportError):
+            raise ValueError(f"torch cannot use {str(found)!r} here") from None
+    return found
 
 
 def short_repr(value) -> str:

@@ -84,10 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     2
     """
     parser = _parser()
+    argv = sys.argv[1:] if argv is None else argv
+    for option in argv:  # argparse reads this value as none, some or "--", by version
+        if option.startswith("--") and option.endswith("=--"):
+            parser.error(f"argument {option[:-3]}: expected one argument")
     given = parser.parse_args(argv)
-    for name, value in vars(given).items():
-        if value == [] or value == [[]]:  # what argparse makes of a bare "--"
-            parser.error(f"argument --{name.replace('_', '-')}: expected one argument")
     try:
         code = given.run(given) or OK
         sys.stdout.flush()

@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import traceback
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -733,13 +734,26 @@ def test_what_is_wrong_is_refused_by_name_in_one_line(call, error, why):
     assert re.search(why, said), said
 
 
+ON_A_DEVICE = [
+    *((call, fitting) for call, fitting in FITTING if "device" in fitting),
+    (MODULE.backends, {}),
+    (kernels.choose, {"dtype": torch.float32, "head_dim": 8}),
+]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_one_line():
-    for ask in (
-        lambda: ringlab.RingDilatedAttentionV2Flash([16], [2], device="cuda"),
-        lambda: MODULE.backends("cuda"),
-    ):
-        assert "device is 'cuda', but torch finds no GPU here" in one_line(ask)
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, torch.device("cuda"), "xpu"])
+def test_a_device_that_is_not_there_is_one_line(device):
+    """A build of torch for CUDA answers otherwise than one for CPUs: it looks for a
+    driver."""
+    for call, fitting in ON_A_DEVICE:
+        line = one_line(partial(call, **fitting | {"device": device}))
+        no_device = device == 0 and torch.version.cuda is None  # in a build for CPUs
+        assert (
+            "torch finds no GPU" in line
+            or "torch cannot use 'xpu'" in line
+            or (no_device and "device must be a torch.device or its name" in line)
+        )
 
 
 def test_ranges_generators_and_numpys_numbers_are_taken():
