@@ -22,7 +22,7 @@ from torch import Tensor
 from . import hardware, kernels
 from .block_patterns import BlockSparse, PerHead, local_global, sliding_window
 from .checks import LARGEST, check_bool, check_int, is_real, short_repr
-from .cost import format_bytes, format_seconds
+from .cost import far_queries, format_bytes, format_seconds
 from .engine import Execution
 from .engine.chunked import Ladder
 from .estimate import Estimate, cost_of, estimate_of, rates_of
@@ -939,6 +939,8 @@ class _Advisor:
         why = f"LongNet's first segment of {PAPER:,}; {100 * share:.3g} % of the products of dense attention"
         if share > seen:
             why += f", for {100 * seen:.3g} % of its pairs: branches share some"
+        far = 100 * far_queries(found, n, c.heads, c.kv_heads, c.causal) / n
+        why += f"; {far:.3g} % of queries see a key at least half the sequence away{' (causal: 50 at most)' * c.causal}"
         if wanted == "ladder":
             return Decision("pattern", found, ASKED, why)
         if isinstance(found, Dense):

@@ -16,7 +16,7 @@ import torch
 
 from .block_patterns import BlockSparse
 from .checks import check_choice
-from .patterns import Pattern
+from .patterns import Dilated, Pattern
 
 PASSES = {"fwd": 4, "fwd+bwd": 14}  # FLOPs per pair and per head_dim
 MOST_CELLS = 2**25  # intervals that one count looks at: a second or two
@@ -114,6 +114,54 @@ def count_pairs(
             times * term.pairs(n, causal) for term, times in terms.items()
         )
     return pairs, distinct
+
+
+def far_queries(
+    pattern: Pattern,
+    n: int,
+    heads: int,
+    kv_heads: int | None = None,
+    causal: bool = False,
+) -> int:
+    """How many of ``n`` queries see a key at least half the sequence away, which is
+    ``n // 2`` positions, in some head.
+
+    One such key is enough. Dense attention: all ``n``. A window that is shorter than
+    half the sequence: none. With ``causal`` the key lies before the query, so half of
+    the queries at most.
+
+    >>> from ringlab.patterns import Dilated
+    >>> longnet = Dilated([2048 << i for i in range(10)], [1 << i for i in range(10)])
+    >>> far_queries(longnet, 2**20, heads=8) / 2**20
+    0.015625
+    """
+    far = n // 2
+    if isinstance(pattern, Dilated):
+        positions = set()
+        for branch in pattern.branches(n, heads, kv_heads):
+            steps = -(-far // branch.rate)
+            for offset in set(branch.offsets):
+                # Of the first segment: the later ones are too short.
+                rows = range(offset, branch.length, branch.rate)
+                positions.update(rows[steps:])
+                if not causal:
+                    positions.update(rows[::-1][steps:])
+        return len(positions)
+    if not isinstance(pattern, BlockSparse):
+        return n - far * causal
+    found, size = 0, pattern.block_size
+    for rows, cols, seen in pattern.chunks(n):
+        if len(cols):
+            # Of each block (r,): its positions, and those of the keys that it sees.
+            first = rows * size
+            stop = (first + size).clamp(max=n)
+            start = torch.where(seen, cols * size, n).amin(1)
+            end = torch.where(seen, cols * size + size, 0).amax(1).clamp(max=n)
+            # The queries between these two are too near to all keys that they see.
+            ahead = first if causal else torch.maximum(first, end - far)
+            back = torch.minimum(stop, start + far)
+            found += int((stop - first - (back - ahead).clamp(min=0)).sum())
+    return found
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,10 @@ def test_lengths_memory_and_bytes_are_those_of_the_commands():
         in found.lines[1]
     )
     assert [line[0] for line in found.table.rows] == list(first_screen.LENGTHS)
+    heads = first_screen.SHAPE["heads"]
+    for n, _, _, far, *_ in found.table.rows:
+        rate = max(1, n // 2048)  # of the longest segment, which holds the sequence
+        assert far == f"{tables.number(100 * min(heads, rate) / rate)} %", n
     for line, said in zip(found.table.rows[:2], found.overview):
         n = line[0]
         forward, across = (
@@ -140,8 +144,8 @@ def test_lengths_memory_and_bytes_are_those_of_the_commands():
             f"a training call of these lengths sends {sent} in all" in found.table.note
         )
         assert (
-            line[3].sub == tables.size(forward.need_bytes)
-            and said == f"{line[3].text}, fits; dense {line[6].text}"
+            line[4].sub == tables.size(forward.need_bytes)
+            and said == f"{line[4].text}, fits; dense {line[7].text}"
         )
 
 
@@ -166,7 +170,7 @@ def test_the_first_screen_and_the_pages_say_the_same_of_trust():
 
 def test_rooflines_of_a_cpu_come_from_its_rows():
     def bounds(found):  # of the lengths that were not measured
-        told = (re.match(r"≥ ([\d.,]+) ", line[3].text) for line in found.table.rows)
+        told = (re.match(r"≥ ([\d.,]+) ", line[4].text) for line in found.table.rows)
         return [float(x[1].replace(",", "")) for x in told if x]
 
     def half(r):
@@ -202,8 +206,8 @@ def test_a_measured_time_is_that_of_the_call_as_it_is_advised(monkeypatch):
         for r in there.results
         if r.point.system == "dense_sdpa" and r.point.seq_len == 8192
     )
-    assert found[3].text == f"{tables.number(mine.median * 1e3)} ms"
-    assert found[6].text == f"{tables.number(dense.median)} s"
+    assert found[4].text == f"{tables.number(mine.median * 1e3)} ms"
+    assert found[7].text == f"{tables.number(dense.median)} s"
 
 
 def test_a_rehearsal_shows_no_time_of_this_machine(monkeypatch):
@@ -215,7 +219,7 @@ def test_a_rehearsal_shows_no_time_of_this_machine(monkeypatch):
     ] == ["first-screen-computed"]
     bound = ringlab.advise("gtx1080", 131072, passes="fwd").proposals[0].bound_s
     assert f"takes at least {tables.number(bound * 1e3)} ms" in found.lines[0]
-    assert found.table.rows[-1][4].text == "does not fit"
+    assert found.table.rows[-1][5].text == "does not fit"
     assert "measured" not in found.lines[0] + found.lines[1].replace(
         "measured peaks", "peaks"
     )
@@ -263,3 +267,7 @@ def test_the_index_shows_all_of_it(tmp_path):
     )
     assert html.count("<svg ") == 2 and all(line in plain for line in found.lines)
     assert found.table.html in html and found.table.markdown in plain
+    for text in (html, plain):
+        assert "at 1,048,576 tokens 1.56 % of the queries see" in text
+        assert "keys from all" not in text and "in its paper" not in text
+        assert "by the factor under Trust" not in text

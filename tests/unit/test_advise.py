@@ -130,6 +130,14 @@ def test_with_a_network_the_scheme_is_the_one_that_is_predicted_to_be_the_fastes
     assert chosen[0] != chosen[1] == "ulysses"
 
 
+def test_the_ladder_comes_with_the_share_of_queries_that_see_far():
+    for heads, causal, share in ((8, False, "12.5 %"), (32, True, "25 %")):
+        how = dict(heads=heads, causal=causal, estimates=False)
+        why = advise(GTX, 131072, **how).choices["pattern"].why
+        assert f"; {share} of queries see a key at least half" in why
+        assert why.endswith(" (causal: 50 at most)") == causal
+
+
 def test_shares_of_work_are_those_of_a_count():
     """By the oracle's multiplicities, position by position."""
     x = torch.arange(50)

@@ -2,8 +2,9 @@ import random
 
 import pytest
 import torch
-from matrix import any_dilated
-from ringlab import Dense, Dilated, cost
+from matrix import BLOCK_SPARSE, any_dilated
+from ringlab import Dense, Dilated, blocks, cost
+from ringlab.advise import ladder, local
 
 
 def test_pairs_equal_the_multiplicity_matrix():
@@ -23,6 +24,57 @@ def test_pairs_equal_the_multiplicity_matrix():
             int(m.sum()),
             int((m > 0).sum()),
         ), p
+
+
+def test_far_queries_equal_the_multiplicity_matrix():
+    rng, found = random.Random(0), set()
+    sparse = [
+        *(p for p in BLOCK_SPARSE if not isinstance(p.parts[0], blocks.Given)),
+        blocks.BlockSparse([blocks.Global(1, columns=False)], 4),  # most see nothing
+        blocks.BlockSparse([blocks.Window(1, 3), blocks.Random(1)], 3),
+        blocks.BlockSparse([blocks.Coarse(3, 9), blocks.Segment(5, 2)], 2),
+    ]
+    for i in range(600):
+        n, kv_heads = rng.randint(1, 90), rng.randint(1, 4)
+        heads, causal = kv_heads * rng.choice([1, 2]), rng.random() < 0.5
+        p = [any_dilated(rng), any_dilated(rng, 180), Dense(), rng.choice(sparse)][
+            i % 4
+        ]
+        x = torch.arange(n)
+        away = x[:, None] - x[None, :]  # (n, n), keys before the query are positive
+        away = (away if causal else away.abs()) >= n // 2
+        how = {"heads": heads, "kv_heads": kv_heads, "n": n}
+        seen = sum(p.multiplicity(x, x, head=h, **how) for h in range(heads)) > 0
+        want = int((seen & away).any(1).sum())
+        assert cost.far_queries(p, n, heads, kv_heads, causal) == want, (p, n)
+        found.add((type(p), causal, (want > 0) + (want == n)))
+    for kind in (Dilated, blocks.BlockSparse):
+        assert {(kind, False, x) for x in (0, 1, 2)} <= found
+
+
+def test_far_queries_of_given_masks_and_of_several_chunks():
+    given = blocks.from_mask(torch.eye(5, dtype=torch.bool).flip(0), block_size=4)
+    assert cost.far_queries(given, 20, 1) == 8 + 2 + 2  # block 1 sees 3, and 3 sees 1
+    hidden = blocks.from_mask(torch.zeros(1, 1, dtype=torch.bool), block_size=64)
+    assert cost.far_queries(hidden, 64, 1) == 0
+    rows = blocks.BlockSparse([blocks.Global(1, columns=False)], 2)
+    assert cost.far_queries(rows, 600, 1) == 2  # later chunks see nothing at all
+    n = 2048 * 300  # of 300 blocks: the first sees all, the last 150 see the first
+    assert cost.far_queries(blocks.local_global(1, 1, block_size=2048), n, 1) == (
+        n // 2 + 2048
+    )
+
+
+def test_far_queries_of_longnet_and_of_windows_at_a_million_tokens():
+    for heads, shares in ((8, (1, 8, 32, 64)), (32, (1, 2, 8, 16))):
+        lengths = 8192, 131072, 524288, 2**20
+        for n, share in zip(lengths, shares):
+            assert cost.far_queries(ladder(n), n, heads) == n // share
+    n = 2**20
+    assert cost.far_queries(Dense(), n, 8) == n
+    assert cost.far_queries(Dense(), n, 8, causal=True) == n // 2
+    assert cost.far_queries(local(n, ranks=2), n, 8) == 0  # a window alone
+    assert cost.far_queries(ladder(2**40), 2**40, 8) == 8 * 2048
 
 
 def test_branches_that_do_not_nest_are_counted_or_refused():

@@ -13,6 +13,7 @@ from statistics import quantiles
 
 from .. import kernels
 from ..advise import Advice, Proposal, advise, dtype_name, ladder
+from ..cost import far_queries
 from ..estimate import longest
 from ..hardware import Profile
 from ..kernels.base import accumulation_dtype
@@ -149,7 +150,7 @@ def fastest(study: Study) -> str:
     if ratio := study.ratio(dense, advised):
         speed = f"{number(advised.median * 1e3)} ms, {number(ratio.value, 2)} times as fast as torch's dense attention"
         speed += "" if beyond(ratio) else " (within noise)"
-        said += f" {field.ADVISED}, advised below for its reach, takes {speed}."
+        said += f" {field.ADVISED}, advised below, takes {speed}."
     return f"{said}{_training(study)} This ranks speed, not how well a model learns."
 
 
@@ -378,13 +379,14 @@ def _decisions(study: Study, advised: dict) -> Table:
         both = [advised[n, passes] for passes in WORDS]
         known = next((a for a in both if isinstance(a, Advice)), None)
         if known is None:
-            lines.append([n, Cell("does not fit", both[0]), *[None] * 5])
+            lines.append([n, Cell("does not fit", both[0]), *[None] * 6])
             continue
         lines.append(
             [
                 n,
                 _name(known["pattern"]),
                 percent(known.proposals[0].share, 2),
+                percent(far_queries(known["pattern"], n, SHAPE["heads"]) / n),
                 *(_advised(study, a) for a in both),
                 _other(study, known, "local"),
                 _other(study, known, "dense"),
@@ -400,7 +402,7 @@ def _decisions(study: Study, advised: dict) -> Table:
     measured = any(
         isinstance(cell, Cell) and cell.text[0].isdigit()
         for line in lines
-        for cell in line[3:]
+        for cell in line[4:]
     )
     return Table(
         "What to use, by length",
@@ -408,17 +410,18 @@ def _decisions(study: Study, advised: dict) -> Table:
             ">Tokens",
             "Advised",
             ">Of all pairs",
+            ">See half away",
             ">Forward",
             ">Training",
             ">Window, forward",
             ">Dense, forward",
         ],
         lines,
-        note="Advised: LongNet's pattern with segments of 2,048 tokens, as in its paper, that double up to the "
-        "sequence, so that a query sees keys from all of it. Window: about 2,048 neighbours and a global block, in "
-        "blocks of 128 tokens; from half a million tokens on in longer blocks, which show more. ≥ marks a "
-        f"computed lower bound{'; other times are measured' if measured else ''}. Beside what is advised stands the "
-        f"peak of memory, computed.{across} `.venv/bin/python -m ringlab advise --profile {study.profile.name} "
+        note="Advised: LongNet's pattern with segments of 2,048 tokens that double up to the sequence. See half "
+        "away: the queries that see a key at least half the sequence away, in some head. Window: about 2,048 "
+        "neighbours and a global block, in blocks of 128 tokens; from half a million on in longer blocks, which show "
+        f"more. ≥: a computed lower bound{'; other times are measured' if measured else ''}. Beside what is advised, "
+        f"the computed peak of memory.{across} `.venv/bin/python -m ringlab advise --profile {study.profile.name} "
         "--seq-len N` answers for other lengths and shapes.",
         cards=True,
     )

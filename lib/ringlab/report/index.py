@@ -8,15 +8,19 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
+from ..advise import ladder
+from ..cost import far_queries
 from . import theme
 from .documents.landscape import ADVISED
-from .first_screen import OVERVIEW
+from .first_screen import OVERVIEW, SHAPE
 from .places import REHEARSAL, locked, note
 from .render import DATA, TEMPLATES, css, write
 from .tables import inline_html, markdown_text
 
 EXPLORER = "notebooks/explore.ipynb"  # beside the folder of reports
 PAGES = {"html": "HTML", "md": "Markdown"}  # endings, as a link calls them
+LONGEST = OVERVIEW[-1]
+FAR = far_queries(ladder(LONGEST), LONGEST, SHAPE["heads"]) / LONGEST
 SAID = {
     "title": "Which attention, how long a sequence, how fast",
     "explained": "A measurement is shown only if its output matches a float64 reference and its time is physically "
@@ -25,12 +29,12 @@ SAID = {
     "computed": "Computed for GPUs that are not here",
     "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
     "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
-    "overview_note": "Times are of a forward call: measured, or computed lower bounds (≥), which real calls exceed "
-    "by the factor under Trust. The first time in a cell is of LongNet's pattern whose first segment has 2,048 tokens, "
-    "as in its paper: its cost grows as the length does, and still a query sees keys from all of the sequence. A "
-    "window is often faster, but a query sees its neighbours alone. Cost and reach choose here, not what a model "
-    "learns: “What small models learned” says which patterns were trained. Fits: in memory, one call of attention, "
-    "forward and in training.",
+    "overview_note": "Times are of a forward call: measured, or computed lower bounds (≥). By how much real calls "
+    "exceed the bound on a GPU that is not here is not known. The first time in a cell is of LongNet's pattern whose "
+    f"first segment has 2,048 tokens: its cost grows as the length does; at {LONGEST:,} tokens {100 * FAR:.3g} % of "
+    "the queries see a key at least half the sequence away. A sliding window is often faster, but a query sees its "
+    "neighbours alone. Policy and cost choose here, not what a model learns: “What small models learned” says which "
+    "patterns were trained. Fits: in memory, one call of attention, forward and in training.",
     "columns": ("Report", "Answer", "Files"),
 }
 

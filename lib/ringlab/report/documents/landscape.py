@@ -134,7 +134,7 @@ FIELD = (
     ),
     Entry(
         ADVISED,
-        "dilated segments as in its paper, one softmax over all",
+        "dilated segments, one softmax over all",
         "ringlab",
         ladder,
         figures.PURPLE,
