@@ -88,7 +88,7 @@ check: $(READY)  ## fail where this machine's rows are worse than earlier ones, 
 	@$(PY) -m ringlab check "$(strip $(BASE))" --against "$(strip $(AGAINST))" --tolerance "$(strip $(TOLERANCE))" $(ARGS)
 
 # Tests side by side, a thread each: threads of one process that wait for those of another cost more than they gain.
-test: $(READY)  ## run the tests and the examples in the docstrings (RINGLAB_EXPERIMENTAL=1: experimental kernels too)
+test: $(READY)  ## run the tests and the examples in the docstrings (RINGLAB_SWEEP=1: every tile size of the GPU kernels too)
 	$(call needs,[report$(COMMA)test],torch papermill nbconvert pandas pytest xdist)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 $(ARGS)
 

@@ -24,6 +24,7 @@ MEASURED_ONCE = (
     "test_documents.py",
     "test_explore.py",
     "test_first_screen.py",
+    "test_fused_merge.py",
     "test_landscape.py",
     "test_predicted.py",
     "test_ranks.py",

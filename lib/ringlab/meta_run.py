@@ -452,7 +452,7 @@ class MetaCall:
         if self.ranks > 1:
             return self._on_ranks(n)
         if self.execution.merge == "fused":
-            from .kernels.experimental import fused_merge  # which loads Triton
+            from .kernels import fused_merge  # which loads Triton
 
             have = self.profile and self.profile.capability
             fused_merge.check(

@@ -1,8 +1,7 @@
 """The Triton kernels without a GPU: values by the interpreter, device code by the
 compiler, tuning and refusals.
 
-No test here can say how fast they are. The other ways of reading are in
-tests/experimental.
+No test here can say how fast they are. The Gluon kernels are in test_gluon.
 """
 
 import os
@@ -15,7 +14,7 @@ import torch
 from compiled import SHARED, fed, fits, resources
 from interpreted import PLAIN, printed, within_bounds
 from ringlab import Dilated, cli
-from ringlab.kernels import experimental, triton, triton_config, triton_tune
+from ringlab.kernels import gluon, triton, triton_config, triton_tune
 from ringlab.kernels.base import HALF, DeviceSpec
 from ringlab.kernels.triton_config import TILE_PASSES, Use
 
@@ -27,7 +26,6 @@ needs_triton = pytest.mark.skipif(
 @needs_triton
 def test_values_equal_the_oracle_forward_and_backward():
     within_bounds({name: printed("plain")[name] for name in PLAIN})
-    assert all(printed("plain")[name]["reads"] == ["pointers"] for name in PLAIN)
     assert (
         min(printed("plain")["each pair once"]["error"].values()) > 0.01
     )  # a wrong answer is found
@@ -65,8 +63,10 @@ def test_default_sizes_fit_every_architecture(
 ):
     """A sample; RINGLAB_SWEEP=1 compiles every candidate."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    size = triton_config.sizes(name, head_dim, torch.bfloat16, divmod(capability, 10))
-    assert fits(resources(name, capability, head_dim, size), capability)
+    size = triton_config.pointer_sizes(
+        name, head_dim, torch.bfloat16, divmod(capability, 10), False
+    )
+    assert fits(resources(name, capability, head_dim, size)[0], capability)
 
 
 @needs_triton
@@ -84,8 +84,8 @@ def test_every_candidate_fits_its_architecture(capability, tmp_path, monkeypatch
         for size in triton_config.candidates(
             name, head_dim, torch.bfloat16, divmod(capability, 10), join
         ):
-            found = resources(
-                name, capability, head_dim, size, causal=causal, join=join, mask=causal
+            found, _ = resources(
+                name, capability, head_dim, size, causal=causal, join=join
             )
             good = fits(found, capability) and (
                 capability != 90 or fed(name, found, size)
@@ -110,17 +110,68 @@ def test_candidates_are_few_and_start_with_the_default():
         compute = divmod(capability, 10)
         found = triton_config.candidates(name, head_dim, dtype, compute, joins)
         assert found[0] == triton_config.sizes(name, head_dim, dtype, compute, joins)
-        in_gluon = [x for x in found if x.reads in experimental.IN_GLUON]
-        assert len(set(found)) == len(found) <= 6 + len(in_gluon) and len(in_gluon) <= 2
-        ways = {x.reads for x in found}
-        assert (
-            ways == {"pointers"}
-            or head_dim != 96
-            and not joins
-            and compute[0] in (9, 10)
-        )
-        assert "specialized" not in ways or (name, compute) == ("forward", (9, 0))
-        assert not in_gluon or compute == (9, 0) and head_dim >= 64
+        assert len(set(found)) == len(found) <= 6
+        assert {x.reads for x in found[1:]} <= {"pointers"}
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("name", TILE_PASSES)
+def test_gluon_is_the_default_where_it_was_measured(name, joins):
+    """For compute capability 9.0, in half precision, in launches that start from
+    nothing.
+    """
+    for compute in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+        for head_dim, dtype in product((32, 64, 96, 128, 256), (*HALF, torch.float32)):
+            size = triton_config.sizes(name, head_dim, dtype, compute, joins)
+            known = {64, 128, 256} if name == "forward" else {64, 128}
+            if compute == (9, 0) and head_dim in known and dtype in HALF and not joins:
+                assert size == triton_config.GLUON[name, head_dim]
+                assert (size.rows, size.reads) == (128, "gluon")
+            else:
+                assert size.reads == "pointers"
+
+
+def test_a_hopper_gpu_takes_gluon_unless_the_call_does_not_suit_it(monkeypatch):
+    pytest.importorskip("triton.experimental.gluon")
+    monkeypatch.setattr(triton, "compute_of", lambda q: (9, 0))
+    kernel, folded = triton.TritonKernel(), Dilated([512, 1024], [1, 2])
+
+    def reads(n, head_dim=64, dtype=torch.bfloat16, pattern=folded):
+        q = torch.zeros(1, n, 2, head_dim, dtype=dtype)
+        return [
+            launch.size.reads
+            for name in TILE_PASSES
+            for launch in kernel.launches(
+                name, (q,) * (3 if name == "forward" else 4), pattern, False
+            )
+        ]
+
+    monkeypatch.setattr(triton.tile_schedule, "LONG", 1)
+    assert reads(2048) == reads(2048, 128) == reads(900, dtype=HALF[0]) == ["gluon"] * 3
+    assert reads(2048, 256) == ["gluon", "pointers", "pointers"]
+    assert reads(2047) == reads(2048, 96) == ["pointers"] * 3
+    assert set(reads(2048, dtype=torch.float32)) == {"pointers"}
+    assert reads(2048, pattern=Dilated([16], [1])) == ["pointers"] * 3
+    monkeypatch.setattr(triton.tile_schedule, "LONG", 64)  # a launch for each branch
+    assert reads(2048) == ["gluon", "pointers"] * 3
+
+
+def test_without_gluon_pointers_are_read_and_the_log_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(triton, "compute_of", lambda q: (9, 0))
+    monkeypatch.setitem(sys.modules, gluon.HOPPER, None)
+    gluon.unavailable.cache_clear()
+    q = torch.zeros(1, 256, 1, 64, dtype=torch.bfloat16)
+    try:
+        for _ in range(2):
+            (launch,) = triton.TritonKernel().launches(
+                "forward", (q, q, q), Dilated([256], [1]), False
+            )
+    finally:
+        gluon.unavailable.cache_clear()
+    assert launch.size.reads == "pointers" and "is not installed" in launch.why
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("ringlab", "WARNING")
+    assert "slower Triton kernels run instead" in record.getMessage()
 
 
 @needs_triton
@@ -211,14 +262,20 @@ def test_the_fastest_right_candidate_is_kept_and_attention_takes_it():
         and "shorter than tiles of 256 x 16" in short
     )
     assert "are no block" in odd and failing.startswith("InterpreterError: ")
-    assert list(printed("plain")["hanging"]["refused"].values()) == ["hangs"]
+
+
+@needs_triton
+def test_a_default_that_does_not_suit_the_tensors_stays_the_default():
+    found = printed("plain")["unfit"]
+    assert list(found["refused"]) == [found["before"]] == [found["after"]]
+    assert list(found["seconds"].values()) == [1.0]
 
 
 def test_the_default_wins_where_nothing_is_faster():
     assert (
         triton_tune.Timed(USE, DEFAULT, {OTHER: 1.0, DEFAULT: 1.0}, {}).best == DEFAULT
     )
-    assert triton_tune.Timed(USE, DEFAULT, {}, {OTHER: "hangs"}).best == DEFAULT
+    assert triton_tune.Timed(USE, DEFAULT, {}, {OTHER: "wrong"}).best == DEFAULT
     right, nothing = (
         torch.tensor([1.0, -torch.inf]),
         torch.tensor([torch.nan, -torch.inf]),

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import torch
-from ringlab.kernels import experimental, triton_config
+from ringlab.kernels import gluon, triton_config
 from ringlab.kernels.triton_config import Sizes
 
 SHARED = {
@@ -33,12 +33,10 @@ def resources(
     *,
     causal: bool = True,
     join: bool = False,
-    mask: bool = True,
-) -> dict[str, int]:
+) -> tuple[dict[str, int], str]:
     """What a program takes: registers, stack, local and shared bytes, warps; and how
-    often some instructions occur.
+    often some instructions occur. Then its PTX.
     """
-    in_gluon, layout = size.reads in experimental.IN_GLUON, ""
     kinds = {
         "scale": "fp32",
         "lse": "*fp32",
@@ -49,15 +47,18 @@ def resources(
     kinds |= dict.fromkeys(ELEMENTS, f"*{dtype}") | dict.fromkeys(
         RESULTS, "*fp32" if join else f"*{dtype}"
     )
-    if in_gluon:
-        code, layout = "experimental.gluon", f",{experimental.layout(head_dim, 16)!r}"
+    if size.reads == "gluon":
+        code = "gluon_kernels"
         fixed = {"STEP": 4, "CAUSAL": causal, "STAGES": size.stages}
-        options = {"num_warps": size.warps, "maxnreg": experimental.REGISTERS}
+        options = {"num_warps": size.warps, "maxnreg": gluon.REGISTERS}
+        owned = ("k", "v") if name == "backward_kv" else ("q", "dout")
+        for x in ELEMENTS:
+            rows = gluon.GROUP_ROWS if x in owned else size.cols
+            block, layout = [1, 1, 1, rows, head_dim], gluon.layout(head_dim, 16)
+            kinds[x] = f"tensordesc<{dtype}{block},{layout!r}>"
     else:
-        code, kind = (
-            "triton_kernels",
-            torch.float32 if dtype == "fp32" else torch.bfloat16,
-        )
+        code = "triton_kernels"
+        kind = torch.float32 if dtype == "fp32" else torch.bfloat16
         fixed = {
             "ROWS": size.rows,
             "COLS": size.cols,
@@ -66,24 +67,11 @@ def resources(
             "CAUSAL": causal,
             "JOIN": join,
             "PRECISION": triton_config.precision(head_dim, kind),
-            "EARLY": triton_config.early(divmod(capability, 10), size.reads),
-            "READS": size.reads,
-            "STEP": 0 if size.reads == "pointers" else 4,
+            "EARLY": triton_config.early(divmod(capability, 10)),
         }
-        fixed |= {"MASK": mask} if name == "forward" else {}
         options = {"num_warps": size.warps, "num_stages": size.stages}
-    owned = ("k", "v") if name == "backward_kv" else ("q", "dout")
-    for x in {"pointers": (), "specialized": ("k", "v")}.get(size.reads, ELEMENTS):
-        rows = (
-            size.cols
-            if x not in owned
-            else experimental.GROUP_ROWS
-            if in_gluon
-            else size.rows
-        )
-        kinds[x] = f"tensordesc<{dtype}[1, 1, 1, {rows}, {head_dim}]{layout}>"
     kernel = getattr(importlib.import_module(f"ringlab.kernels.{code}"), name)
-    return used(kernel, kinds, fixed, capability, **options)[0]
+    return used(kernel, kinds, fixed, capability, **options)
 
 
 def used(
@@ -103,10 +91,10 @@ def used(
             aligned |= {(i, j): [["tt.divisibility", 16]] for j in range(len(kind))}
         elif kind[0] == "*" or argument.startswith("s_"):
             aligned[i,] = [["tt.divisibility", 16]]
-    gluon = importlib.import_module("triton.experimental.gluon._runtime")
+    runtime = importlib.import_module("triton.experimental.gluon._runtime")
     made = (
-        gluon.GluonASTSource
-        if isinstance(kernel, gluon.GluonJITFunction)
+        runtime.GluonASTSource
+        if isinstance(kernel, runtime.GluonJITFunction)
         else triton.compiler.ASTSource
     )
     source = made(kernel, signature, constexprs=fixed, attrs=aligned)
@@ -162,25 +150,20 @@ def beside_products(sass: str) -> float:
 
 
 def fed(name: str, found: dict[str, int], size: Sizes) -> bool:
-    """On 9.0: products of warp groups, not one after the other; reads by the copy
-    engine, or by warps of its own.
+    """On 9.0: products of warp groups, not one after the other; Gluon reads by the copy
+    engine and a warp of its own.
 
-    By hand, each of two groups waits as often as the source says, and computes while
-    its products run.
+    There, each of two groups waits as often as the source says, and computes while its
+    products run.
     """
-    described, own = (
-        size.reads != "pointers",
-        size.reads in ("specialized", *experimental.IN_GLUON),
-    )
+    in_gluon = size.reads == "gluon"
     waits = 4 if name == "forward" else 8
-    if size.reads in experimental.IN_GLUON:
+    if in_gluon:
         waits = 2 * {"forward": 4, "backward_q": 7, "backward_kv": 5}[name]
-    overlapped = (found["HGMMA"] > 0 or size.rows < 64) and found[
-        "WARPGROUP.DEPBAR"
-    ] <= waits
-    overlapped &= size.reads not in experimental.IN_GLUON or found["beside"] > 0.4
     return (
-        overlapped
-        and (found["UTMALDG"] > 0) == described
-        and found["warps"] == (12 if own else size.warps)
+        (found["HGMMA"] > 0 or size.rows < 64)
+        and found["WARPGROUP.DEPBAR"] <= waits
+        and (found["beside"] > 0.4 or not in_gluon)
+        and (found["UTMALDG"] > 0) == in_gluon
+        and found["warps"] == (12 if in_gluon else size.warps)
     )

@@ -21,10 +21,10 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
-from ringlab.kernels import experimental
+from ringlab.kernels import gluon
 
-NAME = f"{experimental.__name__}.gluon"
-SOURCE = (Path(experimental.__file__).parent / "gluon.py").read_text(encoding="utf-8")
+NAME = gluon.DEVICE_CODE
+SOURCE = Path(gluon.__file__).with_name("gluon_kernels.py").read_text(encoding="utf-8")
 
 
 def running(change=lambda source: source, seed: int = 0):

@@ -13,13 +13,11 @@ import sys
 import tempfile
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
 
 import torch
-from gluon_machine import running
 from matrix import NAMES, Case, differentiated, errors, judged
 from ringlab import (
     Dense,
@@ -36,25 +34,23 @@ from ringlab.engine.autograd import IN_GRAPHS, _text, operator
 from ringlab.engine.dilated import make_plan
 from ringlab.kernels import (
     KERNELS,
-    experimental,
+    fused_merge,
     tile_schedule,
     triton,
     triton_config,
     triton_tune,
 )
-from ringlab.kernels.experimental import fused_merge
 from ringlab.kernels.torch_kernels import Eager
-from ringlab.kernels.triton_config import TILE_PASSES, Sizes, Use
+from ringlab.kernels.triton_config import Sizes
 from ringlab.tracking import LiveStorageTracker
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-CHOSEN, SIZES = triton_config.chosen, triton_config.sizes
+CHOSEN = triton_config.chosen
 FOLDED = Dilated([32, 64], [1, 2])
 BLIND = block_patterns.from_mask(
     torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]]) > 0, block_size=16
 )
-# pattern, n, heads, K/V heads, head_dim, causal, dtype, scale, tile and how it is read
-# if not by pointers
+# pattern, n, heads, K/V heads, head_dim, causal, dtype, scale, tile
 PLAIN = {
     "folded, causal, grouped": (FOLDED, 41, 2, 1, 16, True, F32, None, (16, 16)),
     "folded thrice, half": (
@@ -136,52 +132,6 @@ PLAIN = {
     ),
     "dense, odd head_dim, scale 0": (Dense(), 18, 1, 1, 5, False, F32, 0.0, (32, 16)),
 }
-DESCRIBED = {
-    "descriptors, folded, batch": (
-        FOLDED,
-        38,
-        2,
-        1,
-        16,
-        True,
-        F32,
-        None,
-        (16, 16, "descriptors"),
-    ),
-    "descriptors, odd length": (
-        FOLDED,
-        37,
-        1,
-        1,
-        16,
-        False,
-        F16,
-        None,
-        (16, 16, "descriptors"),
-    ),
-    "specialized, folded, grouped": (
-        FOLDED,
-        36,
-        2,
-        1,
-        16,
-        True,
-        F16,
-        None,
-        (16, 16, "specialized"),
-    ),
-    "specialized, nothing masked": (
-        FOLDED,
-        64,
-        1,
-        1,
-        16,
-        False,
-        F32,
-        None,
-        (16, 16, "specialized"),
-    ),
-}
 # the same without a tile: calls of a dense kernel that the fused merge joins
 JOINED = {
     "in place": (Dilated([16, 32], [1, 2]), 64, 2, 2, 16, True, F16, None),
@@ -241,7 +191,7 @@ JOINED = {
 
 @cache
 def printed(part: str) -> dict[str, dict]:
-    """The output of ``part``, "plain" or "variants" (experimental), by case."""
+    """The output of ``part``, "plain" or "joined", by case."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parents[1] / "lib"), str(here), *sys.path])
     env = os.environ | {
@@ -293,25 +243,9 @@ def inside_inf(t: torch.Tensor) -> torch.Tensor:
 
 
 def run(pattern, n, heads, kv_heads, d, causal, dtype, scale, tile, batch=1):
-    """Attention with this tile, as if it were tuned; the results' errors, and the ways
-    in which launches read.
-    """
-    plain, same = Sizes(*tile[:2], 4, 1), tile[2:] != ("specialized",)
-    triton_config.sizes = lambda *_: plain
-    triton_config.chosen = lambda use, *_: (
-        Sizes(*tile[:2], 4, 1, *tile[2:]) if same or use.name == "forward" else None
-    )
-    tensors = [
-        inside_inf(torch.zeros(batch, n, h, d, dtype=dtype))
-        for h in (heads, heads, kv_heads, kv_heads)
-    ]
-    read = {name: tensors[name == "forward" :] for name in TILE_PASSES}
-    launches = [
-        x
-        for name in read
-        for x in KERNELS["triton"].launches(name, read[name], pattern, causal)
-    ]
-    found = checked(
+    """The results' errors of attention with this tile, as if it were tuned."""
+    triton_config.chosen = lambda *_: Sizes(*tile, 4, 1)
+    return checked(
         pattern,
         n,
         heads,
@@ -324,7 +258,6 @@ def run(pattern, n, heads, kv_heads, d, causal, dtype, scale, tile, batch=1):
         inside_inf,
         backend="triton",
     )
-    return {**found, "reads": sorted({launch.size.reads for launch in launches})}
 
 
 def run_joined(*case, batch=1, lay=inside_inf):
@@ -356,9 +289,9 @@ def main(part: str):
     )  # new tensors hold NaN, so that a row that nobody wrote shows
     tile_schedule.LONG = 1  # fold short branches too
     kernels.PROBE_ROWS = 20  # interpreted, a program takes milliseconds
-    for name, case in {"plain": PLAIN, "variants": DESCRIBED}[part].items():
-        show(name, **run(*case, batch=2 if "batch" in name else 1))
     if part == "plain":
+        for name, case in PLAIN.items():
+            show(name, **run(*case, batch=2 if "batch" in name else 1))
         with schedules(once):
             show("each pair once", **run(*PLAIN["folded, causal, grouped"]))
         tuning()
@@ -368,12 +301,6 @@ def main(part: str):
             refusal=KERNELS["triton"].refuses(torch.device("cpu"), torch.bfloat16, 64),
         )
     else:
-        with schedules(lambda schedule: replace(schedule, stride=1)):
-            show(
-                "neighbours in place of a class",
-                **run(*DESCRIBED["descriptors, folded, batch"]),
-            )
-        first_runs()
         joined()
 
 
@@ -400,20 +327,16 @@ def once(schedule):
 
 
 def tuning():
-    """Tune a forward: candidates are wrong, do not fit, fail or hang. Attention takes
-    the fastest right one.
+    """Tune a forward: candidates are wrong, do not fit or fail. Attention takes the
+    fastest right one.
     """
     quick, slow, wrong = Sizes(16, 32, 4, 1), Sizes(32, 16, 4, 1), Sizes(32, 32, 4, 1)
     short, odd, failing = (
         Sizes(256, 16, 4, 1),
-        Sizes(16, 16, 4, 1, "descriptors"),
+        Sizes(16, 16, 4, 1, "gluon"),
         Sizes(24, 16, 4, 1),
     )
-    triton_config.chosen, hanging, times = (
-        CHOSEN,
-        Sizes(128, 64, 4, 2, "gluon"),
-        iter([3.0, 2.0, 4.0, 1.0]),
-    )
+    triton_config.chosen, times = CHOSEN, iter([3.0, 2.0, 4.0, 1.0])
 
     def spoiled(schedule):
         if (schedule.rows, schedule.cols) == (wrong.rows, wrong.cols):
@@ -442,36 +365,15 @@ def tuning():
         }
 
     cache = mock.patch.dict(os.environ, RINGLAB_CACHE=tempfile.mkdtemp())
-    with cache, mock.patch.object(experimental, "trial", lambda *_: "hangs"):
+    with cache:
         show(
             "tuned",
             **tuned(
                 129, 2, Sizes(16, 16, 4, 1), quick, slow, wrong, short, odd, failing
             ),
         )
-        show("hanging", **tuned(128, 1, Sizes(64, 64, 4, 1), hanging))
-
-
-def first_runs():
-    """What ``experimental.prove`` says of the kernels in Gluon, and of wrong ones."""
-    triton.compute_of, experimental.TRIAL_LENGTH, experimental.TRIAL_HEADS = (
-        (lambda q: (9, 0)),
-        600,
-        1,
-    )
-    experimental.TRIAL_PATTERN, experimental.REPEATS = Dilated([256, 512], [1, 2]), 1
-    triton_config.sizes, triton_config.chosen = SIZES, CHOSEN
-
-    def proved(name, rows=128):
-        use = Use.of(name, 16, F16, True, False, 2)
-        return experimental.prove(
-            use, Sizes(rows, 64, 4, 2, "gluon"), torch.device("cpu")
-        )
-
-    with running():
-        right, unfit = [proved(name) for name in TILE_PASSES], proved("forward", 256)
-    with running(lambda source: source.replace("shift - bonus", "shift")):
-        show("first run", right=right, unfit=unfit, wrong=proved("forward"))
+        unfit = Sizes(128, 64, 4, 2, "gluon")
+        show("unfit", **tuned(129, 2, unfit, slow))
 
 
 def joined():
@@ -482,19 +384,19 @@ def joined():
     for name, case in JOINED.items():
         lay = torch.clone if "folds" in name else inside_inf
         show(
-            f"joined, {name}",
+            name,
             **run_joined(*case, batch=2 if "batch" in name else 1, lay=lay),
         )
     for name in ("in place", "short segments, grouped"):
-        show(f"joined, bytes, {name}", **traffic(*JOINED[name][:5]))
-    show("joined, held", **held(Dilated([16, 32], [1, 2]), 41))
+        show(f"bytes, {name}", **traffic(*JOINED[name][:5]))
+    show("held", **held(Dilated([16, 32], [1, 2]), 41))
     case, build, merge = JOINED["in place"], fused_merge.make_rows, fused_merge._merge
 
     def unweighted(into, lse, calls, parts, lses, *rest):
         merge(into, lse, calls, parts, tuple(map(torch.zeros_like, lses)), *rest)
 
     with mock.patch.object(fused_merge, "_merge", unweighted):
-        show("joined, all parts weigh alike", **run_joined(*case))
+        show("all parts weigh alike", **run_joined(*case))
     caches.GLOBAL.clear()
 
     def without_a_head(*args):
@@ -503,7 +405,7 @@ def joined():
         return rows
 
     with mock.patch.object(fused_merge, "make_rows", without_a_head):
-        show("joined, a head forgotten", **run_joined(*case))
+        show("a head forgotten", **run_joined(*case))
 
 
 def traffic(pattern, n, heads, kv_heads, d):
@@ -575,17 +477,18 @@ def held(pattern, n):
         head_dim=16,
         passes="fwd+bwd",
         execution=execution,
+        backend="eager",
     )
     q, k, v, dout = (torch.randn(1, n, h, 16) for h in (4, 2, 2, 4))
     q, k, v = (t.requires_grad_() for t in (q, k, v))
-    kernels.choose("cpu", F32, 16, backward=True)
+    kernels.choose("cpu", F32, 16, backward=True, backend="eager")
     launch = defaultdict(lambda: lambda *_, **options: None)
     with (
         mock.patch.object(fused_merge, "join", launch),
         LiveStorageTracker() as tracker,
     ):
         tracker.register(q, k, v, dout)
-        out = attention(q, k, v, pattern, execution=execution)
+        out = attention(q, k, v, pattern, execution=execution, backend="eager")
         grads = torch.autograd.grad(out, (q, k, v), dout)
     return {"peak": tracker.peak_bytes, "told": told.peak_bytes, "grads": len(grads)}
 

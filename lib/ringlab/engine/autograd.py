@@ -262,7 +262,7 @@ def _fused(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
     """The plan, and the experimental kernel that merges its results;
     NotImplementedError where it cannot run.
     """
-    from ..kernels.experimental import fused_merge
+    from ..kernels import fused_merge
 
     if not q.is_meta:  # a run without data is of hardware that need not be here
         fused_merge.check(q.device, q.dtype, pattern)

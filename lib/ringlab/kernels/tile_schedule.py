@@ -222,7 +222,7 @@ class TileSchedule:
     tile's. ``member``: the query head in the K/V head's group, if K/V heads own the tiles. The last entry is padding,
     so that the next one can always be fetched early.
     ``rows``, ``cols``: of an owned and of a visited tile. ``covered``: every row of every head lies in a tile.
-    ``stride``: of every tile, or 0 if they differ. ``whole``: no visited tile needs a mask.
+    ``stride``: of every tile, or 0 if they differ.
     """
 
     tiles: Tensor
@@ -231,7 +231,6 @@ class TileSchedule:
     cols: int
     covered: bool
     stride: int
-    whole: bool
 
     @property
     def visits(self) -> int:
@@ -341,7 +340,6 @@ def make_schedule(
         cols,
         covered,
         strides[0] if len(strides) == 1 else 0,
-        not tiles[:, MASKED].any(),
     )
 
 

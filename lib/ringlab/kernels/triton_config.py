@@ -1,9 +1,11 @@
-"""Tile sizes of the Triton kernels: defaults, candidates for tuning, and the file of
-tuned sizes.
+"""Tile sizes of the Triton and Gluon kernels: defaults, candidates for tuning, and the
+file of tuned sizes.
 
 Candidates were compiled without a GPU, in bfloat16 for head_dim 64, 128 and 256, causal
 or not, for compute capability 8.0, 8.6, 8.9, 9.0, 10.0 and 12.0. None spills registers
-or needs more shared memory than there is.
+or needs more shared memory than there is. On an H200 (2026-11-26, tree 8f63b8c) the
+Gluon kernels were the fastest of each pass in half precision, and right: they are the
+default for compute capability 9.0.
 
 The tuned sizes of each GPU model are one JSON file in the user's cache folder, valid
 for one version of Triton and of the kernels' code. A file that cannot be read or does
@@ -26,6 +28,7 @@ import torch
 from .base import HALF
 
 LEAST = 16  # rows of the smallest tile that tensor cores take
+LOG2E = 1.4426950408889634
 TILE_PASSES = ("forward", "backward_q", "backward_kv")
 
 
@@ -34,7 +37,8 @@ class Sizes:
     """Rows of a program's own tile, rows of a tile that it visits, warps of a program,
     stages of its pipeline.
 
-    ``reads``: how tensors are read, "pointers" or one of ``experimental.READS``.
+    ``reads``: how tensors are read, by "pointers", or by "gluon", the kernels of
+    ``gluon``.
 
     >>> str(Sizes(128, 64, 8, 2))
     '128 x 64, 8 warps, 2 stages, pointers'
@@ -71,7 +75,20 @@ SIZES = {
 }
 
 
-# What tuning times besides the default in 2-byte dtypes, by architecture class and
+# The Gluon kernels for 9.0, by pass and head_dim: 2-byte dtypes, launches that start
+# from nothing. Eight computing warps come on top.
+GLUON = {
+    ("forward", 64): Sizes(128, 128, 4, 3, "gluon"),
+    ("forward", 128): Sizes(128, 128, 4, 2, "gluon"),
+    ("forward", 256): Sizes(128, 32, 4, 3, "gluon"),
+    ("backward_q", 64): Sizes(128, 128, 4, 2, "gluon"),
+    ("backward_q", 128): Sizes(128, 64, 4, 3, "gluon"),
+    ("backward_kv", 64): Sizes(128, 64, 4, 3, "gluon"),
+    ("backward_kv", 128): Sizes(128, 32, 4, 3, "gluon"),
+}
+
+
+# What tuning times besides the defaults in 2-byte dtypes, by architecture class and
 # pass: for head_dim up to 64, to 128 and to 256. As Sizes read by pointers.
 CANDIDATES = {
     ("9.x", "forward"): ([(64, 64, 4, 3)], [(128, 32, 8, 3)], [(64, 64, 8, 2)]),
@@ -132,11 +149,20 @@ def sizes(
     compute: tuple[int, int],
     joins: bool = False,
 ) -> Sizes:
-    """The default of the pass ``name`` on a compute capability. Patterns with short row
-    intervals make it smaller.
+    """The default of the pass ``name`` on a compute capability: Gluon where it can run.
 
-    ``joins``: for a launch that adds to the results of an earlier one, which takes more
-    registers.
+    ``joins``: for a launch that adds to the results of an earlier one.
+    """
+    if compute == (9, 0) and dtype in HALF and not joins and (name, head_dim) in GLUON:
+        return GLUON[name, head_dim]
+    return pointer_sizes(name, head_dim, dtype, compute, joins)
+
+
+def pointer_sizes(
+    name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool
+) -> Sizes:
+    """The default among those that read by pointers. Patterns with short row intervals
+    make it smaller, and a launch that ``joins`` takes more registers.
     """
     small, large, single = next(
         x for most, x in SIZES[name].items() if head_dim <= most
@@ -157,14 +183,11 @@ def candidates(
     compute: tuple[int, int],
     joins: bool = False,
 ):
-    """The ``Sizes`` that tuning times, at most eight: the default first, then
-    experimental ones, then other tiles.
+    """The ``Sizes`` that tuning times, at most six, the default first.
 
     >>> candidates("backward_kv", 128, torch.float32, (8, 6))
     (Sizes(rows=32, cols=16, warps=8, stages=1, reads='pointers'),)
     """
-    from . import experimental
-
     default = sizes(name, head_dim, dtype, compute, joins)
     if dtype not in HALF:
         return (default,)
@@ -176,11 +199,8 @@ def candidates(
         else "small"
     )
     listed = CANDIDATES[kind, name][(head_dim > 64) + (head_dim > 128)]
-    found = (
-        *experimental.candidates(name, head_dim, compute, joins),
-        *(Sizes(*x) for x in listed),
-    )
-    return (default, *(x for x in found if x != default))
+    pointers = pointer_sizes(name, head_dim, dtype, compute, joins)
+    return tuple(dict.fromkeys((default, pointers, *(Sizes(*x) for x in listed))))
 
 
 def precision(head_dim: int, dtype: torch.dtype) -> str:
@@ -190,13 +210,18 @@ def precision(head_dim: int, dtype: torch.dtype) -> str:
     return "tf32" if dtype in HALF else "tf32x3" if head_dim <= 64 else "ieee"
 
 
-def early(compute: tuple[int, int], reads: str = "pointers") -> bool:
-    """Whether a program fetches the next entry of its schedule early.
-
-    Triton 3.7 fails to compile that for 10.x, and 3.6 and 3.7 for specialized warps
-    whose loop masks nothing.
+def early(compute: tuple[int, int]) -> bool:
+    """Whether a program fetches the next entry of its schedule early, which Triton 3.7
+    fails to compile for 10.x.
     """
-    return compute[0] != 10 and reads != "specialized"
+    return compute[0] != 10
+
+
+def shortened(size: Sizes, schedule) -> str | None:
+    """Why a launch has smaller tiles than its sizes, or None."""
+    if (schedule.rows, schedule.cols) == (size.rows, size.cols):
+        return None
+    return f"the row intervals of the pattern are shorter than tiles of {size.rows} x {size.cols}"
 
 
 def padded(head_dim: int) -> int:
@@ -209,8 +234,8 @@ CODE = (
     "triton.py",
     "triton_kernels.py",
     "tile_schedule.py",
-    "experimental/__init__.py",
-    "experimental/gluon.py",
+    "gluon.py",
+    "gluon_kernels.py",
 )
 FILES = "triton-lists-*.json"
 MOST_MEMBERS = 8  # query heads per K/V head; more are tuned as if there were 8

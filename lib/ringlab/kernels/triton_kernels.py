@@ -8,11 +8,6 @@ scale times log2(e). A pair that counts M times adds log2(M) to its exponent. Su
 in fp32. lse outside is natural. The offset of a row is 64 bits wide before it is
 multiplied. EARLY: the next entry of the schedule is fetched one iteration early,
 because a load that waits for another load costs pipeline stages.
-
-READS: "pointers". ``experimental`` alone sets others, which read by tensor descriptors
-over the view (b, STEP, h, n / STEP, d), in which a tile of one residue class mod STEP
-is a block for the copy engine. "specialized" (forward only) leaves reading to extra
-warps. Triton does so for a single loop, which masks every tile if MASK.
 """
 
 import triton
@@ -108,8 +103,8 @@ def _visit(
     MASK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Entry i: first position, positions (COLS,), which exist, log2(M), member; then
-    the next entry if EARLY.
+    """Entry i: positions (COLS,), which exist, log2(M), member; then the next entry if
+    EARLY.
     """
     if EARLY:
         first, packed = next_first, next_packed
@@ -119,7 +114,6 @@ def _visit(
     times, first = (packed >> TIMES_AT) & TIMES_MASK, base + first
     bonus, member = tl.math.log2(times.to(tl.float32)), packed >> MEMBER_AT
     return (
-        first,
         first + others * stride,
         others < (packed & ROWS_MASK),
         bonus,
@@ -127,32 +121,6 @@ def _visit(
         next_first,
         next_packed,
     )
-
-
-@triton.jit
-def _tile(
-    tensor,
-    batch,
-    head,
-    first,
-    positions,
-    s_n,
-    valid,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAD: tl.constexpr,
-    MASK: tl.constexpr,
-    READS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """(ROWS, PAD) at ``positions``, which begin at ``first``: by pointers of one head,
-    or else by a descriptor.
-    """
-    if READS == "pointers":
-        return _rows(tensor, positions, s_n, valid, DIM, PAD, MASK)
-    else:
-        at = [batch.to(tl.int32), first % STEP, head.to(tl.int32), first // STEP, 0]
-        return tensor.load(at).reshape(ROWS, DIM)  # zeros past the end of the sequence
 
 
 @triton.jit
@@ -189,37 +157,20 @@ def forward(
     JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
-    READS: tl.constexpr,
-    STEP: tl.constexpr,
-    MASK: tl.constexpr,
 ):
-    """out and lse of one tile of queries. JOIN: merged with the values that are there.
-    MASK: see READS.
-    """
+    """out and lse of one tile of queries. JOIN: merged with the values that are there."""
     batch, tile, head, base, start, partial, full = _program(tiles, programs)
-    stride = STEP if READS != "pointers" else tl.load(tile + STRIDE)
+    stride = tl.load(tile + STRIDE)
     span, others = tl.arange(0, ROWS), tl.arange(0, COLS)
-    begin = tl.load(tile + FIRST)
-    mine, valid = begin + span * stride, span < tl.load(tile + COUNT)  # (ROWS,)
+    mine = tl.load(tile + FIRST) + span * stride  # (ROWS,)
+    valid = span < tl.load(tile + COUNT)
     kv_head = head // group
     out += batch * s_ob + head * s_oh
     lse += (batch * heads + head) * n + mine
-    if READS == "pointers":
-        k += batch * s_kb + kv_head * s_kh
-        v += batch * s_vb + kv_head * s_vh
-        q += batch * s_qb + head * s_qh
-    if (
-        READS == "specialized"
-    ):  # two groups of warps share the rows; only a descriptor made here can be cut
-        q += batch * s_qb + head * s_qh + (begin % STEP).to(tl.int64) * s_qn
-        rows = tl.make_tensor_descriptor(
-            q, [n // STEP, DIM], [s_qn * STEP, 1], [ROWS, DIM]
-        )
-        queries = rows.load([begin // STEP, 0])
-    else:
-        queries = _tile(
-            q, batch, head, begin, mine, s_qn, valid, ROWS, DIM, PAD, True, READS, STEP
-        )  # (ROWS, PAD)
+    k += batch * s_kb + kv_head * s_kh
+    v += batch * s_vb + kv_head * s_vh
+    q += batch * s_qb + head * s_qh
+    queries = _rows(q, mine, s_qn, valid, DIM, PAD, True)  # (ROWS, PAD)
     if JOIN:
         acc = _rows(out, mine, s_on, valid, DIM, PAD, True).to(tl.float32)
         top = tl.load(lse, mask=valid, other=float("-inf")) * LOG2E
@@ -228,85 +179,48 @@ def forward(
         acc = tl.zeros([ROWS, PAD], tl.float32)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-    if (
-        READS == "specialized"
-    ):  # one loop over all entries, which are contiguous: masked, full, masked
-        every = full + tl.load(tile + MASKED)
-        partial, full = 0, 0
-    for PART in tl.static_range(2):  # full entries, then masked ones
-        if READS != "specialized" or PART == MASK:
-            if READS == "specialized":
-                count = every
-            else:
-                count = tl.load(tile + MASKED) if PART else full
-            next_first, next_packed = _entry(entries, 0, start, partial, full, PART)
-            for i in tl.range(0, count, warp_specialize=READS == "specialized"):
-                first, other, shown, bonus, member, next_first, next_packed = _visit(
-                    entries,
-                    i,
-                    next_first,
-                    next_packed,
-                    others,
-                    base,
-                    start,
-                    partial,
-                    full,
-                    stride,
-                    PART,
-                    EARLY,
-                )
-                keys = _tile(
-                    k,
-                    batch,
-                    kv_head,
-                    first,
-                    other,
-                    s_kn,
-                    shown,
-                    COLS,
-                    DIM,
-                    PAD,
-                    PART,
-                    READS,
-                    STEP,
-                )
-                s = tl.dot(
-                    queries, tl.trans(keys), input_precision=PRECISION
-                )  # (ROWS, COLS)
-                if PART:
-                    seen = shown[None, :]
-                    if CAUSAL:
-                        seen = seen & (other[None, :] <= mine[:, None])
-                    s = tl.where(seen, s, float("-inf"))
-                # M is left out of the maximum: a probability is then at most M, and no
-                # sum overflows.
-                high = tl.maximum(top, tl.max(s, 1) * scale)
-                shift = tl.where(high == float("-inf"), 0.0, high) if PART else high
-                p = tl.math.exp2(s * scale - (shift - bonus)[:, None])
-                fade = tl.math.exp2(top - shift)
-                total = total * fade + tl.sum(p, 1)
-                values = _tile(
-                    v,
-                    batch,
-                    kv_head,
-                    first,
-                    other,
-                    s_vn,
-                    shown,
-                    COLS,
-                    DIM,
-                    PAD,
-                    PART,
-                    READS,
-                    STEP,
-                )
-                acc = tl.dot(
-                    p.to(values.dtype),
-                    values,
-                    acc * fade[:, None],
-                    input_precision=PRECISION,
-                )
-                top = high
+    for MASK in tl.static_range(2):  # full entries, then masked ones
+        count = tl.load(tile + MASKED) if MASK else full
+        next_first, next_packed = _entry(entries, 0, start, partial, full, MASK)
+        for i in range(count):
+            other, shown, bonus, member, next_first, next_packed = _visit(
+                entries,
+                i,
+                next_first,
+                next_packed,
+                others,
+                base,
+                start,
+                partial,
+                full,
+                stride,
+                MASK,
+                EARLY,
+            )
+            keys = _rows(k, other, s_kn, shown, DIM, PAD, MASK)
+            s = tl.dot(
+                queries, tl.trans(keys), input_precision=PRECISION
+            )  # (ROWS, COLS)
+            if MASK:
+                seen = shown[None, :]
+                if CAUSAL:
+                    seen = seen & (other[None, :] <= mine[:, None])
+                s = tl.where(seen, s, float("-inf"))
+            # M is left out of the maximum: a probability is then at most M, and no
+            # sum overflows.
+            high = tl.maximum(top, tl.max(s, 1) * scale)
+            shift = tl.where(high == float("-inf"), 0.0, high) if MASK else high
+            p = tl.math.exp2(s * scale - (shift - bonus)[:, None])
+            fade = tl.math.exp2(top - shift)
+            total = total * fade + tl.sum(p, 1)
+            values = _rows(v, other, s_vn, shown, DIM, PAD, MASK)
+            acc = tl.dot(
+                p.to(values.dtype),
+                values,
+                acc * fade[:, None],
+                input_precision=PRECISION,
+            )
+            top = high
     total = tl.where(
         total == 0.0, 1.0, total
     )  # a query that sees nothing: out 0, lse -inf, as top is
@@ -403,8 +317,6 @@ def backward_q(
     JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
-    READS: tl.constexpr,
-    STEP: tl.constexpr,
 ):
     """dq of one tile of queries from the final lse and the sums of ``delta``. JOIN:
     added to what is there.
@@ -415,27 +327,22 @@ def backward_q(
         tl.arange(0, COLS),
         tl.load(tile + STRIDE),
     )
-    begin = tl.load(tile + FIRST)
-    mine, valid = begin + span * stride, span < tl.load(tile + COUNT)  # (ROWS,)
+    mine = tl.load(tile + FIRST) + span * stride  # (ROWS,)
+    valid = span < tl.load(tile + COUNT)
     kv_head = head // group
-    if READS == "pointers":
-        k += batch * s_kb + kv_head * s_kh
-        v += batch * s_vb + kv_head * s_vh
-        q += batch * s_qb + head * s_qh
-        dout += batch * s_gb + head * s_gh
-    queries = _tile(
-        q, batch, head, begin, mine, s_qn, valid, ROWS, DIM, PAD, True, READS, STEP
-    )  # (ROWS, PAD)
-    g = _tile(
-        dout, batch, head, begin, mine, s_gn, valid, ROWS, DIM, PAD, True, READS, STEP
-    )  # (ROWS, PAD)
+    k += batch * s_kb + kv_head * s_kh
+    v += batch * s_vb + kv_head * s_vh
+    q += batch * s_qb + head * s_qh
+    dout += batch * s_gb + head * s_gh
+    queries = _rows(q, mine, s_qn, valid, DIM, PAD, True)  # (ROWS, PAD)
+    g = _rows(dout, mine, s_gn, valid, DIM, PAD, True)  # (ROWS, PAD)
     at = (batch * heads + head) * n + mine
     final, minus = _alive(lse + at, valid), tl.load(less + at, mask=valid, other=0.0)
     acc = tl.zeros([ROWS, PAD], tl.float32)
     for MASK in tl.static_range(2):  # full entries, then masked ones
         next_first, next_packed = _entry(entries, 0, start, partial, full, MASK)
         for i in range(tl.load(tile + MASKED) if MASK else full):
-            first, other, shown, bonus, member, next_first, next_packed = _visit(
+            other, shown, bonus, member, next_first, next_packed = _visit(
                 entries,
                 i,
                 next_first,
@@ -449,36 +356,8 @@ def backward_q(
                 MASK,
                 EARLY,
             )
-            keys = _tile(
-                k,
-                batch,
-                kv_head,
-                first,
-                other,
-                s_kn,
-                shown,
-                COLS,
-                DIM,
-                PAD,
-                MASK,
-                READS,
-                STEP,
-            )
-            values = _tile(
-                v,
-                batch,
-                kv_head,
-                first,
-                other,
-                s_vn,
-                shown,
-                COLS,
-                DIM,
-                PAD,
-                MASK,
-                READS,
-                STEP,
-            )
+            keys = _rows(k, other, s_kn, shown, DIM, PAD, MASK)
+            values = _rows(v, other, s_vn, shown, DIM, PAD, MASK)
             s = tl.dot(
                 queries, tl.trans(keys), input_precision=PRECISION
             )  # (ROWS, COLS)
@@ -544,8 +423,6 @@ def backward_kv(
     JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
-    READS: tl.constexpr,
-    STEP: tl.constexpr,
 ):
     """dk and dv of one tile of keys, from the queries of all heads of its group. dk and
     dv have the same strides.
@@ -556,26 +433,21 @@ def backward_kv(
         tl.arange(0, COLS),
         tl.load(tile + STRIDE),
     )
-    begin = tl.load(tile + FIRST)
-    mine, valid = begin + span * stride, span < tl.load(tile + COUNT)  # (ROWS,)
-    if READS == "pointers":
-        k += batch * s_kb + head * s_kh
-        v += batch * s_vb + head * s_vh
-        q += batch * s_qb + head * group * s_qh
-        dout += batch * s_gb + head * group * s_gh
-    keys = _tile(
-        k, batch, head, begin, mine, s_kn, valid, ROWS, DIM, PAD, True, READS, STEP
-    )  # (ROWS, PAD)
-    values = _tile(
-        v, batch, head, begin, mine, s_vn, valid, ROWS, DIM, PAD, True, READS, STEP
-    )  # (ROWS, PAD)
+    mine = tl.load(tile + FIRST) + span * stride  # (ROWS,)
+    valid = span < tl.load(tile + COUNT)
+    k += batch * s_kb + head * s_kh
+    v += batch * s_vb + head * s_vh
+    q += batch * s_qb + head * group * s_qh
+    dout += batch * s_gb + head * group * s_gh
+    keys = _rows(k, mine, s_kn, valid, DIM, PAD, True)  # (ROWS, PAD)
+    values = _rows(v, mine, s_vn, valid, DIM, PAD, True)  # (ROWS, PAD)
     lse += (batch * heads + head * group) * n
     less += (batch * heads + head * group) * n
     sum_k, sum_v = tl.zeros([ROWS, PAD], tl.float32), tl.zeros([ROWS, PAD], tl.float32)
     for MASK in tl.static_range(2):  # full entries, then masked ones
         next_first, next_packed = _entry(entries, 0, start, partial, full, MASK)
         for i in range(tl.load(tile + MASKED) if MASK else full):
-            first, other, shown, bonus, member, next_first, next_packed = _visit(
+            other, shown, bonus, member, next_first, next_packed = _visit(
                 entries,
                 i,
                 next_first,
@@ -589,40 +461,10 @@ def backward_kv(
                 MASK,
                 EARLY,
             )
-            reader, q_of, g_of = head * group + member, q, dout
-            if READS == "pointers":
-                q_of += member.to(tl.int64) * s_qh
-                g_of += member.to(tl.int64) * s_gh
-            queries = _tile(
-                q_of,
-                batch,
-                reader,
-                first,
-                other,
-                s_qn,
-                shown,
-                COLS,
-                DIM,
-                PAD,
-                MASK,
-                READS,
-                STEP,
-            )
-            g = _tile(
-                g_of,
-                batch,
-                reader,
-                first,
-                other,
-                s_gn,
-                shown,
-                COLS,
-                DIM,
-                PAD,
-                MASK,
-                READS,
-                STEP,
-            )
+            q_of = q + member.to(tl.int64) * s_qh
+            g_of = dout + member.to(tl.int64) * s_gh
+            queries = _rows(q_of, other, s_qn, shown, DIM, PAD, MASK)
+            g = _rows(g_of, other, s_gn, shown, DIM, PAD, MASK)
             at = member.to(tl.int64) * n + other
             final, minus = (
                 _alive(lse + at, shown),

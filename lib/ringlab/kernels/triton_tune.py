@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..cache import PatternCache
 from ..patterns import Pattern
-from . import PROBE_ERROR, experimental, probe, triton_config
-from .triton import Launch, TritonKernel, compute_of, dense_rows, row_sums, shortened
-from .triton_config import TILE_PASSES, Sizes, Use
+from . import PROBE_ERROR, probe, triton_config
+from .triton import Launch, TritonKernel, compute_of, dense_rows, row_sums
+from .triton_config import TILE_PASSES, Sizes, Use, shortened
 
 Timer = Callable[[Callable[[], object]], float]
 
@@ -37,12 +37,12 @@ class Timed:
 
     @property
     def best(self) -> Sizes:
-        """The fastest. The default if it is as fast, or if nothing was timed."""
-        return min(
-            self.seconds,
-            key=lambda x: (self.seconds[x], x != self.default),
-            default=self.default,
-        )
+        """The fastest. The default if it is as fast, or was not timed: it may only not
+        suit these tensors.
+        """
+        if self.default not in self.seconds:
+            return self.default
+        return min(self.seconds, key=lambda x: (self.seconds[x], x != self.default))
 
 
 def median(call: Callable[[], object]) -> float:
@@ -107,8 +107,6 @@ def _timed(calls: Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Tim
         why = launch.why or (
             None if size == default else shortened(size, launch.schedule)
         )
-        if why is None and size.reads in experimental.IN_GLUON:
-            why = experimental.trial(use, size, calls.tensors[0].device)
         try:
             call = calls.call(use.name, now)
             why = why or differs(call(), want, PROBE_ERROR.get(use.dtype, 0.05))

@@ -1,5 +1,4 @@
-"""The appendix on GPU kernels: each way of running a pattern, measured, beside what was
-predicted, and why.
+"""The appendix on GPU kernels: each way of running a pattern, measured.
 
 Its rows are those of the suite ``kernels``, which only a GPU gives. A page without such
 rows has no appendix.
@@ -17,7 +16,7 @@ from .tables import Cell, Table, interval, number
 
 TITLE = """## Kernels on this GPU
 
-Each way to run one pattern: the time that it takes, and what was predicted before any had run."""
+Each way to run one pattern, and the time that it takes."""
 TUNED = "tuned.json"  # beside the rows; `python -m ringlab tune` writes it
 WAYS = {  # by way: what a reader calls it, and what it does
     "default": (
@@ -52,39 +51,6 @@ WAYS = {  # by way: what a reader calls it, and what it does
     "dense_sdpa": ("Dense SDPA", "another function: every key"),
 }
 PEERS = (*suite.RUNG_PEERS, "flex")
-# Predicted before any had run, for one GPU: useful TFLOP/s, branch by branch, of a way
-# by head_dim and pass.
-PREDICTED_FOR = "h200"
-PREDICTED = {
-    ("lists", 128): {
-        "forward": (550, 620),
-        "causal": (420, 470),
-        "forward and backward": (390, 450),
-    },
-    ("lists", 64): {"forward": (480, 520)},
-    ("fused", 128): {
-        "forward": (600, 640),
-        "causal": (440, 490),
-        "forward and backward": (505, 520),
-    },
-    ("fused", 64): {"forward": (370, 390)},
-    ("copying", 128): {"forward": (363, 363)},  # 5.3 ms with cuDNN inside
-    # Forward and backward: 3.5 / (1 / 633 + 2.5 / 504).
-    ("cudnn", 128): {
-        "forward": (633, 633),
-        "causal": (484, 484),
-        "forward and backward": (535, 535),
-    },
-    ("cudnn", 64): {"forward": (395, 413), "causal": (334, 388)},
-    ("flash", 128): {"forward": (362, 370)},
-    ("flash", 64): {"forward": (318, 324), "causal": (262, 299)},
-    ("dense_sdpa", 128): {"forward": (691, 702)},
-}
-SOURCES = (
-    "Predicted from the rates of cuDNN 9.19 on H200 (NVIDIA cudnn-frontend, benchmark results h200_919), of cuDNN and "
-    "FlashAttention-2 on H100 (FlashAttention-3, arXiv 2407.08608) and of Triton's tutorial kernel on H100, from the "
-    "tiles that lists compute, and from 0.47 GB of partial results of strided views at 4.3 TB/s."
-)
 
 
 def appendix(profile: str = "auto", data: str = "") -> None:
@@ -164,17 +130,6 @@ def of_best_peer(study: Study, row) -> Cell | None:
     )
 
 
-def predicted(study: Study, row) -> str | None:
-    """The useful TFLOP/s that were predicted of a row, None where nothing was."""
-    p = row.point
-    if study.profile.name != PREDICTED_FOR or not row.group.startswith(
-        f"{suite.RUNGS}, "
-    ):
-        return None
-    found = PREDICTED.get((way_of(p), p.head_dim), {}).get(pass_of(p))
-    return " to ".join(dict.fromkeys(map(number, found))) if found else None
-
-
 def times(study: Study) -> Table | None:
     """Time, roofline, useful TFLOP/s and share of the best peer's rate, by way, length
     and pass.
@@ -184,11 +139,6 @@ def times(study: Study) -> Table | None:
         f" Not measured: {len(m)} points, as {m[0].label()}."
         if (m := missing_points(study))
         else ""
-    )
-    foreseen = (
-        [Column(">Predicted", lambda r: predicted(study, r))]
-        if any(predicted(study, r) for r in rows)
-        else []
     )
     return (
         table(
@@ -205,14 +155,13 @@ def times(study: Study) -> Table | None:
                 Column(
                     ">Useful TFLOP/s", lambda r: number(x) if (x := rate(r)) else None
                 ),
-                *foreseen,
                 PEAK,
                 Column(">Operator calls", lambda r: r.memory.get("operator_calls")),
             ],
             rows,
             note="Of the best peer: useful FLOPs a second, over those of the faster of cuDNN and torch's flash on "
             "contiguous segments, or of FlexAttention on the same blocks. Useful work is counted branch by branch."
-            f"{f' {SOURCES}' if foreseen else ''}{missing}",
+            f"{missing}",
         )
         if rows
         else None

@@ -11,8 +11,7 @@ from compiled import used
 from interpreted import JOINED, join_bytes, printed, within_bounds
 from ringlab import Dilated, Execution, Simulated, attention, block_patterns, estimate
 from ringlab.engine.dilated import make_plan
-from ringlab.kernels import triton_config
-from ringlab.kernels.experimental import fused_merge
+from ringlab.kernels import fused_merge, triton_config
 
 pytest.importorskip("triton")
 
@@ -130,21 +129,19 @@ def test_copies_are_not_merged():
 
 
 def test_values_equal_the_oracle_and_wrong_joins_are_found():
-    found = printed("variants")
+    found = printed("joined")
     half = [name for name in JOINED if "bfloat16" in name]
-    within_bounds(
-        {name: found[f"joined, {name}"] for name in JOINED if name not in half}
-    )
-    within_bounds({name: found[f"joined, {name}"] for name in half}, 2e-2)
-    for wrong in ("joined, all parts weigh alike", "joined, a head forgotten"):
+    within_bounds({name: found[name] for name in JOINED if name not in half})
+    within_bounds({name: found[name] for name in half}, 2e-2)
+    for wrong in ("all parts weigh alike", "a head forgotten"):
         assert min(found[wrong]["error"].values()) > 0.01
 
 
 def test_it_moves_and_holds_the_bytes_that_are_computed():
     for name in ("in place", "short segments, grouped"):
-        found = printed("variants")[f"joined, bytes, {name}"]
+        found = printed("joined")[f"bytes, {name}"]
         assert found["moved"] == found["told"] and min(found["told"]) > 0
-    found = printed("variants")["joined, held"]
+    found = printed("joined")["held"]
     assert found["peak"] == found["told"] and found["grads"] == 3
 
 
