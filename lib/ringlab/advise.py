@@ -602,8 +602,10 @@ class _Advisor:
     def __post_init__(self):
         self.dtype = self._dtype()
         self.call = replace(self.call, dtype=self.dtype.value)
-        self.backend, kernel = self._backend()
-        self.call = replace(self.call, backend=kernel)
+        _, kernel = self._backend(Dense())
+        # On a GPU "auto" depends on the pattern, too.
+        by_rule = self.call.device_type == "cuda" and kernel in kernels.SDPA
+        self.call = replace(self.call, backend="auto" if by_rule else kernel)
         self.place = cache(self._place)
 
     def advice(self, wanted: str | Pattern) -> Advice:
@@ -632,7 +634,7 @@ class _Advisor:
         choices = (
             pattern,
             self.dtype,
-            self.backend,
+            self._backend(pattern.value)[0],
             *placed.across,
             placed.execution,
             checkpointing,
@@ -717,13 +719,11 @@ class _Advisor:
         decided = self._fastest("dtype", name, why)
         return replace(decided, value=getattr(torch, decided.value))
 
-    def _backend(self) -> tuple[Decision, str]:
-        """The backend, and the kernel that should run."""
+    def _backend(self, pattern: Pattern) -> tuple[Decision, str]:
+        """The backend, and the kernel that should run a pattern."""
         profile, dtype = self.call.profile, self.call.dtype
         try:
-            found = kernels.expected(
-                profile.kind, profile.capability, dtype, self.call.head_dim
-            )
+            found = replace(self.call, pattern=pattern).choice(self.seq_len)
             said = (
                 found.refusals if profile.kind != "cpu" else {}
             )  # a CPU refuses all that is for GPUs
@@ -731,11 +731,17 @@ class _Advisor:
                 f"{name} {why}" for name, why in said.items() if name not in kernels.CPU
             ]
             own = (
-                "this library's own kernel"
-                if found.name == "compiled"
-                else "of torch's own kernels"
+                "of torch's own kernels"
+                if found.name in kernels.SDPA
+                else "this library's own kernel"
             )
-            kernel, why = found.name, "; ".join([f"{found.name}, {own}", *refused])
+            why = [f"{found.name}, {own}"]
+            if found.rule is not None:
+                way = (
+                    "whole patterns" if found.name == kernels.LISTS else found.rule.way
+                )
+                why = [f"{found.name}, {own}: {way} ({found.rule.evidence})"]
+            kernel, why = found.name, "; ".join([*why, *refused])
         except NotImplementedError as error:
             kernel, why = "auto", str(error)
         as_auto = {

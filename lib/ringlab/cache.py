@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from .checks import is_real, short_repr
+from .modes import outside_modes
 from .tracking import not_counted, storages
 
 T = TypeVar("T")
@@ -122,7 +123,7 @@ class PatternCache:
     def _build(self, key: Hashable, build: Callable[[], T]) -> _Entry:
         with self._lock:
             self._counts["misses"] += 1
-        with torch.inference_mode(False), not_counted():
+        with outside_modes(), not_counted():
             value = build()
             tensors = list(_tensors(value, set()))
             if any(t.requires_grad for t in tensors):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -122,7 +122,7 @@ class MetaRun(LiveStorageTracker):
         """Inside, operators on the run's tensors only count, and every choice takes
         ``kernel`` on ``device_type``.
         """
-        with kernels.override_kernel(kernel, device_type), self:
+        with kernels.pretend(DeviceSpec(device_type), kernel), self:
             yield
 
     def tensor(self, part: str, shape, dtype: torch.dtype) -> Tensor:
@@ -285,6 +285,41 @@ class FusedMeta:
         )
 
 
+class ListsMeta(FusedMeta):
+    """The memory of the list kernels, likewise: out and lse; in a backward the row sums,
+    dq, dk, dv. Of ``several`` launches results are summed in fp32.
+    """
+
+    name = kernels.LISTS
+
+    def __init__(self, several: bool):
+        self.several = several
+
+    def _results(self, *like: Tensor) -> tuple[Tensor, ...]:
+        summed = [
+            torch.empty(t.shape, dtype=torch.float32, device=t.device)
+            for t in like
+            if self.several
+        ]
+        found = tuple(
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like
+        )
+        del summed  # rounded into the results
+        return found
+
+    def attend(self, q, k, v, pattern, causal, scale, cached):
+        """out (b, n, h, d) in q's dtype and lse (b, h, n), uninitialised."""
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        return *self._results(q), lse
+
+    def gradients(self, dout, dlse, q, k, v, out, lse, pattern, causal, scale, cached):
+        """dq, dk, dv (b, n, h, d), uninitialised."""
+        sums = torch.empty_like(lse)  # of each row, held for both passes
+        grads = *self._results(q), *self._results(k, v)
+        del sums
+        return grads
+
+
 def _largest(problem: Problem) -> set[int]:
     """The ranks to run: all; of more than ``FEW_RANKS`` with equal shards the ends and
     those that move most rows.
@@ -431,6 +466,35 @@ class MetaCall:
             else kernels.KERNELS["eager"]
         )
 
+    def choice(self, n: int, for_gradients: bool = False) -> kernels.Choice:
+        """What "auto" should choose for a pass over ``n`` positions, on several ranks
+        for their dense calls. Raises as ``kernels.expected`` does.
+        """
+        kind, have = "dense", self.profile.capability if self.profile else None
+        if self.ranks == 1 and self.execution.plain:
+            kind = kernels.kind_of(self.pattern, n, self.heads, self.kv_heads)
+        return kernels.expected(
+            self.device_type,
+            have,
+            self.dtype,
+            self.head_dim,
+            causal=self.causal,
+            pattern_kind=kind,
+            for_gradients=for_gradients,
+        )
+
+    def _stand_in(self, n: int, execution: Execution, for_gradients: bool):
+        """The kernel that stands for a pass without data, and its execution."""
+        if self.device_type == "cuda" and self.backend == "auto":
+            if self.profile.capability is not None:
+                choice = self.choice(n, for_gradients)
+                if choice.name == kernels.LISTS:
+                    given = self.pattern, n, self.heads, self.kv_heads
+                    return ListsMeta(kernels.kind_of(*given) == "ladder"), execution
+                if choice.one_merge and execution.plain and not execution.pool:
+                    return self.kernel, replace(execution, merge="fused")
+        return self.kernel, execution
+
     def check(self, n: int) -> None:
         """Raise ValueError for what takes minutes to run without data."""
         if self.ranks > MOST_RANKS:
@@ -459,26 +523,23 @@ class MetaCall:
                 DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern
             )
         run, way = MetaRun(), self.execution.blocks
-        rest = (
-            self.pattern,
-            self.causal,
-            self.head_dim**-0.5,
-            "auto",
-            FirstCall.of(self.execution, run),
-        )
-        with torch.no_grad(), run.on(self.kernel, self.device_type):
-            q, k, v, dout = self._inputs(run, n)
-            if isinstance(self.pattern, BlockSparse) and way in ("bsr", "flex"):
-                self._lower_bound(run, way, q, k, dout)
-                return run, None, f"blocks={way!r} does not run without data"
-            out, lse = autograd.forward(q, k, v, *rest)
-            run.name("out", out)
-            run.name("lse", lse)
+        execution = FirstCall.of(self.execution, run)
+        call = self.pattern, self.causal, self.head_dim**-0.5, "auto"
+        with torch.no_grad():
+            kernel, how = self._stand_in(n, execution, False)
+            with run.on(kernel, self.device_type):
+                q, k, v, dout = self._inputs(run, n)
+                if isinstance(self.pattern, BlockSparse) and way in ("bsr", "flex"):
+                    self._lower_bound(run, way, q, k, dout)
+                    return run, None, f"blocks={way!r} does not run without data"
+                out, lse = autograd.forward(q, k, v, *call, how)
+                run.name("out", out)
+                run.name("lse", lse)
             if dout is not None:
-                run.name(
-                    "gradients",
-                    *autograd.backward(dout, None, q, k, v, out, lse, *rest),
-                )
+                kernel, how = self._stand_in(n, execution, True)
+                with run.on(kernel, self.device_type):
+                    tensors = dout, None, q, k, v, out, lse
+                    run.name("gradients", *autograd.backward(*tensors, *call, how))
         return run, None, ""
 
     def _inputs(self, run: MetaRun, rows: int):

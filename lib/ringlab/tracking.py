@@ -108,6 +108,7 @@ class LiveStorageTracker(TorchDispatchMode):
     (8192, 3, 1)
     """
 
+    stays_on = True  # where other modes are switched off: ``modes.outside_modes``
     _meta = False  # whether tensors without data count, as if they had some
 
     def __init__(self) -> None:

@@ -37,6 +37,7 @@ from ringlab.blocks import (
     Window,
 )
 from ringlab.cost import count_pairs
+from ringlab.engine import torch_sparse
 from ringlab.engine.blocks import make_plan
 from ringlab.measure import Point, systems
 from ringlab.ring.launch import launch
@@ -298,6 +299,11 @@ def test_flex_without_a_compiler_says_so(monkeypatch):
         NotImplementedError, match=r"^FlexAttention needs a C\+\+ compiler"
     ):
         systems.build(Point("flex", wide, seq_len=64), "cpu")
+
+
+def test_flex_without_the_headers_of_python_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert "needs Python's headers" in torch_sparse.refusal("cpu", F32)
 
 
 def test_near_misses_nothing_and_neighbours_in_it_are_neighbours():

@@ -123,8 +123,8 @@ def test_gluon_is_the_default_where_it_was_measured(name, joins):
     for compute in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
         for head_dim, dtype in product((32, 64, 96, 128, 256), (*HALF, torch.float32)):
             size = triton_config.sizes(name, head_dim, dtype, compute, joins)
-            known = {64, 128, 256} if name == "forward" else {64, 128}
-            if compute == (9, 0) and head_dim in known and dtype in HALF and not joins:
+            known = head_dim in (64, 128) and dtype in HALF and not joins
+            if compute == (9, 0) and known:
                 assert size == triton_config.GLUON[name, head_dim]
                 assert (size.rows, size.reads) == (128, "gluon")
             else:
@@ -148,8 +148,7 @@ def test_a_hopper_gpu_takes_gluon_unless_the_call_does_not_suit_it(monkeypatch):
 
     monkeypatch.setattr(triton.tile_schedule, "LONG", 1)
     assert reads(2048) == reads(2048, 128) == reads(900, dtype=HALF[0]) == ["gluon"] * 3
-    assert reads(2048, 256) == ["gluon", "pointers", "pointers"]
-    assert reads(2047) == reads(2048, 96) == ["pointers"] * 3
+    assert reads(2047) == reads(2048, 96) == reads(2048, 256) == ["pointers"] * 3
     assert set(reads(2048, dtype=torch.float32)) == {"pointers"}
     assert reads(2048, pattern=Dilated([16], [1])) == ["pointers"] * 3
     monkeypatch.setattr(triton.tile_schedule, "LONG", 64)  # a launch for each branch

@@ -261,7 +261,7 @@ def run(pattern, n, heads, kv_heads, d, causal, dtype, scale, tile, batch=1):
 
 
 def run_joined(*case, batch=1, lay=inside_inf):
-    with kernels.override_kernel(Padded(), "cuda"):
+    with kernels.pretend(kernels.DeviceSpec("cuda"), Padded()):
         return checked(*case, batch, lay, execution=Execution(merge="fused"))
 
 
@@ -288,7 +288,7 @@ def main(part: str):
         True
     )  # new tensors hold NaN, so that a row that nobody wrote shows
     tile_schedule.LONG = 1  # fold short branches too
-    kernels.PROBE_ROWS = 20  # interpreted, a program takes milliseconds
+    kernels.PROBE_ROWS = (20,)  # interpreted, a program takes milliseconds
     if part == "plain":
         for name, case in PLAIN.items():
             show(name, **run(*case, batch=2 if "batch" in name else 1))
@@ -429,7 +429,7 @@ def traffic(pattern, n, heads, kv_heads, d):
 
     q, k, v = (torch.randn(1, n, h, d).half() for h in (heads, kv_heads, kv_heads))
     execution, patch = Execution(merge="fused"), mock.patch.object
-    with kernels.override_kernel(Padded(), "cuda"):
+    with kernels.pretend(kernels.DeviceSpec("cuda"), Padded()):
         with (
             patch(Builder, "create_masked_load", counted_load),
             patch(Builder, "create_masked_store", counted_store),

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -140,12 +141,13 @@ def test_built_in_inference_mode_serves_training():
     assert not index.is_inference() and weight.grad.tolist() == [0.0, 1.5, 3.0]
 
 
-def test_fake_tensors_are_not_stored():
+@pytest.mark.parametrize("mode", [FakeTensorMode, partial(torch.device, "meta")])
+def test_values_are_built_outside_of_the_modes_of_the_caller(mode):
     store = PatternCache()
-    with FakeTensorMode():
-        store.get("rows", lambda: torch.arange(3))
-    assert store.stats() == CacheStats(misses=1)
-    assert type(store.get("rows", lambda: torch.arange(3))) is torch.Tensor
+    with mode():
+        found = store.get("rows", lambda: torch.arange(3))
+    assert type(found) is torch.Tensor and found.tolist() == [0, 1, 2]
+    assert store.stats() == CacheStats(misses=1, entries=1, bytes=24)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -13,6 +13,7 @@ from .. import cache as caches
 from .. import kernels, memory
 from ..checks import as_int, check_choice, is_int, short_repr
 from ..kernels.base import device_type_of
+from ..modes import outside_modes
 from . import blocks
 from .chunked import ChunkedKernel, OOMBackoff
 
@@ -77,7 +78,8 @@ class Execution:
     def cached(self, key, build):
         """The value of a key from the cache in use, or what ``build`` makes."""
         if self.cache is False:
-            return build()
+            with outside_modes():
+                return build()
         return (caches.GLOBAL if self.cache is True else self.cache).get(key, build)
 
     def scratch(self) -> memory.MemoryPool | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..block_patterns import BlockSparse
-from ..kernels.base import accumulation_dtype, device_type_of
-from ..patterns import Pattern, from_dict
+from ..cost import count_pairs
+from ..kernels.base import accumulation_dtype, device_type_of, tensor_device
+from ..modes import flop_counters, is_fake, outside_modes
+from ..patterns import Dilated, Pattern, from_dict
+from ..tracking import is_out_of_memory
 from . import Execution, blocks, dilated, execute, folding, gather
 from .documents import Documents
 
@@ -41,11 +44,16 @@ def local_attention(
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q,
     k, v, through out and lse.
     """
-    if documents is None and torch.compiler.is_compiling() and execution.plain:
-        if (IN_GRAPHS or torch.compiler.is_exporting()) and not _transformed():
-            return operator(
-                q, k, v, _text(pattern, backend), causal, scale, is_followed(q, k, v)
-            )
+    if documents is None and execution.plain:
+        if torch.compiler.is_compiling():
+            whole = IN_GRAPHS or torch.compiler.is_exporting()
+        else:
+            for counter in (counters := flop_counters()):
+                counter.flop_registry.update(_flop_formulas())
+            whole = counters or is_fake(q)
+        if whole and not _transformed():
+            call = _text(pattern, backend), causal, scale, is_followed(q, k, v)
+            return operator(q, k, v, *call)
     q, k, v = _rows_dense(q, k, v)
     call = _Attention.apply if is_followed(q, k, v) else forward
     return outside_graphs(call)(
@@ -107,30 +115,38 @@ def forward(
     documents=None,
 ):
     """out (b, n, h, d), lse (b, h, n)."""
+    rest = pattern, causal, scale, backend, execution
     if documents is not None:
-        return documents.forward(
-            q,
-            k,
-            v,
-            lambda *some: forward(*some, pattern, causal, scale, backend, execution),
-        )
+        return documents.forward(q, k, v, lambda *some: forward(*some, *rest))
+    followed = q.requires_grad or k.requires_grad or v.requires_grad
+    return _forward(q, k, v, *rest, followed)
+
+
+def _forward(
+    q,
+    k,
+    v,
+    pattern: Pattern,
+    causal: bool,
+    scale: float,
+    backend,
+    execution: Execution,
+    followed: bool,
+):
+    """As ``forward``; ``followed``: a gradient will be asked for."""
     flip, scale = positive_scale(scale)
-    kernel = _kernel_for(
-        q, causal, q.requires_grad or k.requires_grad or v.requires_grad, backend
-    )
+    choice = _choice(q, k, pattern, causal, backend, execution, followed, False)
+    kernel = choice.kernel
     q = flip(q)
     with without_autocast(q):
         alike = q.shape[1] == k.shape[1]  # not in cross-attention
-        if (
-            alike and execution.plain and hasattr(kernel, "attend")
-        ):  # a kernel of whole patterns
+        if alike and execution.plain and hasattr(kernel, "attend"):
             return kernel.attend(q, k, v, pattern, causal, scale, execution.cached)
         kernel = execution.tiled(kernel)
-        if alike and execution.merge == "fused":
-            plan, fused_merge = _fused(q, k, pattern, execution)
-            return fused_merge.forward(
-                q, k, v, plan, pattern, causal, scale, kernel, execution.cached
-            )
+        if alike and _merges_once(choice, q, pattern, execution):
+            plan = _apart(q, k, pattern, execution)
+            call = pattern, causal, scale, kernel, execution.cached
+            return _fused_merge().forward(q, k, v, plan, *call)
         if isinstance(pattern, BlockSparse):
             return blocks.forward(
                 q,
@@ -169,34 +185,40 @@ def backward(
     documents=None,
 ):
     """dq, dk, dv for cotangents of out and, if not None, of lse."""
+    rest = pattern, causal, scale, backend, execution
     if documents is not None:
         given = dout, dlse, q, k, v, out, lse
-        return documents.backward(
-            *given,
-            lambda *some: backward(*some, pattern, causal, scale, backend, execution),
-        )
+        return documents.backward(*given, lambda *some: backward(*some, *rest))
     flip, scale = positive_scale(scale)
-    q = flip(q)
-    kernel = _kernel_for(q, causal, True, backend)
+    q, d = flip(q), q.shape[3]
+    choice = _choice(q, k, pattern, causal, backend, execution, True, True)
     with without_autocast(q):
         alike = q.shape[1] == k.shape[1]
-        if alike and execution.plain and hasattr(kernel, "gradients"):
-            dq, dk, dv = kernel.gradients(
-                dout, dlse, q, k, v, out, lse, pattern, causal, scale, execution.cached
+        if alike and execution.plain and hasattr(choice.kernel, "gradients"):
+            dq, dk, dv = choice.kernel.gradients(
+                dout,
+                dlse,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                pattern,
+                causal,
+                scale,
+                execution.cached,
             )
             return flip(dq), dk, dv
-        kernel, d, tensors = (
-            execution.tiled(kernel),
-            q.shape[3],
-            fold_lse_gradient(dout, q, k, v, out, lse, dlse),
-        )
+        tensors = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
         tensors = [*_rows_dense(*tensors[:5]), lse]
         _, q, k, *_ = tensors
-        if alike and execution.merge == "fused":
-            plan, fused_merge = _fused(q, k, pattern, execution)
-            grads = fused_merge.backward(
-                *tensors, plan, pattern, causal, scale, kernel, execution.cached
-            )
+        if dlse is not None:  # the heads are wider now, and not every kernel takes them
+            choice = _choice(q, k, pattern, causal, backend, execution, True, True)
+        kernel = execution.tiled(choice.kernel)
+        if alike and _merges_once(choice, q, pattern, execution):
+            plan = _apart(q, k, pattern, execution)
+            call = pattern, causal, scale, kernel, execution.cached
+            grads = _fused_merge().backward(*tensors, plan, *call)
         elif isinstance(pattern, BlockSparse):
             grads = blocks.backward(*tensors, pattern, causal, scale, kernel, execution)
         elif alike and execution.gather:
@@ -228,17 +250,24 @@ def backward(
     return flip(dq), dk, dv
 
 
-def _kernel_for(
-    q: Tensor, causal: bool, needs_backward: bool, backend
-) -> kernels.Kernel:
-    return kernels.choose(
-        q.device,
-        q.dtype,
-        q.shape[3],
-        causal=causal,
-        backward=needs_backward,
-        backend=backend,
-    ).kernel
+def _choice(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    causal: bool,
+    backend,
+    execution: Execution,
+    backward: bool,
+    for_gradients: bool,
+) -> kernels.Choice:
+    """The kernel of a pass: of whole patterns only where nothing cuts them up."""
+    how = {"causal": causal, "backward": backward, "backend": backend}
+    if backend == "auto" and execution.plain and device_type_of(q) == "cuda":
+        n, heads = q.shape[1:3]
+        if n == k.shape[1]:
+            how["pattern_kind"] = kernels.kind_of(pattern, n, heads, k.shape[2])
+            how["for_gradients"] = for_gradients
+    return kernels.choose(q.device, q.dtype, q.shape[3], **how)
 
 
 def _plan_for(
@@ -258,18 +287,57 @@ def _plan_for(
     )
 
 
-def _fused(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
-    """The plan, and the experimental kernel that merges its results;
-    NotImplementedError where it cannot run.
-    """
+def _fused_merge():
+    """The module of the merging kernel, which loads Triton."""
     from ..kernels import fused_merge
 
-    if not q.is_meta:  # a run without data is of hardware that need not be here
-        fused_merge.check(q.device, q.dtype, pattern)
+    return fused_merge
+
+
+def _merges_once(choice, q: Tensor, pattern: Pattern, execution: Execution) -> bool:
+    """Whether one kernel merges the results of all calls: as asked for, or by rule
+    where that kernel works and nothing asks for its memory to be lent.
+
+    Raises NotImplementedError where it is asked for and cannot run.
+    """
+    if execution.merge == "fused":
+        if not q.is_meta:  # a run without data is of hardware that need not be here
+            _fused_merge().check(tensor_device(q), q.dtype, pattern)
+        return True
+    return choice.one_merge and not execution.pool and _merge_works(q.device, q.dtype)
+
+
+@lru_cache(maxsize=64)
+def _merge_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the merging kernel gives what calls one after the other give; a failure
+    is logged.
+    """
+    pattern, kernel = Dilated([32, 64], [1, 2]), kernels.KERNELS["eager"]
+    with outside_modes(), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(1, 128, 2, 16, generator=generator) for _ in range(3)]
+        q, k, v = (t.to(device, dtype) for t in drawn)
+        plan = dilated.make_plan(pattern, 128, 2, 2)
+        call = pattern, False, 0.25, kernel, Execution().cached
+        want, _ = execute.forward(q, k, v, plan, False, 0.25, kernel)
+        try:
+            _fused_merge().check(device, dtype, pattern)
+            out, _ = _fused_merge().forward(q, k, v, plan, *call)
+            why = f"its result is off by {float((out - want).abs().max()):.1e}"
+            works = torch.allclose(out, want, atol=0.05)
+        except (RuntimeError, NotImplementedError, ImportError) as failure:
+            if is_out_of_memory(failure):
+                raise
+            works, why = False, " ".join(str(failure).split())[:200]
+    if not works:
+        kernels.LOG.warning(f"branches are merged one after the other: {why}")
+    return works
+
+
+def _apart(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
+    """The plan of a pattern, branch by branch."""
     given = pattern, q.shape[1], q.shape[2], k.shape[2]
-    return execution.cached(
-        ("plan", *given), lambda: dilated.make_plan(*given)
-    ), fused_merge
+    return execution.cached(("plan", *given), lambda: dilated.make_plan(*given))
 
 
 def _gather_index(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
@@ -384,12 +452,8 @@ def operator(
     keep it whole.
     """
     pattern, backend, execution = _of_text(text)
-    backend = _kernel_for(
-        q, causal, followed, backend
-    ).name  # no tensor in here asks for its gradient
-    out, lse = forward(
-        *_rows_dense(q, k, v), pattern, causal, scale, backend, execution
-    )
+    call = pattern, causal, scale, backend, execution, followed
+    out, lse = _forward(*_rows_dense(q, k, v), *call)
     return out, lse.contiguous()
 
 
@@ -459,6 +523,34 @@ def _backward(ctx, dout, dlse):
 operator.register_autograd(_backward, setup_context=_setup)
 
 
+@cache
+def _flop_formulas() -> dict:
+    """What torch's FLOP counter is told of the operators: two products for each visible
+    pair, five in the backward.
+    """
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    def flops(q, k, v, text, causal: bool, products: tuple[int, int]) -> int:
+        (b, n, heads, d), (m, kv_heads, d_v) = q, v[1:]
+        pattern, *_ = _of_text(text)
+        pairs = heads * n * m
+        if n == m:
+            _, pairs = count_pairs(pattern, n, heads, kv_heads, causal)
+        return 2 * b * pairs * (products[0] * d + products[1] * d_v)
+
+    ops = torch.ops.ringlab.attention, torch.ops.ringlab.attention_backward
+
+    @register_flop_formula(ops[0])
+    def forward_flops(q, k, v, text, causal, *_, **__) -> int:
+        return flops(q, k, v, text, causal, (1, 1))
+
+    @register_flop_formula(ops[1])
+    def backward_flops(dout, dlse, q, k, v, out, lse, text, causal, *_, **__) -> int:
+        return flops(q, k, v, text, causal, (3, 2))
+
+    return {op: flop_registry[op] for op in ops}
+
+
 def positive_scale(scale: float):
     """(what makes q, and dq, of theirs, a positive scale): kernels take the maximum
     before they scale.
@@ -470,13 +562,16 @@ def positive_scale(scale: float):
     return torch.zeros_like, 1.0
 
 
+LSE_COLUMNS = 8  # that every kernel's alignment allows
+
+
 def fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor | None):
     """Widen the heads so that a flash backward, which takes no lse cotangent g,
     computes ``rowsum(dO * O) - g``.
 
     Two more columns of O hold -g, its rounded value and the remainder; those of dO hold
-    1. q, k and v get zeros, so no score and no ``dO v^T`` changes. Padded to 8 columns,
-    as every kernel's alignment allows. None changes nothing.
+    1. q, k and v get zeros, so no score and no ``dO v^T`` changes. LSE_COLUMNS are
+    added in all. None changes nothing.
     """
     if dlse is None:
         return dout, q, k, v, out, lse
@@ -485,9 +580,9 @@ def fold_lse_gradient(dout, q, k, v, out, lse, dlse: Tensor | None):
     g = g.masked_fill(dead, 0.0)
     high = g.to(out.dtype)
     low = (g - high.to(g.dtype)).to(out.dtype)
-    zeros = out.new_zeros(*out.shape[:3], 6)
+    zeros = out.new_zeros(*out.shape[:3], LSE_COLUMNS - 2)
     ones = torch.ones_like(high)
-    wide_q, wide_k, wide_v = (F.pad(t, (0, 8)) for t in (q, k, v))
+    wide_q, wide_k, wide_v = (F.pad(t, (0, LSE_COLUMNS)) for t in (q, k, v))
     return (
         torch.cat([dout, ones, ones, zeros], -1),
         wide_q,

@@ -899,7 +899,7 @@ def _flat_index(view: View, nodes: range, device: torch.device) -> Tensor:
     """The gathered rows of some nodes, one after the other."""
     index = view.index[nodes.start : nodes.stop]
     if index.shape[1] < view.rows:
-        index = index + torch.arange(view.rows)
+        index = index + torch.arange(view.rows, device=index.device)
     return index.flatten().to(device)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..block_patterns import BlockSparse
 from ..kernels.base import HALF, Kernel, accumulation_dtype, gathers
+from ..modes import outside_modes
 from ..patterns import Branch, Pattern
 from . import blocks, dilated, execute
 from .dilated import calls_on_rows, even_runs, fold_heads
@@ -50,7 +51,7 @@ class LiveRows:
     are what they are after these.
     """
 
-    @torch.inference_mode(False)  # or it could not be used outside of that mode
+    @outside_modes()  # or it could not be used outside of that mode
     def __init__(
         self,
         rules: Rules,
@@ -719,7 +720,7 @@ def log_counts(words: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)
+@outside_modes()
 def _logs(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     words = torch.arange(1 << bits, device=device)
     return sum(words >> i & 1 for i in range(bits)).to(dtype).log()

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from .. import kernels
 from ..kernels.base import Kernel, accumulation_dtype, gathers
 from .autograd import (
+    LSE_COLUMNS,
     differentiable_once,
     fold_lse_gradient,
     is_followed,
@@ -173,7 +174,7 @@ _Attention = differentiable_once(forward, backward, 5)
 def _kernel(
     q: Tensor, log_m: Tensor | None, causal: bool, backward: bool, backend
 ) -> Kernel:
-    d = q.shape[3] + (0 if log_m is None else 8)
+    d = q.shape[3] + (0 if log_m is None else LSE_COLUMNS)
     return kernels.choose(
         q.device, q.dtype, d, causal=causal, backward=backward, backend=backend
     ).kernel

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -251,6 +252,9 @@ def refusal(
         compiler = (os.environ.get("CXX") or "g++").split()[0]
         if shutil.which(compiler) is None:
             return f"needs a C++ compiler on a CPU, {compiler} is not there"
+        headers = sysconfig.get_path("include")
+        if not os.path.exists(os.path.join(headers, "Python.h")):
+            return "needs Python's headers on a CPU (Debian, Ubuntu: python3-dev)"
         return None if torch.cpu._is_avx2_supported() else "needs AVX2 on a CPU"
     if head_dim < 16:
         return f"needs a head_dim of 16 at least on a GPU, got {head_dim}"

@@ -1,9 +1,11 @@
-"""Which kernel runs. Kernels are ordered by hardware and probed by a tiny call; each
+"""Which kernel runs. Kernels are ordered by hardware and probed by tiny calls; each
 refusal is reported.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,17 +13,23 @@ import torch
 
 from .. import checks
 from ..checks import LARGEST, check_bool, check_choice, check_int, short_repr
+from ..checks import check_device as device_of
+from ..modes import outside_modes
+from ..patterns import Dense
+from ..tracking import is_out_of_memory
 from .base import (
-    OVERRIDE,
+    PRETENDED,
     DeviceSpec,
     Kernel,
     PatternKernel,
+    accumulation_dtype,
     capability,
-    override_kernel,
+    pretend,
     supports_lower_right_causal,
 )
 from .compiled import Compiled
-from .external import FlashAttn2, FlashAttn3, Xformers
+from .external import NOT_INSTALLED, FlashAttn2, FlashAttn3, Xformers
+from .rules import KINDS, Rule, kind_of, rule_for
 from .torch_kernels import CpuFlash, CuDNN, Eager, Efficient, Flash
 from .triton import TritonKernel
 
@@ -41,31 +49,35 @@ KERNELS: dict[str, Kernel] = {
     )
 }
 CPU = ("compiled", "cpu_flash")
-SDPA = (
-    "cpu_flash",
-    "cudnn",
-    "flash",
-    "efficient",
-)  # the kernels of torch's scaled_dot_product_attention
-PROBE_ERROR = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-4,
-}  # far above rounding, far below a wrong function
-PROBE_ROWS = 160
+# The kernels of torch's scaled_dot_product_attention.
+SDPA = ("cpu_flash", "cudnn", "flash", "efficient")
+LISTS = "triton"  # runs whole patterns
+# Far above rounding, far below a wrong function.
+PROBE_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4}
+PROBE_ROWS = (160, 37, 1)
+LOG = logging.getLogger("ringlab")
 
 
 @dataclass(frozen=True)
 class Choice:
     """The kernel that will run, and for each kernel that was tried before it the reason
     why it cannot.
+
+    ``rule``: the line of ``rules.RULES`` that decided, for "auto" on a GPU.
     """
 
     kernel: Kernel
     refusals: dict[str, str]
+    rule: Rule | None = None
 
     @property
     def name(self) -> str:
         return self.kernel.name
+
+    @property
+    def one_merge(self) -> bool:
+        """Whether one kernel should merge the results of all calls."""
+        return self.rule is not None and self.rule.way == "one merge"
 
 
 def choose(
@@ -76,20 +88,27 @@ def choose(
     causal: bool = False,
     backward: bool = False,
     backend: str | tuple[str, ...] = "auto",
+    pattern_kind: str = "dense",
+    for_gradients: bool = False,
 ) -> Choice:
     """Pick the kernel for (device, dtype, head_dim), the fastest known for the hardware
     first.
 
-    ``backend`` is "auto", "sdpa" (any of torch's own kernels), one name of ``KERNELS``,
-    or a tuple of names to try in that order. Raises ValueError for an unknown name and
-    NotImplementedError, with every reason, if no kernel that was asked for can run.
+    ``backward``: the backward pass must run, too. ``backend`` is "auto", "sdpa" (any of
+    torch's own kernels), one name of ``KERNELS``, or a tuple of names to try in that
+    order. "auto" on a GPU depends on ``pattern_kind``, one of ``rules.KINDS``, and on
+    the pass: the backward if ``for_gradients``. Raises ValueError for an unknown name
+    and NotImplementedError, with every reason, if no kernel that was asked for can run.
 
     >>> choose("cpu", torch.float64, 64).name
     'cpu_flash'
     """
-    if (forced := OVERRIDE.get()) is not None:
-        return Choice(forced[0], {})
-    asked = _with_index(device), dtype, head_dim, causal, backward, backend
+    if (pretended := PRETENDED.get()) is not None:
+        device, forced = pretended
+        if forced is not None:
+            return Choice(forced, {})
+    asked = causal, backward, backend, pattern_kind, for_gradients
+    asked = _with_index(device), dtype, head_dim, *asked
     try:
         return _choose(*asked)
     except TypeError:  # a list of names, or another argument without a hash
@@ -97,7 +116,16 @@ def choose(
 
 
 @lru_cache(maxsize=1024, typed=True)  # typed: 1 must not pass as True
-def _choose(device: torch.device, dtype, head_dim, causal, backward, backend) -> Choice:
+def _choose(
+    device: torch.device | DeviceSpec,
+    dtype,
+    head_dim,
+    causal,
+    backward,
+    backend,
+    pattern_kind,
+    for_gradients,
+) -> Choice:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(
             f"dtype must be a torch.dtype, as torch.float32, got {short_repr(dtype)}"
@@ -105,39 +133,62 @@ def _choose(device: torch.device, dtype, head_dim, causal, backward, backend) ->
     head_dim = check_int("head_dim", head_dim, most=LARGEST)
     check_bool("causal", causal)
     check_bool("backward", backward)
-    backend, names = checks.check_backend(backend), ()
+    check_choice("pattern_kind", pattern_kind, KINDS)
+    backend, names, rule = checks.check_backend(backend), (), None
     for name in (backend,) if isinstance(backend, str) else backend:
         check_choice("backend", name, ("auto", "sdpa", *KERNELS))
         names += (
             order(device) if name == "auto" else SDPA if name == "sdpa" else (name,)
         )
+    if backend == "auto" and device.type == "cuda":
+        call = dtype, head_dim, pattern_kind, causal, for_gradients
+        rule = rule_for(capability(device), *call)
+        names = _by_rule(rule, names)
     refusals = {}
     for name in names:
         why = probe(name, device, dtype, head_dim, causal, backward)
         if why is None:
-            return Choice(KERNELS[name], refusals)
+            return Choice(KERNELS[name], refusals, rule)
         refusals[name] = why
+        if backend == "auto" and not KERNELS[name].refuses(device, dtype, head_dim):
+            _warn_once(f"attention on {device.type} in {dtype} without {name}: {why}")
     reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
     raise NotImplementedError(
         f"backend {backend!r} cannot run on {device.type} in {dtype}: {reasons}"
     )
 
 
+def _by_rule(rule: Rule, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((LISTS, *names))) if rule.way == "lists" else names
+
+
+@lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    LOG.warning(text)
+
+
 def forget_probes() -> None:
     """Probe again at the next choice."""
-    probe.cache_clear()
-    _choose.cache_clear()
+    for cached in (probe, _choose, _warn_once):
+        cached.cache_clear()
 
 
 def expected(
-    kind: str, having: tuple[int, int] | None, dtype: torch.dtype, head_dim: int
+    kind: str,
+    having: tuple[int, int] | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    pattern_kind: str = "dense",
+    for_gradients: bool = False,
 ) -> Choice:
     """The kernel that "auto" should choose on a device that this machine may not have;
     none is called.
 
-    ``kind`` is "cpu" or "cuda", ``having`` its compute capability. Kernels of other
-    packages, where installed, come before it. Raises NotImplementedError for a GPU of
-    unknown capability.
+    ``kind`` is "cpu" or "cuda", ``having`` its compute capability; the others are as in
+    ``choose``. Kernels of other packages, where installed, come before those of torch.
+    Raises NotImplementedError for a GPU of unknown capability.
 
     >>> expected("cuda", (6, 1), torch.float32, 64).name
     'efficient'
@@ -146,55 +197,35 @@ def expected(
         raise NotImplementedError(
             "which kernel runs depends on the compute capability, and that is not known"
         )
-    device = DeviceSpec(kind, having)
-    names = [
-        name for name in order(device) if name in (*CPU, *SDPA, "eager")
-    ]  # of torch and of this library
-    why = {name: KERNELS[name].refuses(device, dtype, head_dim) for name in names}
-    name = next(name for name in why if why[name] is None)  # eager refuses nothing
-    return Choice(
-        KERNELS[name], {tried: reason for tried, reason in why.items() if reason}
-    )
+    device, rule = DeviceSpec(kind, having), None
+    # Of torch and of this library.
+    names = tuple(x for x in order(device) if x in (*CPU, *SDPA, "eager"))
+    if kind == "cuda":
+        call = dtype, head_dim, pattern_kind, causal, for_gradients
+        rule = rule_for(having, *call)
+        names = _by_rule(rule, names)
+    refusals = {}
+    for name in names:
+        why = KERNELS[name].refuses(device, dtype, head_dim)
+        if why is None or NOT_INSTALLED in why:  # there it may be installed
+            break  # at the latest for eager, which refuses nothing
+        refusals[name] = why
+    return Choice(KERNELS[name], refusals, rule)
 
 
 def order(device: torch.device | DeviceSpec) -> tuple[str, ...]:
-    """The names of all kernels, the fastest expected on ``device`` first. Kernels that
-    were never timed come last.
+    """The names of all kernels, the fastest expected for dense calls on ``device``
+    first.
     """
     if device.type != "cuda":
-        timed = (
-            *CPU,
-            "flash_attn_3",
-            "cudnn",
-            "flash_attn_2",
-            "flash",
-            "xformers",
-            "efficient",
-            "eager",
-        )
+        first = (*CPU, "flash_attn_3", "cudnn", "flash_attn_2", "flash")
     elif capability(device) >= (9, 0):
-        timed = (
-            "flash_attn_3",
-            "cudnn",
-            "flash_attn_2",
-            "flash",
-            "xformers",
-            "efficient",
-            "eager",
-            *CPU,
-        )
+        first = ("flash_attn_3", "cudnn", "flash_attn_2", "flash")
     else:
-        timed = (
-            "flash_attn_2",
-            "flash",
-            "cudnn",
-            "xformers",
-            "efficient",
-            "eager",
-            "flash_attn_3",
-            *CPU,
-        )
-    return *timed, "triton"
+        first = ("flash_attn_2", "flash", "cudnn")
+    # xformers calls the same kernel as "efficient".
+    names = (*first, "efficient", "xformers", "eager", "flash_attn_3", *CPU, LISTS)
+    return tuple(dict.fromkeys(names))
 
 
 def table(
@@ -204,12 +235,13 @@ def table(
     *,
     causal: bool = False,
     backward: bool = True,
+    pattern_kind: str = "dense",
 ) -> list[tuple[str, bool, str | None, bool]]:
     """Every kernel as (name, runs, reason for a refusal, chosen by "auto"), in the
     order of preference.
     """
-    device = _with_index(device)
-    chosen = choose(device, dtype, head_dim, causal=causal, backward=backward).name
+    device, how = _with_index(device), {"causal": causal, "backward": backward}
+    chosen = choose(device, dtype, head_dim, pattern_kind=pattern_kind, **how).name
     reasons = {
         name: probe(name, device, dtype, head_dim, causal, backward)
         for name in order(device)
@@ -220,90 +252,119 @@ def table(
 @lru_cache(maxsize=1024)
 def probe(
     name: str,
-    device: torch.device,
+    device: torch.device | DeviceSpec,
     dtype: torch.dtype,
     head_dim: int,
     causal: bool,
     backward: bool,
-):
-    """Why (str) the kernel ``name`` cannot run with these arguments, or None. A tiny
-    call is compared with float64.
+) -> str | None:
+    """Why the kernel ``name`` cannot run with these arguments, or None. Tiny calls, as
+    the engine makes them, are compared with float64, outside of the caller's modes.
+
+    Raises what says that memory ran out: that may pass, and is not kept.
     """
     kernel = KERNELS[name]
     if (why := kernel.refuses(device, dtype, head_dim)) is not None:
         return why
-    lower_right = causal and supports_lower_right_causal(kernel)
-    wrong = (
-        _wrong(kernel, first, device, dtype, head_dim, causal, backward)
-        for first in (0, 70)[: 1 + lower_right]
-    )
-    return next(filter(None, wrong), None)
+    calls = [(rows, rows) for rows in PROBE_ROWS]
+    if causal and supports_lower_right_causal(kernel):
+        calls.append((90, 160))
+    with outside_modes(), torch.no_grad():
+        wrong = (
+            _wrong(kernel, *rows, device, dtype, head_dim, causal, backward)
+            for rows in calls
+        )
+        return next(filter(None, wrong), None)
 
 
 def _wrong(
     kernel,
-    first: int,
+    rows: int,
+    keys: int,
     device,
     dtype: torch.dtype,
     head_dim: int,
     causal: bool,
     backward: bool,
 ) -> str | None:
-    """What is wrong with a call of the queries from ``first`` on with all keys, or
-    None.
+    """What is wrong with a call of the last ``rows`` queries by ``keys`` keys, or None.
+
+    Rows are every other one of a longer tensor, two heads share their keys. The
+    backward is given what the engine gives it: the (out, lse) of a softmax over twice
+    as many keys, out in fp32 or wider, lse with heads last.
     """
     generator = torch.Generator().manual_seed(0)
-    shape = (2, PROBE_ROWS, 2, head_dim)
-    drawn = [
-        torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4)
-    ]
-    q, k, v, dout = (
-        t.to(device, dtype)[:, skipped:]
-        for t, skipped in zip(drawn, (first, 0, 0, first))
+    place = "cpu" if isinstance(device, DeviceSpec) else device
+    wide = accumulation_dtype(dtype)
+
+    def draw(rows: int, heads: int, dtype=dtype):
+        shape = (2, 2 * rows, heads, head_dim)
+        t = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return t.to(place, dtype)[:, ::2]
+
+    q, k, v, dout = draw(rows, 2), draw(keys, 1), draw(keys, 1), draw(rows, 2)
+    whole = hasattr(kernel, "attend") and rows == keys  # takes fewer heads of keys
+    shared = [t.expand(-1, -1, 2, -1) for t in (k, v)]  # (2, keys, 2, d)
+    exact_q, exact_k, exact_v, exact_dout = (
+        t.double().cpu() for t in (q, *shared, dout)
     )
-    exact_q, exact_k, exact_v, exact_dout = (t.double().cpu() for t in (q, k, v, dout))
     scale, exact = head_dim**-0.5, Eager()
     want_out, want_lse = exact.forward(exact_q, exact_k, exact_v, causal, scale)
+    # As if as many keys more, of the same weight, had other values.
+    other = draw(rows, 2, wide)
+    out = (want_out.to(place, wide) + other) / 2
+    lse = (want_lse.transpose(1, 2) + math.log(2)).to(place, wide).contiguous()
+    lse = lse.transpose(1, 2)  # (2, 2, rows), heads last in memory
     # A backend may fail with any of these exceptions. The message is the reason of the
     # refusal, shown in every report.
     try:
-        out, lse = kernel.forward(q, k, v, causal, scale)
-        found = {"out": (out, want_out), "lse": (lse, want_lse)}
+        if whole:
+            found = kernel.attend(q, k, v, Dense(), causal, scale)
+        else:
+            found = kernel.forward(q, *shared, causal, scale)
+        pairs = dict(zip(("out", "lse"), zip(found, (want_out, want_lse))))
         if backward:
-            grads = kernel.backward(dout, q, k, v, out, lse, causal, scale)
             want = exact.backward(
-                exact_dout, exact_q, exact_k, exact_v, want_out, want_lse, causal, scale
+                exact_dout,
+                exact_q,
+                exact_k,
+                exact_v,
+                out.double().cpu(),
+                lse.double().cpu(),
+                causal,
+                scale,
             )
-            found |= dict(zip(("dq", "dk", "dv"), zip(grads, want)))
+            if whole:
+                given = dout, None, q, k, v, out, lse, Dense()
+                grads = kernel.gradients(*given, causal, scale)
+                want = want[0], *(t.sum(2, keepdim=True) for t in want[1:])
+            else:
+                grads = kernel.backward(dout, q, *shared, out, lse, causal, scale)
+            pairs |= dict(zip(("dq", "dk", "dv"), zip(grads, want)))
     except (
         RuntimeError,
         NotImplementedError,
         ValueError,
         TypeError,
         AttributeError,
+        AssertionError,
         ImportError,
     ) as failure:
+        if is_out_of_memory(failure):
+            raise
         return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-    for what, (x, ref) in found.items():
+    for what, (x, ref) in pairs.items():
         wrong = float((x.double().cpu() - ref).norm() / ref.norm())
         if not wrong <= PROBE_ERROR.get(dtype, 0.05):
-            return f"wrong result: {what} is off by {wrong:.1e}{' in causal mode' if causal else ''}"
+            mode = " in causal mode" if causal else ""
+            return f"wrong result: {what} is off by {wrong:.1e}{mode}"
     return None
 
 
-def device_of(device: torch.device | str) -> torch.device:
-    """``torch.device(device)``. ValueError if it is no device, or a GPU and torch finds
-    none.
-    """
-    found = checks.check_device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {str(found)!r}, but torch finds no GPU here")
-    return found
-
-
-def _with_index(device: torch.device | str) -> torch.device:
-    if isinstance(device, torch.device) and (
-        device.type != "cuda" or device.index is not None
+def _with_index(device: torch.device | str | DeviceSpec) -> torch.device | DeviceSpec:
+    if isinstance(device, DeviceSpec) or (
+        isinstance(device, torch.device)
+        and (device.type != "cuda" or device.index is not None)
     ):
         return device  # a tensor's
     device = device_of(device)
@@ -318,6 +379,7 @@ __all__ = [
     "KERNELS",
     "SDPA",
     "Choice",
+    "DeviceSpec",
     "Kernel",
     "PatternKernel",
     "choose",
@@ -325,7 +387,8 @@ __all__ = [
     "expected",
     "forget_probes",
     "order",
-    "override_kernel",
+    "kind_of",
+    "pretend",
     "probe",
     "table",
 ]

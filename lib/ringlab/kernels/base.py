@@ -52,7 +52,8 @@ class Kernel(Protocol):
         v^T - rowsum(dout * out))``.
 
         (out, lse) may be those of a softmax over more keys. The gradients are then
-        exact for that softmax.
+        exact for that softmax. ``out`` may be in a wider dtype than q, lse have any
+        strides.
         """
 
 
@@ -99,43 +100,6 @@ class PatternKernel(Kernel, Protocol):
         """
 
 
-OVERRIDE: ContextVar[tuple[Kernel, str] | None] = ContextVar(
-    "overridden kernel", default=None
-)  # and device type
-
-
-@contextmanager
-def override_kernel(kernel: Kernel, device_type: str) -> Iterator[None]:
-    """Force this kernel and skip probing, as if tensors were on ``device_type``. Used
-    for runs without data.
-
-    >>> from ringlab import kernels
-    >>> with override_kernel(kernels.KERNELS["eager"], "cuda"):
-    ...     kernels.choose("cpu", torch.float32, 64).name, device_type_of(torch.zeros(1))
-    ('eager', 'cuda')
-    """
-    token = OVERRIDE.set((kernel, device_type))
-    try:
-        yield
-    finally:
-        OVERRIDE.reset(token)
-
-
-def device_type_of(t: Tensor) -> str:
-    """The type of a tensor's device, "cpu" or "cuda", or the one that
-    ``override_kernel`` pretends.
-    """
-    found = OVERRIDE.get()
-    return t.device.type if found is None else found[1]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of log-sum-exps and accumulators for tensors of ``dtype``: float32, or
-    float64 for float64.
-    """
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @dataclass(frozen=True)
 class DeviceSpec:
     """What the rules of a kernel ask about a device, for a device that this machine may
@@ -144,6 +108,46 @@ class DeviceSpec:
 
     type: str
     capability: tuple[int, int] | None = None
+
+
+PRETENDED: ContextVar[tuple[DeviceSpec, Kernel | None] | None] = ContextVar(
+    "pretended device, and the kernel that runs there", default=None
+)
+
+
+@contextmanager
+def pretend(device: DeviceSpec, kernel: Kernel | None = None) -> Iterator[None]:
+    """Take tensors to be on ``device``, wherever they are. With a ``kernel``, every
+    choice is this one and nothing is probed: for runs without data.
+
+    >>> from ringlab import kernels
+    >>> with pretend(DeviceSpec("cuda", (6, 1)), kernels.KERNELS["eager"]):
+    ...     kernels.choose("cpu", torch.float32, 64).name, device_type_of(torch.zeros(1))
+    ('eager', 'cuda')
+    """
+    token = PRETENDED.set((device, kernel))
+    try:
+        yield
+    finally:
+        PRETENDED.reset(token)
+
+
+def tensor_device(t: Tensor) -> torch.device | DeviceSpec:
+    """A tensor's device, or the one that ``pretend`` names."""
+    found = PRETENDED.get()
+    return t.device if found is None else found[0]
+
+
+def device_type_of(t: Tensor) -> str:
+    """The type of ``tensor_device``, "cpu" or "cuda"."""
+    return tensor_device(t).type
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of log-sum-exps and accumulators for tensors of ``dtype``: float32, or
+    float64 for float64.
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def capability(device: torch.device | DeviceSpec) -> tuple[int, int]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import importlib
 
 import torch
-from torch.nn import functional as F
+from torch import Tensor
 
 from .base import HALF, needs_bf16, needs_cuda, needs_head_dim, wants_dtype
+from .torch_kernels import OperatorKernel
 
 NOT_INSTALLED = "is not installed"
 
@@ -23,9 +24,9 @@ def missing(module: str, package: str) -> str | None:
     return None
 
 
-class Xformers:
-    """``xformers.ops.fmha``; on fp32 and on Pascal this is torch's own efficient kernel
-    under another name.
+class Xformers(OperatorKernel):
+    """``xformers.ops.fmha``, which picks a kernel by itself: for fp32 and on Pascal it
+    is torch's own efficient one.
     """
 
     name = "xformers"
@@ -36,9 +37,12 @@ class Xformers:
             or needs_bf16(device, dtype)
             or missing("xformers.ops.fmha", "xformers")
         )
+        multiple = 4 if dtype == torch.float32 else 8
+        if why is None and head_dim % multiple:
+            return f"needs a head_dim that is a multiple of {multiple}, not {head_dim}"
         return why or wants_dtype(dtype, (torch.float32, *HALF))
 
-    def forward(self, q, k, v, causal, scale):
+    def _forward(self, q, k, v, causal, scale):
         from xformers.ops import fmha
 
         bias = fmha.attn_bias.LowerTriangularMask() if causal else None
@@ -47,20 +51,20 @@ class Xformers:
         )
         return out, lse[..., : q.shape[1]]
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
+    def _backward(self, dout, q, k, v, out, lse, causal, scale):
         from xformers.ops import fmha
 
-        padding = -lse.shape[-1] % 32
-        lse = F.pad(lse, (0, padding), value=torch.inf)[..., : lse.shape[-1]]
         bias = fmha.attn_bias.LowerTriangularMask() if causal else None
+        # Its kernels pad lse as each needs it, and read out by its strides or not.
+        out = out.contiguous()
         return fmha.memory_efficient_attention_backward(
             dout, out, lse, q, k, v, bias, 0.0, scale
         )
 
 
-class FlashAttn2:
-    """The flash-attn package, version 2.7 or newer
-    (github.com/Dao-AILab/flash-attention).
+class FlashAttn2(OperatorKernel):
+    """The flash-attn package, version 2.7 or newer (github.com/Dao-AILab/flash-
+    attention).
     """
 
     name = "flash_attn_2"
@@ -73,7 +77,7 @@ class FlashAttn2:
             or wants_dtype(dtype, HALF)
         )
 
-    def forward(self, q, k, v, causal, scale):
+    def _forward(self, q, k, v, causal, scale):
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
         out, lse, *_ = _flash_attn_forward(
@@ -91,20 +95,17 @@ class FlashAttn2:
         )
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
+    def _backward(self, dout, q, k, v, out, lse, causal, scale):
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
-        dq, dk, dv = (
-            torch.empty_like(t, memory_format=torch.contiguous_format)
-            for t in (q, k, v)
-        )
+        grads = dq, dk, dv = _dense_like(q, k, v)
         _flash_attn_backward(
-            dout.contiguous(),
+            dout,
             q,
             k,
             v,
-            out.contiguous(),
-            lse.contiguous(),
+            out,
+            lse,
             dq,
             dk,
             dv,
@@ -117,11 +118,13 @@ class FlashAttn2:
             alibi_slopes=None,
             deterministic=False,
         )
-        return dq, dk, dv
+        return grads
 
 
-class FlashAttn3:
-    """FlashAttention-3's Hopper build, module ``flash_attn_interface``."""
+class FlashAttn3(OperatorKernel):
+    """FlashAttention-3's Hopper build, module ``flash_attn_interface``, of November 2025
+    or newer.
+    """
 
     name = "flash_attn_3"
 
@@ -133,30 +136,34 @@ class FlashAttn3:
             or wants_dtype(dtype, HALF)
         )
 
-    def forward(self, q, k, v, causal, scale):
+    def _forward(self, q, k, v, causal, scale):
         from flash_attn_interface import _flash_attn_forward
 
         out, lse, *_ = _flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal)
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
+    def _backward(self, dout, q, k, v, out, lse, causal, scale):
         from flash_attn_interface import _flash_attn_backward
 
-        dq, dk, dv = (
-            torch.empty_like(t, memory_format=torch.contiguous_format)
-            for t in (q, k, v)
-        )
+        grads = dq, dk, dv = _dense_like(q, k, v)
         _flash_attn_backward(
-            dout.contiguous(),
+            dout,
             q,
             k,
             v,
-            out.contiguous(),
-            lse.contiguous(),
+            out,
+            lse,
             dq=dq,
             dk=dk,
             dv=dv,
             softmax_scale=scale,
             is_causal=causal,
         )
-        return dq, dk, dv
+        return grads
+
+
+def _dense_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Uninitialised contiguous tensors, of expanded heads too."""
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors
+    )

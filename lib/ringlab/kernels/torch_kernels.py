@@ -185,13 +185,8 @@ class CpuFlash:
         ):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale, bias)
         if q.dtype in HALF and not has_half_units(q.dtype):
-            dout, q, k, v, out = (
-                dout.float(),
-                q.float(),
-                k.float(),
-                v.float(),
-                out.float(),
-            )
+            q, k, v = q.float(), k.float(), v.float()
+        dout, out = dout.to(q.dtype), out.to(q.dtype)
         mask = (
             _lower_right(q, k)
             if causal and q.shape[1] != k.shape[1]
@@ -242,7 +237,49 @@ def _finite(t: Tensor) -> bool:
     return found.is_meta or bool(found)
 
 
-class Flash:
+BY_PRODUCTS = Eager()  # for a GPU: calls that need no kernel
+
+
+class OperatorKernel:
+    """A kernel for GPUs that calls an operator of torch or of another package.
+
+    The engine hands over strided views, an fp32 ``out``, ``lse`` of any strides, and
+    calls of a single key. Operators read memory as they expect it to lie, whatever the
+    strides and dtypes say, or refuse. Here is what all of them need; subclasses have
+    ``_forward`` and ``_backward``.
+    """
+
+    def forward(self, q, k, v, causal, scale):
+        if _needs_no_kernel(q, k):
+            return BY_PRODUCTS.forward(q, k, v, causal, scale)
+        return self._forward(*map(aligned, (q, k, v)), causal, scale)
+
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        if _needs_no_kernel(q, k):
+            return BY_PRODUCTS.backward(dout, q, k, v, out, lse, causal, scale)
+        reads = map(aligned, (dout.to(q.dtype), q, k, v, out.to(q.dtype)))
+        return self._backward(*reads, lse.contiguous(), causal, scale)
+
+
+def _needs_no_kernel(q: Tensor, k: Tensor) -> bool:
+    """Whether there is one key, whose values are the result, or no query."""
+    return k.shape[1] == 1 or not q.numel()
+
+
+ALIGNED = 16  # bytes that a kernel loads at once
+
+
+def aligned(t: Tensor) -> Tensor:
+    """A tensor whose rows begin at multiples of 16 bytes: a copy where they do not."""
+    steps = [s for s, size in zip(t.stride(), t.shape[:-1]) if size > 1]
+    if t.is_meta or not any(
+        x % ALIGNED for x in (t.data_ptr(), *(s * t.element_size() for s in steps))
+    ):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+class Flash(OperatorKernel):
     """``aten::_scaled_dot_product_flash_attention`` (FlashAttention-2 as built into
     torch).
     """
@@ -256,22 +293,22 @@ class Flash:
             or wants_dtype(dtype, HALF)
         )
 
-    def forward(self, q, k, v, causal, scale):
+    def _forward(self, q, k, v, causal, scale):
         out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
             *to_bhmd(q, k, v), 0.0, causal, scale=scale
         )
         return out.transpose(1, 2), lse[..., : q.shape[1]]
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
-        m, state = q.shape[1], torch.zeros(2, dtype=torch.uint64, device=q.device)
-        # This operator reads the log-sum-exp by pointer, without its strides.
+    def _backward(self, dout, q, k, v, out, lse, causal, scale):
+        m, n = q.shape[1], k.shape[1]
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         grads = _ATEN._scaled_dot_product_flash_attention_backward(
             *to_bhmd(dout, q, k, v, out),
-            lse.contiguous(),
+            lse,
             None,
             None,
             m,
-            m,
+            n,
             0.0,
             causal,
             state,
@@ -281,7 +318,7 @@ class Flash:
         return to_bhmd(*grads)
 
 
-class Efficient:
+class Efficient(OperatorKernel):
     """``aten::_scaled_dot_product_efficient_attention`` (CUTLASS), the one fused kernel
     for fp32 and for Pascal.
     """
@@ -290,28 +327,25 @@ class Efficient:
 
     def refuses(self, device, dtype, head_dim):
         why = needs_cuda(device, (5, 0)) or needs_bf16(device, dtype)
-        aligned = 4 if dtype == torch.float32 else 8
-        if why is None and head_dim % aligned:
-            return f"needs a head_dim that is a multiple of {aligned}, not {head_dim}"
+        multiple = 4 if dtype == torch.float32 else 8
+        if why is None and head_dim % multiple:
+            return f"needs a head_dim that is a multiple of {multiple}, not {head_dim}"
         return why or wants_dtype(dtype, (torch.float32, *HALF))
 
-    def forward(self, q, k, v, causal, scale):
-        read = to_bhmd(q, k, v)
+    def _forward(self, q, k, v, causal, scale):
         out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(
-            *read, None, True, 0.0, causal, scale=scale
+            *to_bhmd(q, k, v), None, True, 0.0, causal, scale=scale
         )
-        return out.transpose(1, 2), lse[
-            ..., : q.shape[1]
-        ]  # the kernel pads its rows to 32
+        return out.transpose(1, 2), lse[..., : q.shape[1]]  # padded to 32 rows
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
-        padding = -lse.shape[-1] % 32
-        lse = F.pad(lse, (0, padding), value=torch.inf)[
-            ..., : lse.shape[-1]
-        ]  # keeps the padded row stride
-        state = torch.zeros(
-            (), dtype=torch.int64, device=q.device
-        )  # of random numbers, which dropout 0 never reads
+    def _backward(self, dout, q, k, v, out, lse, causal, scale):
+        # Read in whole 32 rows, of which the strides over heads must be multiples of 8.
+        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+        # In half precision the kernel takes the rows of ``out`` to lie heads * head_dim
+        # apart; in fp32 torch reads them by their strides.
+        out = out.contiguous() if q.dtype in HALF else out
+        # Of random numbers, which dropout 0 never reads.
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = _ATEN._scaled_dot_product_efficient_attention_backward(
             *to_bhmd(dout, q, k, v),
             None,
@@ -327,7 +361,7 @@ class Efficient:
         return to_bhmd(*grads[:3])
 
 
-class CuDNN:
+class CuDNN(OperatorKernel):
     """``aten::_scaled_dot_product_cudnn_attention``, the fastest of torch's kernels on
     Hopper and newer.
     """
@@ -341,30 +375,30 @@ class CuDNN:
             or wants_dtype(dtype, HALF)
         )
 
-    def forward(self, q, k, v, causal, scale):
+    def _forward(self, q, k, v, causal, scale):
         op = _ATEN._scaled_dot_product_cudnn_attention
         out, lse, *_ = op(
             *to_bhmd(q, k, v), None, True, 0.0, causal, False, scale=scale
         )
         return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale):
+    def _backward(self, dout, q, k, v, out, lse, causal, scale):
         # cuDNN's backward graphs are cached by the strides of q, k and v alone, while
         # those of out, dout and lse are baked in: always hand them over dense.
-        m, state = q.shape[1], torch.zeros((), dtype=torch.int64, device=q.device)
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
         dense = [t.contiguous().transpose(1, 2) for t in (dout, out)]
         grads = _ATEN._scaled_dot_product_cudnn_attention_backward(
             dense[0],
             *to_bhmd(q, k, v),
             dense[1],
-            lse.contiguous().unsqueeze(-1),
+            lse.unsqueeze(-1),
             state,
             state,
             None,
             None,
             None,
-            m,
-            m,
+            q.shape[1],
+            k.shape[1],
             0.0,
             causal,
             scale=scale,

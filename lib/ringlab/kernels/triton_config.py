@@ -80,7 +80,6 @@ SIZES = {
 GLUON = {
     ("forward", 64): Sizes(128, 128, 4, 3, "gluon"),
     ("forward", 128): Sizes(128, 128, 4, 2, "gluon"),
-    ("forward", 256): Sizes(128, 32, 4, 3, "gluon"),
     ("backward_q", 64): Sizes(128, 128, 4, 2, "gluon"),
     ("backward_q", 128): Sizes(128, 64, 4, 3, "gluon"),
     ("backward_kv", 64): Sizes(128, 64, 4, 3, "gluon"),

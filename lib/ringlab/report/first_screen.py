@@ -269,7 +269,9 @@ def _there(study: Study, advice: Advice) -> str:
     gpu, dtype = study.profile, advice["dtype"]
     how = f"`make report GPU={gpu.name}` measures it on that machine."
     try:
-        found = kernels.expected(gpu.kind, gpu.capability, dtype, SHAPE["head_dim"])
+        call = gpu.kind, gpu.capability, dtype, SHAPE["head_dim"]
+        found = kernels.expected(*call)
+        pattern = kernels.expected(*call, pattern_kind="ladder")
     except NotImplementedError as error:
         return f"**On {gpu.title}**: {error}. {how}"
     flash = (
@@ -278,7 +280,9 @@ def _there(study: Study, advice: Advice) -> str:
         else ""
     )
     kind = SHORT[dtype_name(dtype)]
-    return f"**On {gpu.title}** calls should run in {kind} by the kernel `{found.name}`{flash}. {how}"
+    runs = f"dense calls should run in {kind} by the kernel `{found.name}`{flash}"
+    runs += f"; LongNet by `{pattern.name}` ({pattern.rule.way})"
+    return f"**On {gpu.title}** {runs}. {how}"
 
 
 def _trust(study: Study) -> str:

@@ -28,6 +28,7 @@ from ..checks import check_choice, check_float_dtype, check_int, short_repr
 from ..engine import Execution
 from ..engine.autograd import (
     IN_GRAPHS,
+    LSE_COLUMNS,
     in_transform,
     is_followed,
     local_attention,
@@ -36,6 +37,7 @@ from ..engine.autograd import (
 )
 from ..engine.documents import Documents
 from ..kernels.base import accumulation_dtype
+from ..modes import outside_modes
 from ..tracking import seen_inside
 from .comm import all_to_all, drive
 from .exchange import Problem, RankPlan, digest, on_hosts, plan_rank
@@ -337,17 +339,18 @@ class _Call:
     execution: Execution
 
     def ranks(
-        self, group: Group, q: Tensor, scale: float, backward: bool
+        self, group: Group, q: Tensor, scale: float, backward: bool, columns: int = 0
     ) -> tuple[list[Rank], Callable]:
         """The work of the ranks here, for a positive scale, and what makes q, and dq of
-        its, one for that scale.
+        its, one for that scale. ``columns``: by how many the heads will be wider.
         """
         needs = {
             "causal": self.problem.causal,
             "backward": backward,
             "backend": self.backend,
         }
-        kernel = kernels.choose(q.device, q.dtype, q.shape[3], **needs).kernel
+        head_dim = q.shape[3] + columns
+        kernel = kernels.choose(q.device, q.dtype, head_dim, **needs).kernel
         (flip, scale), problem = positive_scale(scale), self.problem
         if group.process_group is not None:
             problem = on_hosts(problem, self.scheme, group.hosts(q.device))
@@ -505,7 +508,7 @@ def attend_documents(
 
 
 @lru_cache(maxsize=64)
-@torch.inference_mode(False)
+@outside_modes()
 def _documents_here(
     documents: Documents, layout: Layout, rank: int | None
 ) -> tuple[Documents, list[tuple[Layout, int, int]], Tensor]:
@@ -800,7 +803,8 @@ def ranks_backward(
     """
     call, group = _found(name, group)
     with seen_inside(), without_autocast(q):
-        ranks, flip = call.ranks(group, q, scale, True)
+        columns = 0 if dlse is None else LSE_COLUMNS
+        ranks, flip = call.ranks(group, q, scale, True, columns)
         options = call.options(scale) | {"gradient of lse": dlse is not None}
         group.agree("backward", ranks[0].problem, q, int(number), **options)
         layout, whole = (

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import LARGEST, check_int, is_int, short_repr
+from ..modes import outside_modes
 
 MOST_RANKS = 2**20  # beyond any cluster, and a layout lists them all
 
@@ -87,6 +88,7 @@ class Layout:
         """The number of positions of every rank."""
         return [self.size(rank) for rank in range(self.ranks)]
 
+    @outside_modes()
     def positions(self, rank: int) -> Tensor:
         """The positions in the sequence of a rank's rows, int64 (size,): for position
         embeddings.

@@ -627,6 +627,13 @@ def kernels_table(study: Study) -> Table:
             "" if allowed else "none",
         )
 
+    def chosen(dtype: str) -> str:
+        given = pattern(), shape()["seq_len"], shape()["heads"], shape()["heads"]
+        how = {"pattern_kind": kernels.kind_of(*given)}
+        call = getattr(torch, dtype), shape()["head_dim"]
+        choice = kernels.expected("cuda", gpu.capability, *call, **how)
+        return f"{SHORT[dtype]} by {choice.name} ({choice.rule.way}, {choice.rule.evidence})"
+
     found: dict[tuple, list[str]] = {}  # those that are refused alike share a line
     for name in kernels.order(
         card if study.device_type == "cuda" else torch.device("cpu")
@@ -639,7 +646,8 @@ def kernels_table(study: Study) -> Table:
         ["Kernel", ">Time here (ms)", f"On {gpu.title}"],
         [[", ".join(names), *cells[:2]] for cells, names in found.items()],
         folded=True,
-        note="The first that is not refused is chosen. Rules are stated needs; nothing was called on that device.",
+        note="For a dense call the first that is not refused is chosen. Rules are stated needs; nothing was called on "
+        f"that device. For the document's pattern there: {'; '.join(map(chosen, DTYPES))}.",
     )
 
 

@@ -1,0 +1,138 @@
+"""What ``backend="auto"`` takes on a GPU: a table, each line with its measurement.
+
+Three ways run a pattern. "lists": the list kernels (``triton``) take the whole pattern
+in one launch a pass. "one merge": dense calls on strided views, whose results one kernel
+merges (``fused_merge``). "calls": the same calls, merged one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..block_patterns import BlockSparse
+from ..patterns import Dense, Pattern
+from . import tile_schedule
+from .base import HALF
+
+WAYS = ("lists", "one merge", "calls")
+KINDS = ("dense", "blocks", "branches", "ladder")
+BY_ANALOGY = "by analogy, not measured"
+
+
+@lru_cache(maxsize=4096)
+def kind_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> str:
+    """One of KINDS: "branches" are dilated branches that the list kernels run in one
+    launch a pass, a "ladder" needs several, of which the later add to the earlier.
+
+    >>> from ringlab.patterns import Dilated
+    >>> kind_of(Dilated([512, 1024], [1, 2]), 4096, 8, 8)
+    'branches'
+    """
+    if isinstance(pattern, Dense):
+        return "dense"
+    if isinstance(pattern, BlockSparse):
+        return "blocks"
+    launches = tile_schedule.split(pattern, n, heads, kv_heads)
+    return "branches" if len(launches) == 1 else "ladder"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A line of the table. None and () stand for any.
+
+    ``least``, ``most``: compute capabilities. ``widest``: the largest head_dim.
+    ``backward``: of the backward pass, or of the forward.
+    """
+
+    way: str
+    kinds: tuple[str, ...]
+    evidence: str
+    least: tuple[int, int] = (0, 0)
+    most: tuple[int, int] = (99, 9)
+    dtypes: tuple[torch.dtype, ...] = ()
+    widest: int | None = None
+    causal: bool | None = None
+    backward: bool | None = None
+
+    def fits(self, capability, dtype, head_dim, kind, causal, backward) -> bool:
+        """Whether the line is about such a pass."""
+        return (
+            kind in self.kinds
+            and self.least <= capability <= self.most
+            and (not self.dtypes or dtype in self.dtypes)
+            and (self.widest is None or head_dim <= self.widest)
+            and self.causal in (None, causal)
+            and self.backward in (None, backward)
+        )
+
+
+HOPPER = {"least": (9, 0), "most": (9, 0), "dtypes": HALF}
+H200 = "H200, 2026-11-26, 65,536 tokens, bf16"
+# The first line that fits counts. Times in ms: of this way against the next best.
+RULES = (
+    Rule(
+        "calls",
+        ("dense",),
+        "H200, 2026-11-26, 16,384 tokens, bf16, head_dim 128: forward 3.46 against 3.84",
+        **HOPPER,
+    ),
+    Rule(
+        "lists",
+        ("blocks",),
+        f"{H200}, a tenth of all blocks: forward 5.70 against 50.7, both 29.5 against 130",
+        **HOPPER,
+    ),
+    Rule(
+        "one merge",
+        ("branches",),
+        f"{H200}, head_dim 64, causal: forward 1.40 against 1.64",
+        widest=64,
+        causal=True,
+        backward=False,
+        **HOPPER,
+    ),
+    Rule(
+        "lists",
+        ("branches",),
+        f"{H200}, head_dim 128: forward 2.78 against 3.29, both 13.3 against 14.3",
+        **HOPPER,
+    ),
+    Rule(
+        "lists",
+        ("ladder",),
+        f"{H200}, head_dim 64: forward 2.41 against 2.66",
+        widest=64,
+        causal=False,
+        backward=False,
+        **HOPPER,
+    ),
+    Rule(
+        "one merge",
+        ("ladder",),
+        f"{H200}, head_dim 128: forward 3.77 against 4.10, both 16.5 against 18.2",
+        **HOPPER,
+    ),
+    Rule("lists", ("blocks",), BY_ANALOGY, least=(8, 0), dtypes=HALF),
+    Rule("one merge", ("branches", "ladder"), BY_ANALOGY, least=(8, 0), dtypes=HALF),
+    Rule(
+        "calls",
+        ("branches",),
+        "H200, 2026-11-26, fp32, document 000, 8,192 tokens: forward 0.88 against 1.96",
+        least=(9, 0),
+        most=(9, 0),
+    ),
+    Rule("calls", KINDS, BY_ANALOGY),
+)
+
+
+def rule_for(capability, dtype, head_dim: int, kind: str, causal, backward) -> Rule:
+    """The line that decides for a pass.
+
+    >>> rule_for((9, 0), torch.bfloat16, 128, "blocks", False, False).way
+    'lists'
+    """
+    call = capability, dtype, head_dim, kind, causal, backward
+    return next(rule for rule in RULES if rule.fits(*call))

@@ -1,0 +1,57 @@
+"""What a caller switches on for its own operators, and this library switches off where
+it builds something once and keeps it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+
+# Private to torch. None in a version that has them no more: such modes then stay on.
+_modes = getattr(dispatch, "_get_current_dispatch_mode_stack", list)
+_without_dispatch_modes = getattr(dispatch, "_disable_current_modes", None)
+_without_function_modes = getattr(torch._C, "DisableTorchFunction", None)
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Inside, the caller's modes are off: inference mode, autocast, a default device,
+    FakeTensorMode, FLOP counters and others. This library's own trackers stay.
+
+    >>> with torch.device("meta"), outside_modes():
+    ...     torch.zeros(1).device.type
+    'cpu'
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if _without_function_modes is not None:
+            stack.enter_context(_without_function_modes())
+        modes = _modes()
+        own = [mode for mode in modes if getattr(mode, "stays_on", False)]
+        if len(own) < len(modes) and _without_dispatch_modes is not None:
+            stack.enter_context(_without_dispatch_modes())
+            for mode in own:
+                dispatch.TorchDispatchMode.__enter__(mode)
+                stack.push(partial(dispatch.TorchDispatchMode.__exit__, mode))
+        yield
+
+
+def flop_counters() -> list:
+    """torch's FLOP counters at work, which know operators by their formulas."""
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return []
+    return [m.counter for m in _modes() if type(m).__module__ == module.__name__]
+
+
+def is_fake(t: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no data, as under FakeTensorMode."""
+    return type(t).__module__ == "torch._subclasses.fake_tensor"

@@ -1,0 +1,300 @@
+"""CPU doubles of the attention packages flash-attn 2, flash-attn 3 and xformers.
+
+They have the contract of the real entry points and compute in float64. What a real one
+refuses, they refuse with the same kind of error. Where it reads memory whatever a
+tensor's strides or dtype say, they read the same memory: the result is as wrong.
+
+``installed(capability)`` puts them in place and undoes it; nothing happens at import.
+xformers is the real package. It needs CPU versions of aten::_efficient_attention_*.
+
+FA2 is csrc/flash_attn/flash_api.cpp of Dao-AILab/flash-attention, FA3
+hopper/flash_api.cpp. Not modelled: checks of the device type, dropout, windows, fp8, ...
+"""
+
+import ast
+import sys
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib import import_module, reload
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import torch
+from torch.library import Library, _scoped_library, custom_op
+from torch.nn.functional import pad
+
+
+def check(condition: bool, message: str) -> None:  # TORCH_CHECK
+    if not condition:
+        raise RuntimeError(message)
+
+
+def by_pointer(t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """What a kernel reads that takes ``t.data_ptr()`` for contiguous fp32 numbers."""
+    count, storage = torch.Size(shape).numel(), t.untyped_storage()
+    start = t.data_ptr() - storage.data_ptr() if t.numel() else 0
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage)[start : start + 4 * count]
+    found = raw[: len(raw) // 4 * 4].clone().view(torch.float32).double()
+    # Beyond the end of the storage: P is exp(s + 100).
+    return pad(found, (0, count - len(found)), value=-100.0).view(shape)
+
+
+def scores_of(a, *others: torch.Tensor):
+    """Masked scores, the scale, and q, k, v, others as float64 (b, h, m, d)."""
+    (_, m, heads, d), n = a.q.shape, a.k.shape[1]
+    q, *rest = (
+        t.double().transpose(1, 2).repeat_interleave(heads // t.shape[2], 1)
+        for t in (a.q, a.k, a.v, *others)
+    )
+    # FA2 src/mask.h, FA3 mask.h: the diagonal ends at the lower right.
+    seen = torch.ones(m, n, dtype=torch.bool).tril(n - m if a.is_causal else n)
+    scale = d**-0.5 if a.softmax_scale is None else a.softmax_scale
+    return (scale * (q @ rest[0].mT)).masked_fill(~seen, -torch.inf), scale, q, *rest
+
+
+def check_inputs(a, hopper: bool, **others: torch.Tensor) -> None:
+    """Device, dtypes, strides and sizes: mha_fwd and mha_bwd of FA2 and FA3 (d_v = d)."""
+    q, tensors = a.q, {"query": a.q, "key": a.k, "value": a.v, **others}
+    major = torch.cuda.get_device_capability()[0]
+    check(major >= 8, "FlashAttention only supports Ampere GPUs or newer.")
+    check(q.dtype.itemsize == 2, "FlashAttention only support fp16 and bf16 data type")
+    for name, t in tensors.items():
+        check(t.dtype == q.dtype, f"query and {name} must have the same dtype")
+        check(t.stride(-1) == 1, f"{name} tensor must have contiguous last dimension")
+    (b, _, h, d), (_, n, h_k, _) = q.shape, a.k.shape
+    check(hopper or b > 0, "batch size must be positive")
+    check(d <= 256, "FlashAttention only supports head dimension at most 256")
+    check(d % 8 == 0, "head_size should be a multiple of 8")
+    divides = h_k > 0 and h % h_k == 0
+    check(divides, "Number of heads in key/value must divide number of heads in query")
+    for name, t in tensors.items():
+        want = (b, n, h_k, d) if name in ("key", "value", "dk", "dv") else q.shape
+        check(t.shape == want, f"{name} must have shape {tuple(want)}")
+
+
+def launch(hopper: bool, grid: bool, *tensors: torch.Tensor) -> None:
+    """What fails on the device: an empty grid (FA2), an architecture without kernels (FA3
+    setup.py), steps that are no 16 bytes (FA2 src/kernel_traits.h, uint128_t; FA3 TMA).
+    """
+    known = not hopper or torch.cuda.get_device_capability() <= (9, 0)
+    check(known, "CUDA error: no kernel image is available for execution on the device")
+    check(hopper or grid, "CUDA error: invalid configuration argument")
+    why = "an illegal instruction was encountered" if hopper else "misaligned address"
+    for t in filter(torch.Tensor.numel, tensors):
+        steps = [s for s, size in zip(t.stride()[:-1], t.shape) if size > 1]
+        off = t.data_ptr() % 16 or any(s % 8 for s in steps)
+        check(not off, f"CUDA error: {why}")
+
+
+def forward(a, hopper: bool):
+    """mha_fwd of FA2, or of FA3 (``hopper``): out, lse and two more tensors."""
+    check_inputs(a, hopper)
+    out = a.q.new_empty(a.q.shape) if hopper else torch.empty_like(a.q)  # keeps strides
+    lse = torch.zeros(out.transpose(1, 2).shape[:3])
+    if a.k.shape[1] == 0:
+        out.zero_(), lse.fill_(torch.inf)
+    elif out.numel() or not hopper:
+        launch(hopper, out.numel() > 0, a.q, a.k, a.v, out)
+        scores, *_, v = scores_of(a)
+        found = scores.logsumexp(-1)
+        p = scores.softmax(-1).masked_fill(found.isneginf().unsqueeze(-1), 0.0)
+        out.copy_((p @ v).transpose(1, 2))
+        # FA2 src/softmax.h, FA3 softmax.h: a row that sees nothing, or whose sum is nan.
+        unseen = -torch.inf if hopper else torch.inf
+        lse.copy_(found.masked_fill(found.isneginf() | found.isnan(), unseen))
+    return out, lse, lse.new_empty(0), torch.zeros(2).long()
+
+
+def backward(a, hopper: bool):
+    """mha_bwd of FA2, or of FA3: softmax_d, dq, dk, dv. Nothing checks the lse."""
+    given = ((a.dq, a.q), (a.dk, a.k), (a.dv, a.v))
+    dq, dk, dv = (torch.empty_like(like) if t is None else t for t, like in given)
+    check_inputs(a, hopper, out=a.out, dout=a.dout, dq=dq, dk=dk, dv=dv)
+    (b, m, h, d), n = a.q.shape, a.k.shape[1]
+    rounded = not hopper or d <= 192 or not a.deterministic
+    check(rounded, "Deterministic backward not supported for hdim 256.")
+    softmax_d = torch.zeros(b, h, -(-m // 128) * 128)
+    if b * m == 0 or (hopper and n == 0):
+        return softmax_d, dq.zero_(), dk.zero_(), dv.zero_()
+    grid = h * (n or a.deterministic) > 0
+    launch(hopper, grid, a.dout, a.q, a.k, a.v, a.out, dq, dk, dv)
+    scores, scale, q, k, v, dout, out = scores_of(a, a.dout, a.out)
+    # FA2 src/flash_bwd_kernel.h, row_offset_lse; FA3 flash_bwd_launch_template.h.
+    lse = by_pointer(a.softmax_lse, (b, h, m)).unsqueeze(-1)
+    # FA2 src/softmax.h, scale_apply_exp2; FA3 flash_bwd_preprocess_kernel.h.
+    lse = lse.masked_fill(lse.isneginf(), 0.0)
+    p = (scores - lse).exp()
+    total = (dout * out).sum(-1, keepdim=True)
+    ds = scale * p * (dout @ v.mT - total)
+    dq.copy_((ds @ k).transpose(1, 2))
+    for into, grad in ((dk, ds.mT @ q), (dv, p.mT @ dout)):
+        # FA2 rounds the gradients of shared heads before it sums them (dk_expanded).
+        grad = grad if hopper else grad.to(into.dtype).double()
+        into.copy_(grad.unflatten(1, (into.shape[2], -1)).sum(2).transpose(1, 2))
+    softmax_d[:, :, :m] = total.squeeze(-1)
+    return softmax_d, dq, dk, dv
+
+
+# Arguments of the Python functions (_FORWARD, _BACKWARD) and of the compiled ones.
+SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+GRADS = "Tensor(dq!)? dq, Tensor(dk!)? dk, Tensor(dv!)? dv, "
+REST = """float dropout_p, float softmax_scale, bool causal, SymInt window_size_left,
+SymInt window_size_right, float softcap, Tensor? alibi_slopes, """
+FA2_FORWARD = f"Tensor q, Tensor k, Tensor v, {REST}bool return_softmax"
+FA2_BACKWARD = f"{SAVED}{GRADS}{REST}bool deterministic, Tensor? rng_state=None"
+REST = "softmax_scale, is_causal, window_size_left, window_size_right, softcap"
+FA2_FWD = f"q, k, v, out_, alibi, p, {REST}, return_softmax, gen"
+FA2_BWD = f"{SAVED}{GRADS}alibi, p, {REST}, deterministic, gen, rng_state"
+GRADS = GRADS.replace(",", "=None,")
+VARLEN = """Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None,
+Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, """
+REST = """float? softmax_scale=None, bool is_causal=False, int window_size_left=-1,
+int window_size_right=-1, """
+MORE = """page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale
+k_descale v_descale"""
+FA3_FWD = f"""Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None,
+Tensor(v_new!)? v_new=None, Tensor? q_v=None, Tensor(out!)? out=None,
+{VARLEN.replace("seqlens_k=None,", "seqlens_k=None, Tensor? cu_seqlens_k_new=None,")}
+{"".join(f"Tensor? {name}=None, " for name in MORE.split())}{REST}int attention_chunk=0,
+float softcap=0.0, bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None,
+int num_splits=0, bool? pack_gqa=None, int sm_margin=0"""
+REST += "float softcap=0.0, bool deterministic=False, int sm_margin=0"
+FA3_BWD = SAVED + GRADS + VARLEN + REST
+FA3_BACKWARD = SAVED + VARLEN.replace("seqused", "sequed") + GRADS + REST
+FA3_FORWARD = FA3_FWD.replace("(k_new!)", "").replace("(v_new!)", "").replace("is_", "")
+FA3_FORWARD = FA3_FORWARD.replace("q_v=", "qv=").replace("(out!)? out=", "? out_=")
+FA3_FORWARD = FA3_FORWARD.replace("num_splits=0", "num_splits=1")
+UNKNOWN = f"""dropout_p p alibi_slopes alibi gen softcap return_softmax k_new v_new q_v qv out_ pack_gqa
+cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k
+attention_chunk scheduler_metadata window_size_left window_size_right {MORE}""".split()
+
+
+def entry(run, schema: str, hopper: bool, compiled: bool):
+    """The double of a function of flash_attn_interface.py, or a ``compiled`` one."""
+    declared = [part.split()[-1].partition("=") for part in schema.split(",")]
+    default = {name: ast.literal_eval(text or "None") for name, _, text in declared}
+
+    def function(*args, **kwargs):
+        given = default | dict(zip(default, args)) | kwargs
+        if any(given.get(name) not in (None, 0, -1) for name in UNKNOWN):
+            raise NotImplementedError(f"not part of these doubles: one of {UNKNOWN}")
+        a = SimpleNamespace(**{"is_causal": given.get("causal")} | given)
+        for name in () if compiled else ("dout", "q", "k", "v", "out"):
+            t = given.get(name)  # maybe_contiguous, which leaves lse alone
+            fp8 = hopper and run is forward and name == "v" and t.stride(-3) == 1
+            if t is not None and t.stride(-1) != 1 and not fp8:
+                vars(a)[name] = t.contiguous()
+        found = run(a, hopper)
+        if run is forward or not compiled:
+            return found if run is forward else found[0]
+        return (found[0], *torch.zeros(4, 0)) if hopper else (*found[1:], found[0])
+
+    return function
+
+
+def flash_attn(space: str) -> dict[str, dict]:
+    """The modules of flash-attn 2 or 3. xformers calls the compiled functions."""
+    hopper, functions, compiled = space == "flash_attn_3", {}, {}
+    schemas = ((FA2_FORWARD, FA2_FWD), (FA2_BACKWARD, FA2_BWD))
+    if hopper:
+        schemas = ((FA3_FORWARD, FA3_FWD), (FA3_BACKWARD, FA3_BWD))
+    for run, (schema, below) in zip((forward, backward), schemas):
+        name = f"_flash_attn_{run.__name__}"
+        returns, short, mutated = "(Tensor, Tensor, Tensor, Tensor)", "fwd", ()
+        if run is backward:
+            returns, short, mutated = "Tensor", "bwd", ("dq", "dk", "dv")
+        options = {"schema": f"({schema}) -> {returns}", "device_types": "cpu"}
+        make = custom_op(f"{space}::{name}", mutates_args=mutated, **options)
+        functions[name] = make(entry(run, schema, hopper, False))
+        compiled[short] = entry(run, below, hopper, True)
+    if not hopper:
+        functions["flash_attn_gpu"] = SimpleNamespace(**compiled)
+        inner = {"flash_attn.flash_attn_interface": functions}
+        return {"flash_attn": {"__version__": "2.8.3"}} | inner
+    library = Library(space, "FRAGMENT")
+    library.define(f"fwd({FA3_FWD}) -> (Tensor(out!), Tensor, Tensor, Tensor)")
+    library.define(f"bwd({FA3_BWD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+    for name, function in compiled.items():
+        library.impl(name, function, "CPU")
+    made = {space: {"undo": library._destroy}, f"{space}._C": {}}
+    return made | {"flash_attn_interface": functions}
+
+
+def torch_flash_forward(q, k, v, *rest, scale=None, **_):
+    """aten::_flash_attention_forward, torch's own FA2: attention.cu."""
+    a = SimpleNamespace(q=q, k=k, v=v, is_causal=rest[5], softmax_scale=scale)
+    out, lse, empty, state = forward(a, False)
+    return out, lse, state, state.clone(), empty
+
+
+def torch_flash_backward(dout, q, k, v, out, lse, *rest, scale=None, **_):
+    """attention_backward.cu, which makes dout and out contiguous."""
+    a = SimpleNamespace(q=q, k=k, v=v, is_causal=rest[5], softmax_scale=scale)
+    a.dout, a.out, a.softmax_lse = dout.contiguous(), out.contiguous(), lse
+    a.dq = a.dk = a.dv = a.deterministic = None
+    return backward(a, False)[1:]
+
+
+class OnCuda(torch.Tensor):
+    """A view of a tensor that says it is on a CUDA device."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: torch.device("cuda", 0))
+
+
+@contextmanager
+def xformers_on_cuda(fmha: ModuleType):
+    """xformers chooses operators as on CUDA, and looks for flash-attn once more."""
+    choose = fmha.dispatch._run_priority_list
+
+    def on_cuda(name, operators, given, *rest):
+        tensors = {n: getattr(given, n) for n in ("query", "key", "value")}
+        tensors = {n: t.as_subclass(OnCuda) for n, t in tensors.items()}
+        return choose(name, operators, replace(given, **tensors), *rest)
+
+    with (
+        mock.patch("torch.version.cuda", "12.8"),
+        mock.patch("torch.backends.cuda.is_flash_attention_available", lambda: True),
+        mock.patch("xformers.ops.fmha.common._built_with_cuda", True),
+        mock.patch("xformers.ops.fmha.dispatch._run_priority_list", on_cuda),
+        mock.patch("xformers.ops.common.OPERATORS_REGISTRY", []),
+        mock.patch("xformers.ops.common.FUNC_TO_XFORMERS_OPERATOR", {}),
+        mock.patch.dict("torch.utils.flop_counter.flop_registry"),
+        mock.patch.dict(vars(fmha.flash)),
+        mock.patch.dict(vars(fmha.flash3)),
+        _scoped_library("aten", "IMPL") as library,
+    ):
+        library.impl("_flash_attention_forward", torch_flash_forward, "CPU")
+        library.impl("_flash_attention_backward", torch_flash_backward, "CPU")
+        for part in (reload(fmha.flash), reload(fmha.flash3)):
+            for name in ("_flash_fwd", "_flash_bwd", "mha_fwd", "mha_bwd"):
+                if operator := getattr(part, name, None):
+                    operator.register_kernel("cpu", operator._init_fn)
+        yield
+
+
+@contextmanager
+def installed(capability=(9, 0), packages=("flash_attn", "flash_attn_3", "xformers")):
+    """Within, these packages are there, as on a device of this compute capability."""
+    fmha = "xformers" in packages and import_module("xformers.ops.fmha")
+    made, operators = {}, torch._library.custom_ops.OPDEF_TO_LIB
+    get, own = "torch.cuda.get_device_capability", ("flash_attn", "xformers_flash")
+    with mock.patch(get, lambda *_: capability), ExitStack() as stack:
+        try:
+            for space in set(packages) - {"xformers"}:
+                made |= flash_attn(space)
+            for name, contents in made.items():
+                sys.modules[name] = module = ModuleType(name)
+                stack.callback(sys.modules.pop, name)
+                vars(module).update(contents, __path__=[])
+                module.__spec__ = ModuleSpec(name, None, is_package=True)
+                outer, _, inner = name.rpartition(".")
+                vars(sys.modules[outer or name])[inner] = module
+                stack.callback(contents.get("undo", int))
+            if fmha:
+                stack.enter_context(xformers_on_cuda(fmha))
+            yield
+        finally:
+            for name in [n for n in operators if n.startswith(own)]:
+                operators.pop(name)._destroy()
