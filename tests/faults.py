@@ -26,7 +26,6 @@ import two_hosts  # noqa: E402
 from fault_cases import COUNT, KINDS, OTHER_CALL, case_of, inject  # noqa: E402
 from matrix import drawn  # noqa: E402
 from ringlab import Simulated  # noqa: E402
-from ringlab.measure import links  # noqa: E402
 from ringlab.ring import launch  # noqa: E402
 from ringlab.ring.schemes import SCHEMES  # noqa: E402
 from started import alive, gone  # noqa: E402
@@ -319,7 +318,7 @@ def main(which: list[str]) -> int:
             try:
                 with two_hosts.TwoHosts():
                     pass
-            except links.NotAllowed as why:
+            except two_hosts.NotAllowed as why:
                 print(f"{name}: skipped: {why}")
                 continue
             schemes, rows = list(SCHEMES), []

@@ -25,9 +25,8 @@ from .checks import LARGEST, check_bool, check_int, is_real, short_repr
 from .cost import far_queries, format_bytes, format_seconds
 from .engine import Execution
 from .engine.chunked import Ladder
-from .estimate import Estimate, cost_of, estimate_of, rates_of
+from .estimate import NETWORK_REMOVED, Estimate, cost_of, estimate_of, rates_of
 from .meta_run import MetaCall
-from .network import Network, on_network, predict
 from .patterns import Dense, Dilated, Pattern
 from .ring import SCHEMES, Layout, group_size, length_of
 from .ring.layout import layout_named
@@ -493,7 +492,7 @@ def advise(
     seconds: float | None = None,
     estimates: bool = True,
     rows: Iterable[Evidence] = (),
-    network: Network | None = None,
+    network: None = None,
 ) -> Advice:
     """Advise dtype, backend, scheme, layout, pattern, execution and checkpointing for
     ``seq_len`` tokens on ``ranks``.
@@ -506,8 +505,7 @@ def advise(
     of a rank (None: the profile's). ``rows``: measured comparisons. A ``dtype`` or
     ``layout`` that is given is kept. ``estimates=False``: choose by policy, rows and
     bytes sent alone; memory and lower bounds, which take seconds to find, stay unknown.
-    ``network``: measured between as many CPUs, by which the scheme is the one that is
-    predicted to be the fastest.
+    ``network`` is refused: predicted times were removed.
 
     Raises ValueError, in one line, for an unknown profile, numbers that are not
     positive, memory that cannot hold the inputs of a rank, and what takes minutes to
@@ -517,6 +515,8 @@ def advise(
     >>> advice["dtype"], advice["scheme"], advice["pattern"].segment_lengths[:3], advice.fits
     (torch.float32, 'plan', (2048, 4096, 8192), True)
     """
+    if network is not None:
+        raise TypeError(NETWORK_REMOVED)
     if not isinstance(profile, str | hardware.Profile):
         raise TypeError(
             f"profile must be a hardware profile or its name, got {short_repr(profile)}"
@@ -561,7 +561,7 @@ def advise(
         raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
     return _Advisor(
-        call, seq_len, layers, budget, rows, layout, dtype, estimates, seconds, network
+        call, seq_len, layers, budget, rows, layout, dtype, estimates, seconds
     ).advice(pattern)
 
 
@@ -597,7 +597,6 @@ class _Advisor:
     given_dtype: torch.dtype | None
     estimates: bool
     seconds: float | None
-    network: Network | None
 
     def __post_init__(self):
         self.dtype = self._dtype()
@@ -847,7 +846,7 @@ class _Advisor:
 
     def _on_ranks(self, pattern: Pattern, execution: Decision) -> _Placed:
         """The pattern with a layout and the scheme that sends the fewest bytes of those
-        that fit; with a network the one that is predicted to be the fastest.
+        that fit.
 
         Where schemes send equally much it is the ring, which holds the least.
         """
@@ -857,7 +856,6 @@ class _Advisor:
         )
         if c.ranks == 1:
             return _Placed(c, n, execution)
-        c = c if self.network is None else on_network(c, self.network)
         for name in ("contiguous", "zigzag") if self.layout is None else (self.layout,):
             found, total, refused = {}, {}, []
             for scheme in SCHEMES:
@@ -878,12 +876,6 @@ class _Advisor:
                     scheme != ("ring" if total[scheme] else "plan"),
                 ),
             )
-            if self.network is not None:
-                seconds = {
-                    scheme: predict(found[scheme].call, n, self.network).seconds
-                    for scheme in found
-                }
-                order.sort(key=seconds.get)
             if unevenness(problem, order[0]) <= EVEN:
                 break
         least, best = order[0], order[0]
@@ -900,11 +892,6 @@ class _Advisor:
                 f"{scheme} {format_bytes(total[scheme])}" for scheme in order
             )
             why = f"all ranks together send in a call: {listed}"
-            if self.network is not None:
-                times = ", ".join(
-                    f"{scheme} {format_seconds(seconds[scheme])}" for scheme in order
-                )
-                why = f"predicted time on this network: {times}; {why}"
         if best != least:
             why += f"; {least} needs {format_bytes(self._need(found[least].estimate))} on a rank, more than there is"
 
@@ -1097,7 +1084,6 @@ class _Advisor:
                     self,
                     call=replace(self.call, ranks=ranks),
                     layout=None,
-                    network=None,
                 )
                 if more._fits(more.place(placed.call.pattern).estimate, checkpointing):
                     return ranks

@@ -18,24 +18,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from . import __version__, block_patterns, hardware, measure, network
+from . import __version__, block_patterns, hardware, measure
 from .advise import advise, columns, dtype_name
 from .block_patterns import BlockSparse
 from .checks import FLOATS, check_choice
 from .cost import PASSES, format_bytes, format_seconds
 from .engine import Execution
-from .estimate import Estimate, estimate, longest
+from .estimate import NETWORK_REMOVED, Estimate, estimate, longest
 from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
 from .measure import provenance, quality, suites
-from .network import Network
 from .patterns import Dense, Dilated, Pattern, from_dict
 from .report import compare, pdf
 from .report.evidence import stored
 from .report.places import ReportError, UsageError, plan, reports_folder
-from .ring.launch import launch
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
 CALL = (
@@ -88,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for option in argv:  # argparse reads this value as none, some or "--", by version
         if option.startswith("--") and option.endswith("=--"):
             parser.error(f"argument {option[:-3]}: expected one argument")
+    if "network" in argv[:1] or any(x.split("=")[0] == "--network" for x in argv):
+        return _refuse(NETWORK_REMOVED)
     given = parser.parse_args(argv)
     try:
         code = given.run(given) or OK
@@ -317,7 +316,6 @@ def _parser() -> argparse.ArgumentParser:
         "of a rank, as 8GiB, and the longest sequence for it (default: the profile's)"
     )
     add("--memory", type=size_in_bytes, metavar="SIZE", help=text)
-    _add_network(add)
     add("--json", action="store_true", help="JSON instead of text (default: no)")
 
     add = command(
@@ -351,20 +349,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="what a call may take at its bound (default: any)",
     )
-    _add_network(add)
     add(
         "--show",
         choices=("text", "table", "code"),
         help="what to print (default: text and code)",
-    )
-
-    about = "measure in five seconds what ranks take to exchange and to compute (torch alone)"
-    add = command("network", _network, about, (ValueError,), profile=False)
-    add(
-        "--file",
-        type=Path,
-        metavar="FILE",
-        help="for estimate and advise (default: print only)",
     )
 
     add = command(
@@ -459,15 +447,6 @@ def _add_pattern(add) -> None:
     )
 
 
-def _add_network(add) -> None:
-    add(
-        "--network",
-        type=network_file,
-        metavar="FILE",
-        help="what `network` measured, for the time (default: none)",
-    )
-
-
 def _add_comparison(add) -> None:
     add(
         "--reports",
@@ -489,14 +468,6 @@ def folder(text: str) -> Path:
     if Path(text).exists() and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
     return Path(text)
-
-
-def network_file(text: str) -> Network:
-    """What ``python -m ringlab network`` wrote to a file."""
-    try:
-        return Network.read(Path(text))
-    except (ValueError, OSError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def size_in_bytes(text: str) -> int:
@@ -691,7 +662,7 @@ def _estimate(given) -> None:
     found = (
         None
         if given.seq_len is None
-        else estimate(pattern, seq_len=given.seq_len, network=given.network, **call)
+        else estimate(pattern, seq_len=given.seq_len, **call)
     )
     budget = profile.memory_bytes if given.memory is None else given.memory
     most = None
@@ -782,9 +753,6 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
         if known
         else "no bound"
     )
-    if p := found.predicted:
-        alone = f"compute {format_seconds(p.compute_s)}, exchange {format_seconds(p.exchange_s)}"
-        yield f"predicted  {format_seconds(p.seconds)} on this network; alone {alone}"
     unknown = [
         name
         for name in ("compute", "memory", *["network"] * bool(sent))
@@ -814,7 +782,6 @@ def _advise(given) -> None:
         given.seq_len,
         memory_bytes=given.memory,
         rows=rows,
-        network=given.network,
         **{name: getattr(given, name) for name in asked},
     )
     print(
@@ -822,31 +789,6 @@ def _advise(given) -> None:
         if given.show
         else f"{advice.text()}\n\n{advice.code()}"
     )
-
-
-def _network(given) -> None:
-    """Measure the ranks that torchrun started, else two ranks of this machine."""
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
-        found = network.measure()
-        rank = dist.get_rank()
-        dist.destroy_process_group()
-        if rank > 0:
-            return
-    else:
-        found = launch(network.measure, 2)[0]
-    for name, line in found.lines.items():
-        yields = f"{8 * line.per_s / 1e6:,.0f} Mbit/s each way"
-        print(
-            f"{network.TITLES[name]}: {format_seconds(line.latency_s)} for the least exchange, {yields}"
-        )
-    for name, lines in found.work.items():
-        forward, backward = (f"{line.per_s / 1e9:,.0f}" for line in lines)
-        print(
-            f"attention in {name}, each of {len(found.hosts)} ranks: {forward} GFLOP/s forward, {backward} backward"
-        )
-    if given.file:
-        given.file.write_text(found.to_json(), encoding="utf-8")
 
 
 def _tune(given) -> None:

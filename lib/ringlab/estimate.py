@@ -20,11 +20,14 @@ from .checks import LARGEST, check_int
 from .hardware import Rates
 from .kv_cache import cache_bytes
 from .meta_run import MetaCall
-from .network import Network, Prediction, on_network, predict
 from .patterns import Pattern
 
 ROWS = 128  # the longest sequence is a multiple of so many positions a rank
 MOST_BYTES = 2**50  # of a rank's memory: beyond any machine
+NETWORK_REMOVED = (
+    "predicted times of networks were removed; estimate tells what ranks send, and "
+    "measure times it"
+)
 FEW_BLOCKS = 1024  # longer block-sparse calls are extrapolated, as planning random parts takes quadratic time
 
 
@@ -38,7 +41,7 @@ class Estimate:
     seconds by resource, "compute", "memory", "network", where a rate is known.
     ``at_least``: why the peak may be higher, or "". ``cache_bytes``: what a ``KVCache``
     for as many positions takes on the rank with most; None where the call is not
-    causal. ``predicted``: its time on the network that was given.
+    causal.
     """
 
     cost: cost.Cost
@@ -50,7 +53,6 @@ class Estimate:
     bounds: dict[str, float] = field(default_factory=dict)
     at_least: str = ""
     cache_bytes: int | None = None
-    predicted: Prediction | None = None
 
     @property
     def bound_s(self) -> float:
@@ -87,9 +89,7 @@ class Estimate:
         )
 
 
-def estimate(
-    pattern: Pattern, *, seq_len: int, network: Network | None = None, **call
-) -> Estimate:
+def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
     """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim)
     tensors, sharded where ``ranks`` > 1.
 
@@ -102,10 +102,9 @@ def estimate(
     (by rule, as the GPU need not be here: ``MetaCall.kernel``). None: this CPU's
     kernels, no bounds. Attention itself is never computed; with the profile "cpu" this
     CPU's rates are measured, which takes about a second a dtype, once per process.
-    ``network``: what ``python -m ringlab network`` measured between as many CPUs, for
-    the time of the call. ``hosts``: a number for the host of each rank, e.g. (0, 0, 1,
-    1); by default those of the network, else one host. ``blocks="bsr"`` cannot run
-    without data: its peak is a lower bound, and ``at_least`` says so.
+    ``hosts``: a number for the host of each rank, e.g. (0, 0, 1, 1); by default one
+    host. ``blocks="bsr"`` cannot run without data: its peak is a lower bound, and
+    ``at_least`` says so.
 
     Raises ValueError (NotImplementedError for a kernel that cannot run) in one line for
     what attention would refuse, for an unknown profile, and for sizes whose run without
@@ -116,16 +115,10 @@ def estimate(
     >>> e.scheme, e.peak_bytes >> 20, e.sent, e.binds
     ('plan', 547, {}, 'compute')
     """
-    seq_len, call = (
-        check_int("seq_len", seq_len, most=LARGEST),
-        MetaCall(pattern, **call),
-    )
-    if network is None:
-        return estimate_of(call, seq_len)
-    return replace(
-        estimate_of(on_network(call, network), seq_len),
-        predicted=predict(call, seq_len, network),
-    )
+    if call.pop("network", None) is not None:
+        raise TypeError(NETWORK_REMOVED)
+    seq_len = check_int("seq_len", seq_len, most=LARGEST)
+    return estimate_of(MetaCall(pattern, **call), seq_len)
 
 
 def estimate_of(call: MetaCall, seq_len: int) -> Estimate:

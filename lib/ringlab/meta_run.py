@@ -38,7 +38,7 @@ from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
 from .patterns import Pattern
 from .ring import Problem, choose
-from .ring.comm import AllToAll, Exchange, Steps, Traffic, Wait
+from .ring.comm import Steps, Traffic, Wait
 from .ring.exchange import on_hosts, rows_moved
 from .ring.group import check_exchange_dtype, check_merge, check_one_device
 from .ring.layout import layout_named
@@ -149,24 +149,22 @@ class MetaRun(LiveStorageTracker):
         return found
 
     def drive(self, steps: Steps, rank: int):
-        """Run one rank's algorithm alone: what others send arrives uninitialised."""
+        """Run one rank's algorithm alone: what it sends is counted, what others send
+        arrives uninitialised.
+        """
         answer = None
         while True:
             try:
                 step = steps.send(answer)
             except StopIteration as end:
                 return end.value
-            self.on_step(step, rank)
+            if not isinstance(step, Wait):
+                self.traffic.add(rank, step)
+                self.name("received", step.receive)
             # A request is its own ticket: like those of a group it holds what is on its
             # way.
             answer = None if isinstance(step, Wait) else step
             step = None
-
-    def on_step(self, step: AllToAll | Exchange | Wait, rank: int) -> None:
-        """Count what a request sends, and name what it receives."""
-        if not isinstance(step, Wait):
-            self.traffic.add(rank, step)
-            self.name("received", step.receive)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.is_view and not self.real:  # most operators
@@ -624,11 +622,9 @@ class MetaCall:
         problem.check(scheme)
         return on_hosts(problem, scheme, self.hosts), scheme
 
-    def on_rank(
-        self, problem: Problem, scheme: str, number: int, run: MetaRun | None = None
-    ) -> MetaRun:
+    def on_rank(self, problem: Problem, scheme: str, number: int) -> MetaRun:
         """One rank of several, alone."""
-        run = run or MetaRun()
+        run = MetaRun()
         execution = FirstCall.of(self.execution, run)
         forward, backward = SCHEMES[scheme]
         with torch.no_grad(), run.on(self.kernel, self.device_type):

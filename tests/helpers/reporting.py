@@ -19,7 +19,6 @@ from ringlab import hardware, patterns
 from ringlab.measure import Group, Point, stats, suites
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
-from ringlab.network import BETWEEN, Line, Network
 from ringlab.report import claims_code, figures, tables
 from ringlab.report.documents import optimization, ring, session
 from ringlab.report.published import DOCUMENTS, published
@@ -45,11 +44,6 @@ CALLS = {
     "ringlab": (174, 122),
 }
 CORES = 2
-LINK = Network(
-    (0, 1),
-    {BETWEEN: Line((0, 1e8), (1e-3, 1.0))},
-    {"float32": (Line((0, 1e11), (0.0, 1.0)),) * 2},
-)
 MEMORY = 4 << 30  # few tokens, so that the longest sequences that fit are soon found
 
 
@@ -186,12 +180,6 @@ def rank_row(point: Point, group: Group, rehearsal: bool, device: str) -> Result
         "tracked_peak_bytes": int(shard * (1.1 + 0.5 * kept * (p > 1))),
     }
     about = {}
-    if (
-        row.seconds
-        and dict(point.options).get("link")
-        and dict(point.options)["scheme"] == "plan"
-    ):
-        about["network"] = asdict(LINK)
     if group.ranks > 1:
         sent = [
             0

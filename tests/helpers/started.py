@@ -31,7 +31,7 @@ def torchrun(
     channel, arguments: list[str], env: dict[str, str], hosts=None, host: int = 0
 ) -> None:
     """torchrun in a process of ``launch``, which has imported torch; on one of
-    ``links.Hosts`` if they are given.
+    ``two_hosts.Hosts`` if they are given.
     """
     from torch.distributed.run import main
 

@@ -5,7 +5,6 @@ culprit is named.
 import pytest
 from hosts import measure, misbehaving
 from ringlab.measure import Group, Point
-from ringlab.network import Network
 from ringlab.patterns import Dense, Dilated
 from started import rows_of
 
@@ -149,29 +148,3 @@ def test_a_rank_that_hangs_is_named(measured, tmp_path):
     assert row.status == "timeout" and row.reason.startswith(
         "took more than 2 s: rank 1 is behind, "
     ), row.reason
-
-
-def test_a_link_is_measured_beside_its_plan_or_said_to_be_impossible(tmp_path):
-    points = [
-        TINY.but(options={"scheme": scheme, "link": [1000, 1]})
-        for scheme in ("plan", "ring")
-    ]
-    for row in measure([Group("link", points, timed=False)], tmp_path):
-        if row.status == "unsupported":
-            assert "shaped links need" in row.reason
-            continue
-        assert row.status == "ok" and row.ranks["bytes_sent"] == row.ranks["planned"], (
-            row.reason
-        )
-        assert ("network" in row.ranks) == (row.option("scheme") == "plan")
-        assert (
-            "network" not in row.ranks
-            or Network.of(row.ranks["network"]).lines["between"].latency_s >= 0.001
-        )
-    (row,) = measure(
-        [Group("one rank", [TINY.but(world_size=1, options={"link": [1, 1]})])],
-        tmp_path,
-    )
-    assert row.status == "unsupported" and (
-        "link is between ranks" in row.reason or "need" in row.reason
-    )

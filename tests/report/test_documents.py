@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from reporting import (
-    LINK,
     PAGES,
     lean,
     longer,
@@ -26,8 +25,6 @@ from ringlab import block_patterns, cache, cost, hardware, patterns
 from ringlab.estimate import longest
 from ringlab.measure import Group, Point, suites, timing
 from ringlab.measure.systems import SYSTEMS
-from ringlab.meta_run import MetaCall
-from ringlab.network import predict
 from ringlab.report import columns, findings, rows, tables, trust
 from ringlab.report.documents import optimization as single
 from ringlab.report.documents import ring, session
@@ -741,49 +738,6 @@ def test_schemes_that_send_as_much_share_a_name():
         for x in (page("003"), apart)
     ]
     assert within[0] > 4 >= within[1] > 0
-
-
-def test_links_show_what_was_measured_and_predicted():
-    """Predictions come from what was measured of the link beside its plan; without that
-    there are none.
-    """
-    told = ring.links(page("003"))
-    assert (
-        len(told.rows) == len(suites.LINK_SPEEDS)
-        and text(told.rows[0][0]) == "1,000 Mbit/s"
-    )
-    point = Point(
-        "ringlab",
-        suites.LINKED,
-        seq_len=2048,
-        heads=2,
-        head_dim=32,
-        world_size=2,
-        passes="fwd+bwd",
-    )
-    for scheme, cell in zip(
-        ("plan", "ring", "all_gather", "ulysses"), told.rows[0][1:5]
-    ):
-        call = MetaCall(
-            suites.LINKED,
-            heads=2,
-            head_dim=32,
-            ranks=2,
-            passes="fwd+bwd",
-            scheme=scheme,
-        )
-        want = 1e3 * predict(call, point.seq_len, LINK).seconds
-        assert f"predicted {tables.number(want)}," in cell.sub
-    assert text(told.rows[0][5]) == "plan"
-    alone = page(
-        "003",
-        lambda r: replace(
-            r, ranks={n: v for n, v in r.ranks.items() if n != "network"}
-        ),
-    )
-    assert text(ring.links(alone).rows[0][1]) and "predicted" not in str(
-        ring.links(alone).rows
-    )
 
 
 def test_a_row_of_other_heads_enters_no_table_of_the_documents_shape():

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import faults
 import pytest
+import two_hosts
 import watched
-from ringlab.measure import links
 from ringlab.ring import launch, watch
 from started import gone, torchrun
 from watched import TOKEN
@@ -51,7 +51,7 @@ def test_ranks_of_one_host(kind, scheme, ranks, culprit):
 def test_ranks_of_two_hosts(kind, scheme):
     try:
         judged = faults.hosts(kind, scheme, 1)
-    except links.NotAllowed as why:
+    except two_hosts.NotAllowed as why:
         pytest.skip(str(why))
     assert (judged.left, judged.named) == (0, True), judged.said
 

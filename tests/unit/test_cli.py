@@ -9,7 +9,6 @@ import pytest
 from ringlab import cli, hardware, measure
 from ringlab.hardware.profiles import load
 from ringlab.measure import suites
-from ringlab.ring.launch import launch
 
 LIB = Path(cli.__file__).resolve().parents[1]
 PASCAL = hardware.Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65")
@@ -162,7 +161,7 @@ def test_an_absurd_number_is_refused_in_one_line(capsys, command, name):
 
 @pytest.mark.parametrize(
     "command",
-    ["report", "measure", "compare", "check", "pdf", "estimate", "network", "tune"],
+    ["report", "measure", "compare", "check", "pdf", "estimate", "tune"],
 )
 def test_help_shows_the_default_of_every_option(capsys, command):
     with pytest.raises(SystemExit):
@@ -244,27 +243,18 @@ def test_a_folder_in_use_is_one_line(capsys, monkeypatch, tmp_path, command, row
     assert found == (1, "", "ringlab: it is in use by another measurement\n")
 
 
-def test_a_network_is_measured_written_and_used(capsys, monkeypatch, tmp_path):
-    path = tmp_path / "network.json"
-    monkeypatch.setattr(
-        cli, "launch", lambda measure, ranks: launch(measure, ranks, 0.2, ("float32",))
-    )
-    assert cli.main(["network", "--file", str(path)]) == 0
-    assert "ranks of one host: " in capsys.readouterr().out
-    call = [
-        "--network",
-        str(path),
-        "--seq-len",
-        "512",
-        "--profile",
-        "generic",
-        "--causal",
-        "--dtype",
-        "float32",
-    ]
-    assert cli.main(["estimate", "--ranks", "3", *call]) == 2
-    assert "measured with 2 ranks, the call has 3" in capsys.readouterr().err
-    path.write_text("{}")
-    with pytest.raises(SystemExit):
-        cli.main(["estimate", "--ranks", "2", *call])
-    assert "is no file of python -m ringlab network" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["network"],
+        ["network", "--file", "network.json"],
+        ["estimate", "--seq-len", "512", "--network", "network.json"],
+        ["advise", "--seq-len", "512", "--network=network.json"],
+    ],
+)
+def test_predicted_times_of_networks_are_refused_and_it_is_said_what_to_use(
+    capsys, argv
+):
+    code, out, err = said(capsys, *argv)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "of networks were removed; estimate tells what ranks send" in err

@@ -256,11 +256,11 @@ class Plan:
     rows: range
     period: int
 
-    def pairs(self, causal: bool = False, which: int = 1) -> int:
-        """(query, key, head) products per batch entry, without what ``causal`` hides;
-        ``which``: see ``whole``.
+    def pairs(self, causal: bool = False) -> int:
+        """(query, key, head) products of a forward pass per batch entry, without what
+        ``causal`` hides.
         """
-        each = ((c, causal and c.causal) for block in self.blocks for c in block[which])
+        each = ((c, causal and c.causal) for _, calls, _ in self.blocks for c in calls)
         return sum(
             c.nodes
             * c.heads
@@ -395,11 +395,6 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
 
 
-on_plan: Callable[[Plan, int, Tensor, bool], None] | None = (
-    None  # called with each plan that runs: ``network`` counts
-)
-
-
 def forward(
     q,
     k,
@@ -421,8 +416,6 @@ def forward(
     """
     b, n, heads, _ = q.shape
     whole = None
-    if on_plan is not None:
-        on_plan(plan, 1, q, causal)
     if into is not None:
         out, lse = into[0], into[1].transpose(1, 2)  # (b, n, h)
         narrow = out.dtype in HALF
@@ -542,8 +535,6 @@ def backward(
     """
     n, heads = q.shape[1:3]
     group, whole = heads // k.shape[2], None
-    if on_plan is not None:
-        on_plan(plan, 2, q, causal)
     narrow = into is None and plan.narrow(q.dtype, group, backward=True)
     reads = (dout, q, k, v, out, lse.transpose(1, 2))  # lse (b, n, h)
     if into is not None:

@@ -78,6 +78,11 @@ class Store:
             os.fsync(self.file.fileno())
 
 
+# Groups of earlier versions, between two hosts over a shaped link: their rows are left
+# out.
+REMOVED = "links, "
+
+
 def warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -86,7 +91,9 @@ warn_once = functools.cache(warn)  # a report reads its rows more than once
 
 
 def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Result]:
-    """All complete results in the order of the file; [] if there is none yet."""
+    """All complete results in the order of the file, but those of ``REMOVED``; [] if
+    there is none yet.
+    """
     samples: dict[tuple, dict] = {}
     results: list[Result] = []
     bad: list[int] = []
@@ -97,9 +104,9 @@ def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Re
                     float(row["seconds"])
                 )
             elif row["kind"] == "result":
-                results.append(
-                    _result(row, samples.pop((row["run"], row["point"]), {}))
-                )
+                one = _result(row, samples.pop((row["run"], row["point"]), {}))
+                if not (one.group.startswith(REMOVED) and one.option("link")):
+                    results.append(one)
         except (ValueError, KeyError, TypeError, OverflowError):
             bad.append(number)
     if bad:

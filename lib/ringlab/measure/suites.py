@@ -21,7 +21,6 @@ from ..block_patterns import (
     sliding_window,
 )
 from ..patterns import Dense, Dilated, Pattern
-from ..ring import SCHEMES
 from . import peers
 from .model_systems import STEPS, document_lengths
 from .points import Group, Point, sgemm
@@ -274,21 +273,13 @@ def benchmark_summary(
     return groups if rehearsal else [*groups, Group("million", (million,), timed=False)]
 
 
-LINKS = "links"
-LINK_SPEEDS = (1000, 1), (1000, 50), (100, 1), (100, 50)  # Mbit/s, ms of a round trip
-LINKED = Dilated(
-    [1024, 2048], [1, 2]
-)  # each of two ranks needs half of the rows of the other
-
-
 def performance_comparison(
     profile: hardware.Profile, *, device: str, rehearsal: bool = False
 ) -> list[Group]:
     """Document 003: gathering, the ring and the plan; time, memory and bytes.
 
     ``one device``: its tables, where no ring code runs. ``schemes``: two and four
-    ranks, with segments across a border. ``links``: a training call of every scheme
-    between two hosts, over shaped links on this machine.
+    ranks, with segments across a border.
     """
     first, ns = Point(V2_COLLECTIVE, DOCUMENT), (1024, 2048, 4096)
     one = [
@@ -307,28 +298,10 @@ def performance_comparison(
         for p in (2, 4)
     )
     two += [p.but(causal=True) for p in two[-3:]]
-    groups = [
+    return [
         Group("one device", one),
         Group("schemes", (*two, again(two[-1]), *four[-3:])),
     ]
-    if device != "cpu" or rehearsal:
-        return groups
-    first = Point(
-        "ringlab",
-        LINKED,
-        seq_len=2048,
-        heads=2,
-        head_dim=32,
-        world_size=2,
-        passes="fwd+bwd",
-    )
-    for mbit, ms in LINK_SPEEDS:
-        points = [
-            first.but(options={"scheme": scheme, "link": [mbit, ms]})
-            for scheme in SCHEMES
-        ]
-        groups.append(Group(f"{LINKS}, {mbit:,} Mbit/s, {ms} ms", points))
-    return groups
 
 
 def hybrid_summary(

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
@@ -29,7 +29,6 @@ from .. import (
     cost,
     kernels,
     memory,
-    network,
     patterns,
     reference,
 )
@@ -43,7 +42,6 @@ from ..ring.volume import sent_bytes
 from .points import Point
 
 GRADIENT_KV_HEADS = 2
-LINK_S = 1.5  # for what a shaped link takes, beside each point on it
 SAMPLED = 32  # rows and columns per head that are compared with the float64 oracle
 
 
@@ -342,16 +340,12 @@ class Sharded:
                 "passes": p.passes,
             }
             planned = sent_bytes(problem, self.rank, scheme, **shape)
-        sent = {
+        return {
             "bytes_sent": self.first.from_rank(self.rank),
             "messages": self.first.messages,
+            "scheme": scheme,
+            "planned": planned,
         }
-        sent |= {"scheme": scheme, "planned": planned}
-        if (
-            "link" in dict(p.options) and scheme == "plan"
-        ):  # once for each link: it takes longer than the calls
-            sent["network"] = asdict(network.measure(LINK_S, (p.dtype,)))
-        return sent
 
 
 # --------------------------------------------------------------------------------------
@@ -364,9 +358,7 @@ def ringlab(point: Point, device) -> System:
     """This library; options: those of ``Execution``, backend, and pool_threshold_mb for
     a pool of its own.
 
-    On several ranks, or ``simulated`` ones in this process, also scheme and layout; on
-    ranks ``link``, Mbit/s and milliseconds of a round trip of the shaped link between
-    them.
+    On several ranks, or ``simulated`` ones in this process, also scheme and layout.
     """
     switches = (
         "backend",
@@ -378,9 +370,7 @@ def ringlab(point: Point, device) -> System:
         "results",
         "pool_threshold_mb",
     )
-    options = only(point, *switches, "simulated", "scheme", "layout", "link")
-    if options.pop("link", None) is not None and point.world_size == 1:
-        raise Refused("a link is between ranks, and the point has one")
+    options = only(point, *switches, "simulated", "scheme", "layout")
     across = {
         name: options.pop(name) for name in ("scheme", "layout") if name in options
     }

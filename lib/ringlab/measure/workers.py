@@ -26,7 +26,6 @@ from ..ring import launch
 from ..ring.launch import Ended, Process, end_of, last_line
 from ..ring.watch import End, culprit, signal_name
 from ..tracking import OUT_OF_MEMORY, is_out_of_memory
-from .links import Link, NotAllowed, hosts
 from .points import Point
 from .systems import Output, Refused, System, build, count_step
 from .timing import (
@@ -73,14 +72,6 @@ class Workers(ExitStack):
         self.stderrs = [self.enter_context(open(path, "w+b")) for path in paths]
         modules = (__name__, launch.COMPILER) if ranks > 1 else (__name__,)
         try:
-            if (
-                asked := dict(settings["point"]["options"]).get("link")
-                if "point" in settings
-                else None
-            ):
-                settings = settings | {
-                    "hosts": self.enter_context(hosts(Link.of(*asked)))
-                }
             for rank, stderr in enumerate(self.stderrs):
                 own = settings | {"rank": rank, "folder": self.folder}
                 process = Process(
@@ -93,8 +84,6 @@ class Workers(ExitStack):
                 self.processes.append(process)
         except Ended as error:
             self.failed = died(error.code, error.said)
-        except NotAllowed as error:
-            self.failed = {"status": "unsupported", "reason": str(error)}
 
     def ask(self, command: str, timeout_s: float, **arguments) -> dict:
         """One reply for all ranks; ``timeout_s``: what is left of the time for the
@@ -235,8 +224,6 @@ class Worker:
                 )
             self.device, backend = torch.device("cuda", rank), "nccl"
             torch.cuda.set_device(self.device)
-        if "hosts" in self.settings:  # as many ranks on each of the two
-            self.settings["hosts"].enter(2 * rank // self.ranks)
         # The session's own time is up first, and it names the rank that is behind.
         launch.join_group(
             self.settings["folder"],

@@ -164,8 +164,7 @@ def lines(
     """Panels one above the other over the same x, each titled by what its y is: a line
     per name over (x, y, low, high).
 
-    Lines are labelled at their ends; as in matplotlib's legends, a name that begins
-    with "_" is not. x is logarithmic to base 2.
+    Lines are labelled at their ends. x is logarithmic to base 2.
 
     Args:
         colors: by name; ``dashed`` names have no markers.
@@ -226,8 +225,7 @@ def _draw(
                     elinewidth=1.2,
                     capsize=3.5,
                 )
-        if not name.startswith("_"):
-            ends.append((x[-1], y[-1], name, color))
+        ends.append((x[-1], y[-1], name, color))
     ax.set_xscale("log", base=2)
     ax.set_yscale("linear" if linear else "log")
     ticks = _apart(sorted({p[0] for points in series.values() for p in points}))

@@ -89,9 +89,7 @@ def _ringlab(point: Point) -> dict:
     """What ``measure.systems.ringlab`` makes of the options of a point, as keywords of
     ``estimate``.
     """
-    options = {
-        name: value for name, value in point.options if name != "link"
-    }  # which no memory depends on
+    options = dict(point.options)
     how = {
         name: options.pop(name)
         for name in ("backend", "scheme", "layout")

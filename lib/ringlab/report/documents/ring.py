@@ -7,14 +7,7 @@ says which.
 
 from __future__ import annotations
 
-import math
-
-import torch
-
-from ...measure.suites import CORRECT, HILBERT, LINKS, ROBUST, SDPA, V2_COLLECTIVE
-from ...meta_run import MetaCall
-from ...network import Network, predict
-from ...ring import SCHEMES as RUNNABLE
+from ...measure.suites import CORRECT, HILBERT, ROBUST, SDPA, V2_COLLECTIVE
 from ...ring.volume import ladder_rows
 from .. import columns, figures
 from ..columns import (
@@ -47,8 +40,6 @@ __all__ = [
     "failures",
     "lengths",
     "limits",
-    "links",
-    "links_figure",
     "names",
     "provenance",
     "reading",
@@ -454,139 +445,6 @@ def bytes_figure(study: Study) -> None:
     fig = figures.bars(items, xlabel="Sent by a rank in one call (MiB)", fmt=number)
     figures.show(
         fig, "comparison-bytes", caption, f"{caption} {said}.", stamp=study.stamp
-    )
-
-
-LINK_COLORS = dict(
-    zip(RUNNABLE, (figures.BLUE, figures.GREEN, figures.ORANGE, figures.PURPLE))
-)
-
-
-def _linked(study: Study) -> list[dict]:
-    """For each shaped link its rows by scheme, and the seconds predicted from what was
-    measured of it.
-    """
-    found: dict[tuple, dict] = {}
-    for row in study.rows(system="ringlab", group=lambda name: name.startswith(LINKS)):
-        mbit, ms = row.option("link")
-        line = found.setdefault((-mbit, ms), {"mbit": mbit, "ms": ms, "predicted": {}})
-        line[row.option("scheme")] = row
-    for line in found.values():
-        plan = line.get("plan")  # beside which the link was measured
-        for scheme in RUNNABLE if plan and "network" in plan.ranks else ():
-            if timed(line.get(scheme)):
-                p = line[scheme].point
-                shape = {
-                    name: value for name, value in p.shape.items() if name != "seq_len"
-                }
-                how = shape | {
-                    "dtype": getattr(torch, p.dtype),
-                    "ranks": p.world_size,
-                    "scheme": scheme,
-                }
-                call = MetaCall(pattern_of(p), **how)
-                line["predicted"][scheme] = predict(
-                    call, p.seq_len, Network.of(plan.ranks["network"])
-                ).seconds
-    return [line for _, line in sorted(found.items())]
-
-
-def _off(line: dict, scheme: str) -> float:
-    """By which part a prediction is off."""
-    return line["predicted"][scheme] / line[scheme].median - 1
-
-
-def links(study: Study) -> Table:
-    """003: measured and predicted time of each scheme over shaped links."""
-    lines = _linked(study)
-
-    def both(scheme: str) -> Column:
-        def cell(line: dict) -> Cell | None:
-            if (row := line.get(scheme)) is None or scheme not in line["predicted"]:
-                return columns.time(row)
-            told = 1e3 * line["predicted"][scheme]
-            return Cell(
-                number(1e3 * row.median),
-                f"predicted {number(told)}, {100 * _off(line, scheme):+.0f} %",
-            )
-
-        return Column(f">{scheme.replace('_', '-').capitalize()} (ms)", cell)
-
-    def chosen(line: dict) -> Cell | None:
-        if not line["predicted"]:
-            return None
-        best = min(line["predicted"], key=line["predicted"].get)
-        over = line[best].median / min(
-            line[scheme].median for scheme in line["predicted"]
-        )
-        return Cell(
-            best.replace("_", "-"),
-            "the fastest" if over == 1 else f"{over:.2f}× the fastest",
-        )
-
-    point = next((x[s].point for x in lines for s in RUNNABLE if s in x), None)
-    work = (
-        f" {point.seq_len:,} tokens, {point.heads} heads of {point.head_dim}, forward and backward."
-        if point
-        else ""
-    )
-    return table(
-        "Two hosts over shaped links on this machine: time measured, and predicted from five seconds of measuring",
-        [
-            Column(
-                "Link",
-                lambda x: Cell(f"{x['mbit']:,} Mbit/s", f"{x['ms']} ms round trip"),
-            ),
-            *map(both, RUNNABLE),
-            Column("Chosen by prediction", chosen),
-        ],
-        lines,
-        note="The hosts are two network namespaces of one machine; tc slows the link between them to this rate and "
-        f"round trip.{work} One rank a host, so that the plan passes no row on inside a host. A row says nothing of a "
-        "real network but whether `python -m ringlab network` and `estimate` predict the time of a link that they "
-        "measured.",
-    )
-
-
-def links_figure(study: Study) -> None:
-    """003: measured and predicted time over the latency of shaped links."""
-    lines = [line for line in _linked(study) if line["predicted"]]
-    if not lines:
-        return
-    each: dict[str, dict] = {}
-    for line in lines:
-        panel = each.setdefault(
-            f"{line['mbit']:,} Mbit/s: ms a call; dashed: predicted", {}
-        )
-        for scheme, told in line["predicted"].items():
-            row = line[scheme]
-            ends = (x and 1e3 * x for x in row.ci or (None, None))
-            panel.setdefault(scheme, []).append((line["ms"], 1e3 * row.median, *ends))
-            panel.setdefault(f"_{scheme}", []).append(
-                (line["ms"], 1e3 * told, None, None)
-            )
-    off = [abs(_off(line, scheme)) for line in lines for scheme in line["predicted"]]
-    caption = (
-        f"Times on shaped links are predicted to within {math.ceil(100 * max(off))} %."
-    )
-    said = "; ".join(
-        f"{line['mbit']} Mbit/s, {line['ms']} ms: "
-        + ", ".join(
-            f"{s} {number(1e3 * line[s].median)} ms, predicted {number(1e3 * t)}"
-            for s, t in line["predicted"].items()
-        )
-        for line in lines
-    )
-    dashed = {f"_{scheme}": color for scheme, color in LINK_COLORS.items()}
-    fig = figures.lines(
-        each,
-        xlabel="Round trip (ms)",
-        colors=LINK_COLORS | dashed,
-        dashed=[*dashed],
-        height=2.5,
-    )
-    figures.show(
-        fig, "comparison-links", caption, f"{caption} {said}.", stamp=study.stamp
     )
 
 
