@@ -28,8 +28,9 @@ def kind_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> str:
     launch a pass, a "ladder" needs several, of which the later add to the earlier.
 
     >>> from ringlab.patterns import Dilated
-    >>> kind_of(Dilated([512, 1024], [1, 2]), 4096, 8, 8)
-    'branches'
+    >>> three = Dilated([2048, 4096, 8192], [1, 2, 4])
+    >>> kind_of(three, 65536, 16, 16), kind_of(Dilated([512, 1024], [1, 2]), 4096, 8, 8)
+    ('branches', 'ladder')
     """
     if isinstance(pattern, Dense):
         return "dense"
