@@ -722,7 +722,8 @@ class _Advisor:
         """The backend, and the kernel that should run a pattern."""
         profile, dtype = self.call.profile, self.call.dtype
         try:
-            found = replace(self.call, pattern=pattern).choice(self.seq_len)
+            call = replace(self.call, pattern=pattern)
+            found = call.choice(self.seq_len)
             said = (
                 found.refusals if profile.kind != "cpu" else {}
             )  # a CPU refuses all that is for GPUs
@@ -736,10 +737,10 @@ class _Advisor:
             )
             why = [f"{found.name}, {own}"]
             if found.rule is not None:
-                way = (
-                    "whole patterns" if found.name == kernels.LISTS else found.rule.way
-                )
-                why = [f"{found.name}, {own}: {way} ({found.rule.evidence})"]
+                why = [f"{found.name}, {own}: {found.rule}"]
+                back = call.choice(self.seq_len, for_gradients=True)
+                if call.passes != "fwd" and back.rule != found.rule:
+                    why.append(f"backward {back.name}: {back.rule}")
             kernel, why = found.name, "; ".join([*why, *refused])
         except NotImplementedError as error:
             kernel, why = "auto", str(error)

@@ -47,7 +47,8 @@ class PatternCache:
     A hit returns the object that was built, without a copy: treat it as read-only.
     Threads that miss the same key wait for one build. If a build fails, its caller gets
     the error and the next thread tries. A build may use the cache for other keys. A
-    value larger than ``max_bytes`` is returned but not stored.
+    value larger than ``max_bytes`` is returned but not stored. What a CUDA graph reads
+    while it is captured is kept for good, since a replay reads it again.
 
     The bytes of a value are those of all storages under its tensors (in lists, tuples,
     dicts, dataclasses, objects), each counted once. Values are built outside inference
@@ -69,6 +70,7 @@ class PatternCache:
                 f"max_bytes and max_entries must be >= 0, got {short_repr((max_bytes, max_entries))}"
             )
         self.max_bytes, self.max_entries = max_bytes, max_entries
+        self._captured: list[_Entry] = []  # kept for good, and not counted
         self._lock = threading.Lock()  # never held while building
         self._building: WeakValueDictionary[Hashable, Any] = (
             WeakValueDictionary()
@@ -91,6 +93,8 @@ class PatternCache:
                 entry = self._find(key) or self._build(
                     key, build
                 )  # another thread may have built it meanwhile
+        if entry.cuda and torch.cuda.is_current_stream_capturing():
+            self._captured.append(entry)  # a CUDA graph reads it at every replay
         for tensor in entry.cuda:
             # The current stream may not be the builder's: the allocator must wait for
             # it before it reuses the bytes.

@@ -469,7 +469,8 @@ class MetaCall:
         for their dense calls. Raises as ``kernels.expected`` does.
         """
         kind, have = "dense", self.profile.capability if self.profile else None
-        if self.ranks == 1 and self.execution.plain:
+        free = self.execution.plain and self.execution.merge == "auto"
+        if self.ranks == 1 and free:
             kind = kernels.kind_of(self.pattern, n, self.heads, self.kv_heads)
         return kernels.expected(
             self.device_type,
@@ -483,13 +484,14 @@ class MetaCall:
 
     def _stand_in(self, n: int, execution: Execution, for_gradients: bool):
         """The kernel that stands for a pass without data, and its execution."""
-        if self.device_type == "cuda" and self.backend == "auto":
+        free = execution.plain and execution.merge == "auto"
+        if self.device_type == "cuda" and self.backend == "auto" and free:
             if self.profile.capability is not None:
                 choice = self.choice(n, for_gradients)
                 if choice.name == kernels.LISTS:
                     given = self.pattern, n, self.heads, self.kv_heads
                     return ListsMeta(kernels.kind_of(*given) == "ladder"), execution
-                if choice.one_merge and execution.plain and not execution.pool:
+                if choice.one_merge and not execution.pool:
                     return self.kernel, replace(execution, merge="fused")
         return self.kernel, execution
 

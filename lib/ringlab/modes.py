@@ -55,3 +55,23 @@ def flop_counters() -> list:
 def is_fake(t: torch.Tensor) -> bool:
     """Whether a tensor has a shape and no data, as under FakeTensorMode."""
     return type(t).__module__ == "torch._subclasses.fake_tensor"
+
+
+_keys = getattr(
+    torch._C, "_TorchDispatchModeKey", None
+)  # None: a torch that does not tell
+_recorders = (
+    getattr(torch._C, "_get_dispatch_mode", None),
+    getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None),
+)
+
+
+def refuse_recording(what: str, backend: str) -> None:
+    """Raise NotImplementedError where torch.fx records the operators that are called: it
+    does not see ``what``, and would leave it out. ``backend`` is one that it sees.
+    """
+    if _keys is not None and any(
+        mode is not None and mode(_keys.PROXY) is not None for mode in _recorders
+    ):
+        why = f"torch.fx cannot record {what}"
+        raise NotImplementedError(f"{why}; use torch.export, or backend={backend!r}")

@@ -33,6 +33,7 @@ OUT_OF_MEMORY = (
     "can't allocate memory",
     "cannot allocate memory",
     "not enough memory",
+    "alloc_failed",  # of cuBLAS and cuDNN
 )
 
 

@@ -3,8 +3,12 @@ the engine calls them, equal to the float64 reference.
 """
 
 import logging
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +19,13 @@ from matrix import BF16, F16, F32, Case, any_case, drawn, errors, wrong
 from ringlab import (
     Dense,
     Dilated,
+    Execution,
     attention,
     blocks,
     kernels,
     reference,
 )
+from ringlab.engine import autograd
 from ringlab.kernels import KERNELS
 from ringlab.ring import contiguous
 
@@ -274,3 +280,102 @@ def test_the_probe_calls_a_kernel_as_the_engine_does(monkeypatch, fault):
         assert why and ("wrong result" in why or "RuntimeError" in why)
     finally:
         kernels.forget_probes()
+
+
+# --------------------------------------------------------------------------------------
+# one merge
+
+ONE_MERGE = """
+import random
+from dataclasses import replace
+from doubles import gpu
+from matrix import F16, any_case, wrong
+from ringlab import Dilated, Execution
+from ringlab.kernels import fused_merge
+
+runs = {"forward": 0, "backward": 0}
+for name in runs:
+    def counted(*args, run=getattr(fused_merge, name), name=name):
+        runs[name] += 1
+        return run(*args)
+    setattr(fused_merge, name, counted)
+rng, missed, tried = random.Random(0), [], 0
+while tried < 30:
+    case = any_case(rng)
+    if case.layout or case.n > 90 or not isinstance(case.pattern, Dilated):
+        continue
+    plain = {"execution": Execution(), "backend": "auto"}
+    case = replace(case, dtype=F16, d=rng.choice([8, 16]), **plain)
+    with gpu(rng.choice([(8, 0), (9, 0)])):
+        found = wrong(case)
+    tried += 1
+    missed += [(case, found)] if found and not wrong(case) else []
+print(runs["forward"], runs["backward"], missed)
+"""
+
+
+def test_one_merge_of_the_adapters_calls_is_the_reference():
+    """As "auto" runs dilated patterns: flash and cuDNN on doubles, the merging kernel in
+    Triton's interpreter.
+    """
+    pytest.importorskip("triton")
+    env = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-c", ONE_MERGE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    forward, backward, missed = done.stdout.split(maxsplit=2)
+    assert int(forward) >= 15 and int(backward) >= 15 and missed.strip() == "[]"
+
+
+def merged(monkeypatch, **how):
+    """out and gradients where "auto" would take one merge, which runs out of memory."""
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    module = SimpleNamespace(forward=fails, backward=fails, check=lambda *_: None)
+    monkeypatch.setattr(autograd, "_merge_works", lambda *_: True)
+    monkeypatch.setattr(autograd, "_fused_merge", lambda: module)
+    case = Case(Dilated([16, 64], [1, 2]), 64, BF16, False, 1, 4, 4, 16)
+    with gpu((8, 0)):
+        return wrong(replace(case, execution=Execution(**how)))
+
+
+def test_where_one_merge_is_out_of_memory_calls_are_merged_in_turn(monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING, "ringlab"):
+        assert not merged(monkeypatch)
+    assert sum("merged in turn" in r.message for r in caplog.records) == 2
+    with pytest.raises(torch.OutOfMemoryError):
+        merged(monkeypatch, merge="fused")
+
+
+def test_branch_by_branch_is_branch_by_branch_on_a_gpu(monkeypatch, caplog):
+    for how in ({"merge": "eager"}, {"pool": True}):
+        assert not merged(monkeypatch, **how)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), Exception("PTXASError")])
+def test_whatever_a_kernel_raises_its_probe_says_it(monkeypatch, error):
+    """Triton's errors derive from Exception alone."""
+    monkeypatch.setitem(KERNELS, "cudnn", failing := Fails())
+    failing.error = error
+    kernels.forget_probes()
+    try:
+        why = kernels.probe("cudnn", torch.device("cpu"), F32, 16, False, False)
+        assert why.startswith(f"{type(error).__name__}: ")
+    finally:
+        kernels.forget_probes()
+
+
+def test_the_rules_hold_in_a_tuple_of_backends_too():
+    with gpu((9, 0)):
+        ask = {"pattern_kind": "blocks"}
+        for backend in ("auto", ("auto", "eager"), ("flash_attn_2", "auto")):
+            choice = kernels.choose("cpu", BF16, 64, backend=backend, **ask)
+            assert choice.name == "triton"
+        choice = kernels.choose("cpu", BF16, 64, backend=("flash", "auto"), **ask)
+        assert (choice.name, choice.rule) == ("flash", None)

@@ -205,5 +205,6 @@ def test_every_rule_names_its_measurement_and_every_pass_has_a_rule():
     for have in ((5, 0), (6, 1), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
         for dtype, kind in product(DTYPES, rules.KINDS):
             rule = rules.rule_for(have, dtype, 64, kind, True, False)
-            old = have < (8, 0) or dtype in DTYPES[:2] or kind == "dense"
-            assert (rule.way == "calls") == old
+            half = dtype in DTYPES[2:]
+            sparse = kind == "blocks" or kind != "dense" and half
+            assert (rule.way != "calls") == (have >= (8, 0) and sparse)

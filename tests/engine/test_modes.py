@@ -9,6 +9,7 @@ import torch
 from matrix import Case, any_case, drawn, wrong
 from ringlab import Dense, Dilated, attention, blocks, cost, kernels
 from ringlab import cache as caches
+from ringlab.ring import contiguous, exchange
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,6 +23,17 @@ def test_first_calls_under_a_default_device_are_right(seed):
         inputs, dout, dlse = drawn(case)
         caches.GLOBAL.clear()
         kernels.forget_probes()
+        with torch.device("meta"):
+            case.run(inputs, dout, dlse)
+        assert not wrong(case)
+
+
+def test_first_calls_of_ranks_under_a_default_device_are_right():
+    for scheme in ("plan", "ring", "auto"):
+        case = Case(Dense(), 48, causal=True, layout=contiguous(48, 2), scheme=scheme)
+        inputs, dout, dlse = drawn(case)
+        caches.GLOBAL.clear()
+        exchange.rows_needed.cache_clear()
         with torch.device("meta"):
             case.run(inputs, dout, dlse)
         assert not wrong(case)

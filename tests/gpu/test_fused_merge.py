@@ -57,9 +57,14 @@ def test_what_is_held_until_the_join_is_estimated():
         and both.parts["gradients"] == 4 * out
     )
     eager = estimate(TARGET, execution=Execution(merge="eager"), **shape)
+    assert 0 < eager.parts["workspace"] < e.parts["workspace"]
+    # By rule the list kernels run this call, which hold nothing else; on an A100 it is
+    # one merge.
+    assert estimate(TARGET, **shape).parts["workspace"] == 0
+    a100 = shape | {"profile": "a100"}
     assert (
-        eager.parts == estimate(TARGET, **shape).parts
-        and eager.parts["workspace"] < e.parts["workspace"]
+        estimate(TARGET, **a100).parts
+        == estimate(TARGET, execution=FUSED, **a100).parts
     )
 
 

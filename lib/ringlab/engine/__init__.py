@@ -30,9 +30,12 @@ class Execution:
     scores at a time (None: whole calls, or a ``Ladder``, which takes smaller tiles when memory runs out); a kernel that
     stores no scores gains nothing. ``blocks``: how a block-sparse pattern runs, one of ``engine.blocks.WAYS``; "bsr"
     and the forward of "flex" are not tiled.
-    ``merge``: how the branches of a dilated pattern are computed, "eager" one after another, merged in place, "fused"
-    merged all at once by one Triton kernel (CUDA, more memory, no pool, faster on an H200); "auto" is "eager"
-    or, on a CPU where that is predicted to be faster, each visible pair once. ``results``: on a CPU, large outputs
+    ``merge``: how the branches
+    of a dilated pattern are computed, "eager" one after another, merged in place, "fused"
+    merged all at once by one Triton kernel (CUDA; more memory, no pool); "auto" is
+    "eager"; or, on a CPU where that is predicted to be faster, each visible pair once; or
+    on a GPU what ``kernels.rules`` lists, with "fused" only where no pool is asked for and
+    memory suffices. ``results``: on a CPU, large outputs
     reuse the memory of earlier outputs that were freed, which saves page faults (True: ``memory.RESULTS``, which keeps
     up to 512 MiB, False: new memory, or a ``MemoryPool``); not with ``gather``, "bsr" and "flex". Over a group "fused"
     raises, ``gather`` and ``results`` are ignored, and ``blocks`` is used by the scheme "ulysses" alone.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..modes import refuse_recording
 from .base import HALF, Cost, wants_dtype
 
 DTYPES = (torch.float32, *HALF)  # by their numbers in native.cpp
@@ -89,24 +90,6 @@ class Compiled:
         return dq, dk, dv
 
 
-_KEYS = getattr(
-    torch._C, "_TorchDispatchModeKey", None
-)  # None: a torch that does not tell
-_MODES = (
-    getattr(torch._C, "_get_dispatch_mode", None),
-    getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None),
-)
-
-
-def _is_recorded() -> bool:
-    """Whether torch.fx records the operators that are called; False with a torch that
-    does not tell.
-    """
-    return _KEYS is not None and any(
-        mode is not None and mode(_KEYS.PROXY) is not None for mode in _MODES
-    )
-
-
 def _run(
     function: str,
     tensors: tuple[Tensor | None, ...],
@@ -116,9 +99,7 @@ def _run(
 ) -> None:
     """Call native.cpp; ``tensors`` are those of its ``Call``, in that order."""
     q, k, _, bias, out, _, index, *_ = tensors
-    if _is_recorded():
-        why = "torch.fx cannot record the compiled kernel"
-        raise NotImplementedError(f"{why}; use torch.export, or backend='cpu_flash'")
+    refuse_recording("the compiled kernel", "cpu_flash")
     if q.is_meta or hasattr(q, "fake_mode"):  # tensors without data
         return
     batch, queries, heads, d = q.shape

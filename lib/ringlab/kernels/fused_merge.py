@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ..block_patterns import BlockSparse
+from ..modes import refuse_recording
 from ..patterns import Pattern
 from .base import HALF, DeviceSpec, Kernel, accumulation_dtype, needs_cuda, wants_dtype
 from .external import missing
@@ -272,6 +273,7 @@ def _merge(
 
     ``lses`` (b', h', m) are ignored unless there is an ``lse`` (b, owners, n) to write.
     """
+    refuse_recording("the merging kernel", "efficient")
     b, n, owners, d = into.shape
     parts = tuple(map(dense_rows, parts))
     # 0 for dimensions of one element, whose strides have no meaning

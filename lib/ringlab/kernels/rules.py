@@ -24,18 +24,19 @@ BY_ANALOGY = "by analogy, not measured"
 
 @lru_cache(maxsize=4096)
 def kind_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> str:
-    """One of KINDS: "branches" are dilated branches that the list kernels run in one
-    launch a pass, a "ladder" needs several, of which the later add to the earlier.
+    """One of KINDS: "dense" is one call; "branches" are dilated branches that the list
+    kernels run in one launch a pass, a "ladder" needs several, of which the later add
+    to the earlier.
 
     >>> from ringlab.patterns import Dilated
     >>> three = Dilated([2048, 4096, 8192], [1, 2, 4])
     >>> kind_of(three, 65536, 16, 16), kind_of(Dilated([512, 1024], [1, 2]), 4096, 8, 8)
     ('branches', 'ladder')
     """
-    if isinstance(pattern, Dense):
-        return "dense"
     if isinstance(pattern, BlockSparse):
         return "blocks"
+    if isinstance(pattern, Dense) or len(pattern.segment_lengths) == 1:
+        return "dense"
     launches = tile_schedule.split(pattern, n, heads, kv_heads)
     return "branches" if len(launches) == 1 else "ladder"
 
@@ -44,8 +45,8 @@ def kind_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> str:
 class Rule:
     """A line of the table. None and () stand for any.
 
-    ``least``, ``most``: compute capabilities. ``widest``: the largest head_dim.
-    ``backward``: of the backward pass, or of the forward.
+    ``least``, ``most``: compute capabilities. ``backward``: of the backward pass, or of
+    the forward.
     """
 
     way: str
@@ -54,9 +55,12 @@ class Rule:
     least: tuple[int, int] = (0, 0)
     most: tuple[int, int] = (99, 9)
     dtypes: tuple[torch.dtype, ...] = ()
-    widest: int | None = None
+    head_dims: tuple[int, ...] = ()
     causal: bool | None = None
     backward: bool | None = None
+
+    def __str__(self) -> str:
+        return f"{self.way} ({self.evidence})"
 
     def fits(self, capability, dtype, head_dim, kind, causal, backward) -> bool:
         """Whether the line is about such a pass."""
@@ -64,63 +68,69 @@ class Rule:
             kind in self.kinds
             and self.least <= capability <= self.most
             and (not self.dtypes or dtype in self.dtypes)
-            and (self.widest is None or head_dim <= self.widest)
+            and (not self.head_dims or head_dim in self.head_dims)
             and self.causal in (None, causal)
             and self.backward in (None, backward)
         )
 
 
-HOPPER = {"least": (9, 0), "most": (9, 0), "dtypes": HALF}
-H200 = "H200, 2026-11-26, 65,536 tokens, bf16"
+ON_H200 = {"least": (9, 0), "most": (9, 0), "dtypes": HALF}
+H200 = "H200, 2026-11-26, bf16, 65,536 tokens"
 # The first line that fits counts. Times in ms: of this way against the next best.
 RULES = (
     Rule(
         "calls",
         ("dense",),
-        "H200, 2026-11-26, 16,384 tokens, bf16, head_dim 128: forward 3.46 against 3.84",
-        **HOPPER,
+        "H200, 2026-11-26, bf16, 16,384 tokens, head_dim 128: forward 3.46 against 3.84",
+        head_dims=(64, 128),
+        **ON_H200,
     ),
+    Rule("calls", ("dense",), BY_ANALOGY),
     Rule(
         "lists",
         ("blocks",),
         f"{H200}, a tenth of all blocks: forward 5.70 against 50.7, both 29.5 against 130",
-        **HOPPER,
+        head_dims=(64, 128),
+        **ON_H200,
     ),
     Rule(
         "one merge",
         ("branches",),
-        f"{H200}, head_dim 64, causal: forward 1.40 against 1.64",
-        widest=64,
+        f"{H200}: forward 1.40 against 1.64",
+        head_dims=(64,),
         causal=True,
         backward=False,
-        **HOPPER,
+        **ON_H200,
     ),
     Rule(
         "lists",
         ("branches",),
         f"{H200}, head_dim 128: forward 2.78 against 3.29, both 13.3 against 14.3",
-        **HOPPER,
+        head_dims=(64, 128),
+        **ON_H200,
     ),
     Rule(
         "lists",
         ("ladder",),
-        f"{H200}, head_dim 64: forward 2.41 against 2.66",
-        widest=64,
+        f"{H200}: forward 2.41 against 2.66",
+        head_dims=(64,),
         causal=False,
         backward=False,
-        **HOPPER,
+        **ON_H200,
     ),
     Rule(
         "one merge",
         ("ladder",),
         f"{H200}, head_dim 128: forward 3.77 against 4.10, both 16.5 against 18.2",
-        **HOPPER,
+        head_dims=(64, 128),
+        **ON_H200,
     ),
-    Rule("lists", ("blocks",), BY_ANALOGY, least=(8, 0), dtypes=HALF),
+    # A list kernel takes one launch for what are hundreds of calls.
+    Rule("lists", ("blocks",), BY_ANALOGY, least=(8, 0)),
     Rule("one merge", ("branches", "ladder"), BY_ANALOGY, least=(8, 0), dtypes=HALF),
     Rule(
         "calls",
-        ("branches",),
+        ("branches", "ladder"),
         "H200, 2026-11-26, fp32, document 000, 8,192 tokens: forward 0.88 against 1.96",
         least=(9, 0),
         most=(9, 0),

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .. import cache as caches
 from ..block_patterns import BlockSparse
+from ..modes import refuse_recording
 from ..patterns import Dense, Pattern
 from . import gluon, tile_schedule, triton_config
 from .base import HALF, capability, needs_cuda, wants_dtype
@@ -108,6 +109,7 @@ class TritonKernel:
         """out (b, n, h, d) in q's dtype and lse (b, h, n) in fp32; q (b, n, h, d), k
         and v (b, m, h_kv, d).
         """
+        refuse_recording("Triton's kernels", "efficient")
         b, n, heads, _ = q.shape
         launches = self.launches("forward", (q, k, v), pattern, causal, cached)
         dtype = q.dtype if len(launches) == 1 else torch.float32
@@ -160,6 +162,7 @@ class TritonKernel:
         """(dq,) of "backward_q" or (dk, dv) of "backward_kv"; ``less`` is the result of
         ``row_sums``.
         """
+        refuse_recording("Triton's kernels", "efficient")
         launches = self.launches(name, (dout, q, k, v), pattern, causal, cached)
         dtype = q.dtype if len(launches) == 1 else torch.float32
         made = torch.empty if launches[0].schedule.covered else torch.zeros

@@ -33,6 +33,7 @@ from ..block_patterns import BlockSparse
 from ..engine.blocks import BlockParts
 from ..engine.dilated import first_and_step, runs_alike
 from ..engine.execute import WHOLE, View, views_of
+from ..modes import outside_modes
 from ..patterns import Branch, Dense, Pattern
 from .layout import Layout
 
@@ -519,6 +520,7 @@ class RankPlan:
 
 
 @lru_cache(maxsize=32)
+@outside_modes()
 def rows_needed(problem: Problem) -> list[list[int]]:
     """The number of rows that each rank needs from each other, [rank][source], as
     ``Problem.needs`` lists them.
@@ -546,6 +548,7 @@ def rows_needed(problem: Problem) -> list[list[int]]:
 
 
 @lru_cache(maxsize=32)
+@outside_modes()
 def rows_moved(problem: Problem) -> list[list[int]]:
     """The number of rows that each rank gets from each other, [rank][from]: from their
     owners, or passed on.
@@ -569,6 +572,7 @@ def rows_moved(problem: Problem) -> list[list[int]]:
 
 
 @lru_cache(maxsize=64)
+@outside_modes()
 def on_hosts(problem: Problem, scheme: str, hosts: tuple[int, ...]) -> Problem:
     """The problem with the host of each rank, where that changes what a scheme moves.
 

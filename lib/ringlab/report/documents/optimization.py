@@ -632,7 +632,7 @@ def kernels_table(study: Study) -> Table:
         how = {"pattern_kind": kernels.kind_of(*given)}
         call = getattr(torch, dtype), shape()["head_dim"]
         choice = kernels.expected("cuda", gpu.capability, *call, **how)
-        return f"{SHORT[dtype]} by {choice.name} ({choice.rule.way}, {choice.rule.evidence})"
+        return f"{SHORT[dtype]} by {choice.name}, {choice.rule}"
 
     found: dict[tuple, list[str]] = {}  # those that are refused alike share a line
     for name in kernels.order(
