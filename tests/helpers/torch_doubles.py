@@ -3,10 +3,10 @@
 They raise where the real operators raise, and return rubbish where those read the
 wrong memory. Sources: torch 2.13's own headers under ``mem_eff_attention/`` and, of
 pytorch/pytorch, ``attention.cu``, ``attention_backward.cu``, ``flash_api.cpp`` and
-``cudnn/MHA.cpp``; ``torch_ops.md`` lists each fact. Not modelled, and refused with
-``NotImplementedError``: dropout, biases, windows, packed sequences.
+``cudnn/MHA.cpp``. Not modelled, and refused with ``NotImplementedError``: dropout,
+biases, windows, packed sequences.
 
-    with torch_ops.registered((6, 1)):
+    with torch_doubles.registered((6, 1)):
         torch.ops.aten._scaled_dot_product_efficient_attention(...)
 """
 
@@ -142,8 +142,14 @@ def _efficient_checks(q: Tensor, k: Tensor, v: Tensor, kernels: str) -> None:
     false = "to be true, but got false."
     _check(q.dim() == k.dim() == v.dim() == 4, f"Expected query.dim() == 4 {false}")
     names = {"query": q, "key": k, "value": v}
-    for i, one, two in ((0, "query", "key"), (0, "query", "value"), (1, "key", "value"),
-                        (2, "query", "key"), (2, "query", "value"), (3, "query", "key")):  # fmt: skip
+    for i, one, two in (
+        (0, "query", "key"),
+        (0, "query", "value"),
+        (1, "key", "value"),
+        (2, "query", "key"),
+        (2, "query", "value"),
+        (3, "query", "key"),
+    ):
         same = names[one].shape[i] == names[two].shape[i]
         _check(same, f"Expected {one}.size({i}) == {two}.size({i}) {false}")
     # gemm_kernel_utils.h, CHECK_NOSPARSE_LASTCONTIGUOUS_CUDA
@@ -177,10 +183,22 @@ def _efficient_mask(kind: int, m: int, m_k: int, rows: int) -> Tensor:
 
 
 def efficient_forward(
-    query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    dropout_p, custom_mask_type, compute_log_sumexp=False, *, scale=None,
-    seqlen_k=None, window_size=None,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    bias,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    custom_mask_type,
+    compute_log_sumexp=False,
+    *,
+    scale=None,
+    seqlen_k=None,
+    window_size=None,
+):
     """aten::_efficient_attention_forward, of (b, m, h, d)."""
     _only(cu_seqlens_q, cu_seqlens_k, seqlen_k, bias, dropout_p, window_size)
     _efficient_checks(query, key, value, "cutlassF")
@@ -223,11 +241,28 @@ def efficient_forward(
 
 
 def efficient_backward(
-    grad_out_, query, key, value, bias, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-    max_seqlen_k, logsumexp, dropout_p, philox_seed, philox_offset, custom_mask_type,
-    bias_requires_grad, *, scale=None, num_splits_key=None, window_size=None,
+    grad_out_,
+    query,
+    key,
+    value,
+    bias,
+    out,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    logsumexp,
+    dropout_p,
+    philox_seed,
+    philox_offset,
+    custom_mask_type,
+    bias_requires_grad,
+    *,
+    scale=None,
+    num_splits_key=None,
+    window_size=None,
     shared_storage_dqdkdv=False,
-):  # fmt: skip
+):
     """aten::_efficient_attention_backward, of (b, m, h, d)."""
     _only(cu_seqlens_q, cu_seqlens_k, bias, bias_requires_grad, dropout_p, window_size)
     _efficient_checks(query, key, value, "cutlassB")
@@ -278,39 +313,87 @@ def efficient_backward(
     more = rows - m
     q, g = (F.pad(t, (0, 0, 0, more)) for t in (reads[0], reads[3]))
     found = exact_backward(
-        g, q, reads[1], reads[2], lse, F.pad(delta, (0, more)), _scale(query, scale),
-        hidden, dtype,
-    )  # fmt: skip
+        g,
+        q,
+        reads[1],
+        reads[2],
+        lse,
+        F.pad(delta, (0, more)),
+        _scale(query, scale),
+        hidden,
+        dtype,
+    )
     for grad, values in zip(grads, found):
         grad.copy_(values[..., : grad.shape[1], :].transpose(1, 2))
     return *grads, None
 
 
 def sdp_efficient_forward(
-    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
-    *, scale=None,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    attn_bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
+    *,
+    scale=None,
+):
     """aten::_scaled_dot_product_efficient_attention, of (b, h, m, d)."""
     # attention.cu: causal is from the top left, whatever the lengths
     out, lse, seed, offset, _, _ = efficient_forward(
-        *(t.transpose(1, 2) for t in (query, key, value)), attn_bias, None, None, None,
-        None, dropout_p, int(is_causal), compute_log_sumexp, scale=scale,
-    )  # fmt: skip
+        *(t.transpose(1, 2) for t in (query, key, value)),
+        attn_bias,
+        None,
+        None,
+        None,
+        None,
+        dropout_p,
+        int(is_causal),
+        compute_log_sumexp,
+        scale=scale,
+    )
     return out.transpose(1, 2), lse, seed, offset
 
 
 def sdp_efficient_backward(
-    grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed,
-    philox_offset, dropout_p, grad_input_mask, is_causal=False, *, scale=None,
-):  # fmt: skip
+    grad_out_,
+    query,
+    key,
+    value,
+    attn_bias,
+    out,
+    logsumexp,
+    philox_seed,
+    philox_offset,
+    dropout_p,
+    grad_input_mask,
+    is_causal=False,
+    *,
+    scale=None,
+):
     """aten::_scaled_dot_product_efficient_attention_backward, of (b, h, m, d)."""
     dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out_, query, key, value, out))
     # attention_backward.cu: of grad_input_mask, the bias' entry alone counts
     *grads, grad_bias = efficient_backward(
-        dout, q, k, v, attn_bias, o, None, None, q.shape[1], k.shape[1], logsumexp,
-        dropout_p, philox_seed, philox_offset, int(is_causal), grad_input_mask[3],
+        dout,
+        q,
+        k,
+        v,
+        attn_bias,
+        o,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        logsumexp,
+        dropout_p,
+        philox_seed,
+        philox_offset,
+        int(is_causal),
+        grad_input_mask[3],
         scale=scale,
-    )  # fmt: skip
+    )
     return *(g.transpose(1, 2) for g in grads), grad_bias
 
 
@@ -343,9 +426,15 @@ def _grouped(t: Tensor, q: Tensor) -> Tensor:
 
 
 def flash_forward(
-    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
+    query,
+    key,
+    value,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *,
     scale=None,
-):  # fmt: skip
+):
     """aten::_scaled_dot_product_flash_attention, of (b, h, m, d)."""
     _only(dropout_p, return_debug_mask)
     same = key.shape[2] == value.shape[2]  # attention.cu
@@ -366,9 +455,23 @@ def flash_forward(
 
 
 def flash_backward(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
-    dropout_p, is_causal, philox_seed, philox_offset, *, scale=None,
-):  # fmt: skip
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    philox_seed,
+    philox_offset,
+    *,
+    scale=None,
+):
     """aten::_scaled_dot_product_flash_attention_backward, of (b, h, m, d)."""
     _only(cum_seq_q, cum_seq_k, dropout_p)
     q_t, k_t, v_t = (t.transpose(1, 2) for t in (query, key, value))
@@ -436,9 +539,17 @@ def _layout(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def cudnn_forward(
-    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
-    return_debug_mask=False, *, scale=None,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    attn_bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *,
+    scale=None,
+):
     """aten::_scaled_dot_product_cudnn_attention, of (b, h, m, d)."""
     _only(attn_bias, dropout_p)
     (b, h, m, _), m_k = query.shape, key.shape[2]
@@ -455,9 +566,24 @@ def cudnn_forward(
 
 
 def cudnn_backward(
-    grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias,
-    cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None,
-):  # fmt: skip
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    philox_seed,
+    philox_offset,
+    attn_bias,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    *,
+    scale=None,
+):
     """aten::_scaled_dot_product_cudnn_attention_backward, of (b, h, m, d)."""
     _only(cum_seq_q, cum_seq_k, attn_bias)
     _only(dropout_p)
