@@ -72,8 +72,9 @@ def attention(
 
     q is (batch, seq, heads, head_dim); k and v are (batch, seq, kv_heads, head_dim)
     with heads a multiple of kv_heads. v may have another head_dim, and then out has it
-    too. Any sequence length is legal; that of k and v may be another one for ``Dense``
-    that is not causal. ``causal`` hides keys after the query's position. ``scale``
+    too. Any sequence length is legal. ``causal`` hides keys after the query's position.
+    For ``Dense`` k and v may have another length than q: in cross-attention, or, with
+    ``causal``, a longer one; the queries are the last positions then. ``scale``
     defaults to 1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's
     dtype, contiguous, and with ``return_lse`` also lse (batch, heads, seq), natural
     log, in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf. A
@@ -152,10 +153,10 @@ def attention(
         parts = (cu_seqlens, lengths, cache, group)
         if (
             not isinstance(pattern, Dense)
-            or is_causal
+            or (is_causal and q.shape[1] > k.shape[1])
             or any(part is not None for part in parts)
         ):
-            what = "only Dense() without causal takes k and v of another length, on one device and without documents"
+            what = "only Dense() takes k and v of another length, longer ones if causal, on one device and without documents"
             raise ValueError(
                 f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}; ringlab.KVCache is for generation"
             )

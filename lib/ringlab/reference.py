@@ -22,9 +22,10 @@ def attention(
     """Dense float64 ``softmax(scale * q k^T + log M) v``: out (b, n, h, d), lse (b, h,
     n); differentiable.
 
-    q is (b, n, h, d); k, v are (b, n, h_kv, d) with h a multiple of h_kv; ``scale``
-    defaults to 1 / sqrt(d). A query that sees no key has out 0, lse -inf and zero
-    gradients. Time and memory grow with n^2.
+    q is (b, n, h, d); k, v are (b, n, h_kv, d) with h a multiple of h_kv; for ``Dense``
+    they may have another length, as of ``ringlab.attention``. ``scale`` defaults to
+    1 / sqrt(d). A query that sees no key has out 0, lse -inf and zero gradients. Time
+    and memory grow with n^2.
 
     >>> from ringlab.patterns import Dense
     >>> q = torch.zeros(1, 3, 1, 2); v = torch.arange(6.).reshape(1, 3, 1, 2)
@@ -34,6 +35,8 @@ def attention(
     n, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale
     queries, keys = (torch.arange(t.shape[1], device=q.device) for t in (q, k))
+    if causal:  # queries are the last positions, all of them in self-attention
+        queries = queries + (k.shape[1] - n)
     outs, lses = [], []
     for h in range(heads):
         about = {"n": n, "head": h, "heads": heads, "kv_heads": kv_heads}

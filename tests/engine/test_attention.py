@@ -2,6 +2,8 @@
 rounding that must not add up.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from matrix import Case, differentiated, drawn, errors, judged, paths
@@ -37,7 +39,7 @@ GOOD = torch.zeros(1, 16, 4, 8)
         (
             dict.fromkeys("kv", GOOD[:, :15]),
             ValueError,
-            "only Dense.. without causal takes k and v of another length",
+            "only Dense.. takes k and v of another length",
         ),
         (
             dict.fromkeys("kv", GOOD.expand(2, -1, -1, -1)),
@@ -264,11 +266,13 @@ def test_what_torchs_attention_takes_too_is_taken():
 def test_cross_attention_and_values_of_another_width_are_the_reference(
     n, keys, heads, kv_heads, dtype
 ):
-    """Dense with keys of another length; v wider or narrower than q, also of patterns
-    and over ranks.
+    """Dense with keys of another length, all of which queries see, or of which they are
+    the last positions; v wider or narrower than q, also of patterns and over ranks.
     """
     torch.manual_seed(0)
-    for width, alike in ((16, False), (24, True), (8, False)):
+    causals = (False, True) if n < keys else (False,)
+    shapes_of_v = (16, False), (24, True), (8, False)
+    for causal, (width, alike) in product(causals, shapes_of_v):
         m = n if alike else keys
         shapes = (
             (n, heads, 16),
@@ -277,6 +281,8 @@ def test_cross_attention_and_values_of_another_width_are_the_reference(
             (n, heads, width),
         )
         q, k, v, dout = (torch.randn(2, *shape, dtype=dtype) for shape in shapes)
+        dlse = torch.randn(2, heads, n) if causal else None
+        how = {"causal": causal}
         patterns = (
             [(LADDER, None), (LADDER, Simulated(2))]
             if alike and n % 2 == 0
@@ -288,13 +294,13 @@ def test_cross_attention_and_values_of_another_width_are_the_reference(
                 for of in (dtype, torch.float64)
             )
             found = differentiated(
-                *attention(*leaves, pattern, group=group, return_lse=True),
+                *attention(*leaves, pattern, group=group, **how, return_lse=True),
                 leaves,
                 dout,
-                None,
+                dlse,
             )
             want = differentiated(
-                *reference.attention(*exact, pattern), exact, dout, None
+                *reference.attention(*exact, pattern, **how), exact, dout, dlse
             )
             assert found["out"].shape == dout.shape and found["out"].is_contiguous()
             limit = {torch.float64: 1e-12, torch.float32: 5e-6}.get(dtype, 0.02)

@@ -291,7 +291,9 @@ def _plan_for(
     backward: bool,
 ):
     if execution.merge == "eager":
-        return dilated.plan_for(q, k, pattern, execution.cached, backward=backward)
+        return dilated.plan_for(
+            q, k, pattern, execution.cached, backward=backward, causal=causal
+        )
     return folding.plan_for(
         q, k, pattern, causal, kernel, execution.cached, backward=backward
     )
@@ -566,6 +568,8 @@ def _flop_formulas() -> dict:
         pairs = heads * n * m
         if n == m:
             _, pairs = count_pairs(pattern, n, heads, kv_heads, causal)
+        elif causal:  # the queries are the last positions
+            pairs -= heads * n * (n - 1) // 2
         return 2 * b * pairs * (products[0] * d + products[1] * d_v)
 
     ops = torch.ops.ringlab.attention, torch.ops.ringlab.attention_backward

@@ -27,6 +27,7 @@ def plan_for(
     cached,
     *,
     backward: bool = False,
+    causal: bool = False,
     n: int | None = None,
     chunk: range | None = None,
 ) -> Plan:
@@ -36,8 +37,8 @@ def plan_for(
     ``cached(key, build)`` remembers it.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
-    if q.shape[1] != k.shape[1]:  # dense cross-attention
-        key = "cross", q.shape[1], k.shape[1], heads, kv_heads
+    if q.shape[1] != k.shape[1]:  # dense attention to other keys, or to more
+        key = "cross", q.shape[1], k.shape[1], heads, kv_heads, causal
         return cached(key, lambda: _cross_plan(*key[1:]))
     given = pattern, q.shape[1] if n is None else n, heads, kv_heads, chunk
     build, cut = (
@@ -89,19 +90,24 @@ def make_plan(
     )
 
 
-def _cross_plan(n: int, keys: int, heads: int, kv_heads: int) -> Plan:
-    """Every one of ``n`` queries by every one of ``keys`` keys."""
+def _cross_plan(n: int, keys: int, heads: int, kv_heads: int, causal: bool) -> Plan:
+    """Every one of ``n`` queries by every one of ``keys`` keys.
+
+    If ``causal``, the queries are the last of the keys' positions: all of them see the
+    keys before, in one call, and in another one those of their own positions.
+    """
+    before = keys - n if causal and n > 1 else keys  # seen by all queries
     calls = []
     for run in progressions([(h, h // (heads // kv_heads)) for h in range(heads)]):
         (head, head_step), (kv_head, kv_step) = first_and_step(run)
-        queries, rows = (
-            View(n, 0, 1, 0, head, head_step),
-            View(keys, 0, 1, 0, kv_head, kv_step),
-        )
+        queries = View(n, 0, 1, 0, head, head_step)
+        rows = View(before, 0, 1, 0, kv_head, kv_step)
         calls.append(Call(queries, rows, heads=len(run), first=True))
-    return Plan(
-        ((range(heads), tuple(calls), tuple(calls)),), (), False, False, range(n), n
-    )
+        if before < keys:
+            own = replace(rows, rows=n, first=before)
+            calls.append(Call(queries, own, heads=len(run), causal=True))
+    block = range(heads), tuple(calls), tuple(calls)
+    return Plan((block,), (), before < keys, False, range(n), n)
 
 
 def _branch_calls(

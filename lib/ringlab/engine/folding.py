@@ -72,7 +72,7 @@ def plan_for(
             return in_head_blocks(
                 ("folded", *given), lambda: plan, q, k.shape[2], backward, cached
             )
-    return dilated.plan_for(q, k, pattern, cached, backward=backward)
+    return dilated.plan_for(q, k, pattern, cached, backward=backward, causal=causal)
 
 
 def faster(
