@@ -31,7 +31,7 @@ from .compat import (
     RingDilatedAttentionV2Robust,
 )
 from .engine import Execution
-from .engine.chunked import Ladder
+from .engine.chunked import OOMBackoff
 from .estimate import Estimate, estimate, longest
 from .kv_cache import KVCache, cache_bytes
 from .patterns import Dense, Dilated, Pattern
@@ -55,8 +55,8 @@ __all__ = [
     "Evidence",
     "Execution",
     "KVCache",
-    "Ladder",
     "ImprovedDilatedAttention",
+    "OOMBackoff",
     "Pattern",
     "RingDilatedAttentionCorrect",
     "RingDilatedAttentionHilbertGPUOptimized",

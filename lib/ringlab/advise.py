@@ -24,7 +24,7 @@ from .block_patterns import BlockSparse, PerHead, local_global, sliding_window
 from .checks import LARGEST, check_bool, check_int, is_real, short_repr
 from .cost import far_queries, format_bytes, format_seconds
 from .engine import Execution
-from .engine.chunked import Ladder
+from .engine.chunked import OOMBackoff
 from .estimate import NETWORK_REMOVED, Estimate, cost_of, estimate_of, rates_of
 from .meta_run import MetaCall
 from .patterns import Dense, Dilated, Pattern
@@ -824,7 +824,7 @@ class _Advisor:
         if eager and not self.estimates and self.call.profile.kind == "cuda":
             why = f"smaller tiles where memory runs out; {execution.why}"
             execution = replace(
-                execution, value=replace(execution.value, tile=Ladder()), why=why
+                execution, value=replace(execution.value, tile=OOMBackoff()), why=why
             )
         placed = self._on_ranks(pattern, execution)
         if eager and self.estimates and not self._fits(placed.estimate):

@@ -33,7 +33,7 @@ from .checks import (
     short_repr,
 )
 from .engine import Execution
-from .engine.chunked import Ladder
+from .engine.chunked import OOMBackoff
 from .patterns import Dilated, Pattern
 from .ring import Simulated
 
@@ -323,7 +323,7 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
     tiles if memory runs out.
 
     >>> RingDilatedAttentionProduction([4, 8], [1, 2], use_gradient_checkpointing=False).execution.tile
-    Ladder((2048, 512, 128), level=0)
+    OOMBackoff((2048, 512, 128), level=0)
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
         super().__init__(
             segment_lengths, dilation_rates, ring_size, **defaults | options
         )
-        self.execution = replace(self.execution, tile=Ladder())
+        self.execution = replace(self.execution, tile=OOMBackoff())
 
     def agree(self) -> None:
         """Let all ranks use the smallest tile of any rank; call it on every rank,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from matrix import F32, LADDER, Case, drawn, wrong
 from ring_cases import short_of_memory
-from ringlab import Dense, Dilated, Execution, Ladder, attention, kernels, reference
+from ringlab import Dense, Dilated, Execution, OOMBackoff, attention, kernels, reference
 from ringlab.engine.autograd import LSE_COLUMNS
 from ringlab.ring import SCHEMES, contiguous, counting
 from ringlab.ring.launch import launch
@@ -70,31 +70,31 @@ def test_whichever_call_runs_out_of_memory_the_step_is_the_same(monkeypatch, sch
         calls = Fails(patch, lambda *_: False)
         assert not wrong(case) and calls.calls > 10
     for failing in range(1, calls.calls + 1, 1 if scheme == "ring" else 3):
-        ladder = Ladder((8, 4))
+        backoff = OOMBackoff((8, 4))
         with monkeypatch.context() as patch, counting() as traffic:
             Fails(patch, lambda i, *_, failing=failing: i == failing)
             assert (
-                not wrong(replace(case, execution=Execution(tile=ladder)))
-                and ladder.level == 1
+                not wrong(replace(case, execution=Execution(tile=backoff)))
+                and backoff.level == 1
             ), failing
         assert (traffic.sent, traffic.messages) == (right.sent, right.messages)
 
 
 @pytest.mark.parametrize("most, level", [(16, 0), (11, 1), (4, 2), (2, 3)])
 @pytest.mark.parametrize("gather", [False, True])
-def test_the_ladder_goes_down_to_the_tile_that_fits(monkeypatch, most, level, gather):
-    ladder = Ladder((8, 4, 2))
+def test_the_backoff_goes_down_to_the_tile_that_fits(monkeypatch, most, level, gather):
+    backoff = OOMBackoff((8, 4, 2))
     Fails(monkeypatch, lambda _, rows, keys: max(rows, keys) > most)
     assert (
-        not wrong(replace(DENSE, execution=Execution(gather=gather, tile=ladder)))
-        and ladder.level == level
+        not wrong(replace(DENSE, execution=Execution(gather=gather, tile=backoff)))
+        and backoff.level == level
     )
 
 
 def test_below_the_smallest_tile_the_error_says_what_was_tried(monkeypatch):
     attempts = Fails(monkeypatch, lambda *_: True)
     with pytest.raises(torch.OutOfMemoryError, match="as told") as caught:
-        wrong(replace(DENSE, execution=Execution(tile=Ladder((8, 4)))))
+        wrong(replace(DENSE, execution=Execution(tile=OOMBackoff((8, 4)))))
     assert (
         caught.value.__notes__ == ["out of memory without tiles and with tiles of 8, 4"]
         and attempts.calls == 3
@@ -102,13 +102,13 @@ def test_below_the_smallest_tile_the_error_says_what_was_tried(monkeypatch):
 
 
 def test_another_error_is_not_tried_again(monkeypatch):
-    ladder, attempts = (
-        Ladder((8, 4)),
+    backoff, attempts = (
+        OOMBackoff((8, 4)),
         Fails(monkeypatch, lambda *_: True, lambda said: RuntimeError("a bad day")),
     )
     with pytest.raises(RuntimeError, match="a bad day"):
-        wrong(replace(DENSE, execution=Execution(tile=ladder)))
-    assert attempts.calls == 1 and ladder.level == 0
+        wrong(replace(DENSE, execution=Execution(tile=backoff)))
+    assert attempts.calls == 1 and backoff.level == 0
 
 
 def test_what_counts_as_out_of_memory():
@@ -127,14 +127,14 @@ def test_tiles_that_grow_are_refused():
     with pytest.raises(
         ValueError, match="each tile must be smaller than the one before"
     ):
-        Ladder((64, 128))
+        OOMBackoff((64, 128))
 
 
 REAL = """
 import os, resource
 os.environ["MALLOC_ARENA_MAX"] = "1"
 import torch
-from ringlab import Dense, Execution, Ladder, attention
+from ringlab import Dense, Execution, OOMBackoff, attention
 torch.set_num_threads(1)
 torch.manual_seed(0)
 q, k, v, dout = torch.randn(4, 1, 2048, 2, 16, dtype=torch.float64).unbind()
@@ -151,9 +151,9 @@ try:
     step(Execution())
 except RuntimeError as error:
     print("refused:", error)
-ladder = Ladder((1950, 700, 180))
-found = step(Execution(tile=ladder))
-print("level", ladder.level, "apart", max(float((a - b).norm() / b.norm()) for a, b in zip(found, want)))
+backoff = OOMBackoff((1950, 700, 180))
+found = step(Execution(tile=backoff))
+print("level", backoff.level, "apart", max(float((a - b).norm() / b.norm()) for a, b in zip(found, want)))
 """
 
 

@@ -14,7 +14,7 @@ from ringlab import (
     Dense,
     Dilated,
     Execution,
-    Ladder,
+    OOMBackoff,
     attention,
     block_patterns,
     kernels,
@@ -280,12 +280,12 @@ def test_what_is_tuned_here_is_kept_and_taken(monkeypatch, tmp_path):
 
 
 @gpu_only
-def test_memory_that_runs_out_drives_the_ladder():
+def test_memory_that_runs_out_drives_the_backoff():
     """Scores of n x n in fp32 take 1 GiB a copy; what is left is half of that."""
     n, heads, d = 8192, 4, 64
     q, k, v, dout = (draw(1, n, heads, d, dtype=F32, seed=i) for i in range(4))
     q, k, v = (t.requires_grad_() for t in (q, k, v))
-    ladder, total = Ladder(), torch.cuda.get_device_properties(DEVICE).total_memory
+    backoff, total = OOMBackoff(), torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(
         (torch.cuda.memory_reserved(DEVICE) + (512 << 20)) / total
@@ -301,12 +301,12 @@ def test_memory_that_runs_out_drives_the_ladder():
             causal=True,
             backend="eager",
             return_lse=True,
-            execution=Execution(tile=ladder),
+            execution=Execution(tile=backoff),
         )
         grads = torch.autograd.grad(out, (q, k, v), dout)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert ladder.level >= 1
+    assert backoff.level >= 1
     found = reference.sampled_errors(
         q.detach(),
         k.detach(),

@@ -94,7 +94,7 @@ def test_integers_of_every_kind_are_taken_as_pythons(kind):
     ) == "Simulated(ranks=4, machines=2)" and Dilated([kind(4)], [kind(2)]) == Dilated(
         [4], [2]
     )
-    assert ringlab.Ladder((kind(8), kind(4))).tiles == (8, 4)
+    assert ringlab.OOMBackoff((kind(8), kind(4))).tiles == (8, 4)
     assert str(ring.hilbert(kind(4), kind(8), kind(2)).grid) == "(4, 8)"
     assert repr(ring.uneven([kind(3), kind(4)])) == repr(ring.uneven([3, 4]))
     for layout in (ring.contiguous, ring.zigzag, ring.striped):
@@ -250,7 +250,7 @@ FITTING = [
         },
     ),
     (ringlab.Execution, dict(vars(ringlab.Execution()))),
-    (ringlab.Ladder, {"tiles": (8, 4)}),
+    (ringlab.OOMBackoff, {"tiles": (8, 4)}),
     (Simulated, {"ranks": 2, "machines": 1}),
     (
         ringlab.attention,
@@ -783,7 +783,7 @@ def test_ranges_generators_and_numpys_numbers_are_taken():
             == Q.shape
         )
     assert ringlab.Adaptive(8, 2).count(np.int64(64)) == 8
-    assert ringlab.Ladder(range(512, 0, -256)).tiles == (512, 256)
+    assert ringlab.OOMBackoff(range(512, 0, -256)).tiles == (512, 256)
     assert (
         ringlab.BlockSparseOptimized(
             range(16, 33, 16), range(1, 3), block_size=8

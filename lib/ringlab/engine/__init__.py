@@ -27,9 +27,9 @@ class Execution:
     ``gather``: copy rows by index-select instead of reading strided views. ``cache``: keep plans and index tensors
     (True: the global pattern cache, False: rebuild them in each call, or a ``PatternCache``). ``pool``: borrow large
     scratch buffers (True: the global pool, False: new ones, or a ``MemoryPool``). ``tile``: compute at most tile x tile
-    scores at a time (None: whole calls, or a ``Ladder``, which takes smaller tiles when memory runs out); a kernel that
-    stores no scores gains nothing. ``blocks``: how a block-sparse pattern runs, one of ``engine.blocks.WAYS``; "bsr"
-    and the forward of "flex" are not tiled.
+    scores at a time (None: whole calls, or an ``OOMBackoff``, which takes smaller tiles when memory runs out); a kernel
+    that stores no scores gains nothing. ``blocks``: how a block-sparse pattern runs, one of ``engine.blocks.WAYS``;
+    "bsr" and the forward of "flex" are not tiled.
     ``merge``: how the branches
     of a dilated pattern are computed, "eager" one after another, merged in place, "fused"
     merged all at once by one Triton kernel (CUDA; more memory, no pool); "auto" is

@@ -25,30 +25,30 @@ TILES = (2048, 512, 128)
 
 class OOMBackoff:
     """The tile size in use: none at first, and the next smaller one each time memory
-    runs out. Public as ``Ladder``.
+    runs out.
 
     It never goes up again, since what did not fit once will not fit again. ``tiles``:
     rows, from large to small.
 
-    >>> from ringlab import Ladder
-    >>> ladder = Ladder((512, 64))
-    >>> ladder.tile is None, ladder
-    (True, Ladder((512, 64), level=0))
+    >>> from ringlab import OOMBackoff
+    >>> backoff = OOMBackoff((512, 64))
+    >>> backoff.tile is None, backoff
+    (True, OOMBackoff((512, 64), level=0))
     """
 
     def __init__(self, tiles: tuple[int, ...] = TILES):
         if not isinstance(tiles, Sequence) or not tiles or not all(map(is_int, tiles)):
             raise ValueError(
-                f"Ladder: tiles must be positive integers, got {short_repr(tiles)}"
+                f"OOMBackoff: tiles must be positive integers, got {short_repr(tiles)}"
             )
         if list(tiles) != sorted(set(tiles), reverse=True):
             raise ValueError(
-                f"Ladder: each tile must be smaller than the one before, got {tiles!r}"
+                f"OOMBackoff: each tile must be smaller than the one before, got {tiles!r}"
             )
         self.tiles, self.level = tuple(map(as_int, tiles)), 0
 
     def __repr__(self) -> str:
-        return f"Ladder({self.tiles}, level={self.level})"
+        return f"OOMBackoff({self.tiles}, level={self.level})"
 
     @property
     def tile(self) -> int | None:
@@ -89,9 +89,6 @@ class OOMBackoff:
         levels = [0] * dist.get_world_size(pg)
         dist.all_gather_object(levels, self.level, group=pg)
         self.level = max(levels)
-
-
-Ladder = OOMBackoff
 
 
 @dataclass(frozen=True)
