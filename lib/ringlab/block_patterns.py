@@ -10,6 +10,7 @@ on the sequence length, so every method takes it as ``n``.
 from __future__ import annotations
 
 import operator
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,8 +21,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .checks import LARGEST, check_bool, check_int, is_real, short_repr
+from .checks import LARGEST, check_bool, check_int, is_int, is_real, short_repr
 
+__all__ = [
+    "BlockSparse",
+    "Coarse",
+    "Given",
+    "Global",
+    "PerHead",
+    "Random",
+    "Segment",
+    "Strided",
+    "Window",
+    "bigbird",
+    "from_mask",
+    "hierarchical",
+    "local_global",
+    "sliding_window",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+MANY_BLOCKS = 64  # as many by default are 8,192 tokens either way
 AT_ONCE = 128  # blocks of queries whose masks are made together
 MAY_BE_0 = ("before", "after", "reach", "seed")
 
@@ -353,8 +377,9 @@ class BlockSparse:
         count = block_count(n, self.block_size)
         for part in self.parts:
             if isinstance(part, Given) and len(part.rows) != count:
+                way = "from_mask(mask, block_size=1) takes a mask of tokens"
                 raise ValueError(
-                    f"the mask given is of {len(part.rows)} blocks, n = {n} has {count}"
+                    f"the mask given is of {len(part.rows)} blocks, n = {n} has {count}; {way}"
                 )
         return count
 
@@ -579,11 +604,40 @@ class PerHead:
         return f"by head: {'; '.join(map(str, self.patterns))}"
 
 
-def sliding_window(before: int, *, block_size: int = 128) -> BlockSparse:
-    """``before`` blocks either way: a sliding window of (2 before + 1) * block_size
-    positions.
+def sliding_window(
+    before: int | None = None,
+    *,
+    tokens: int | None = None,
+    block_size: int | None = None,
+) -> BlockSparse:
+    """A sliding window of ``before`` blocks either way, or of ``tokens``, exactly.
+
+    By blocks a query sees (2 before + 1) * block_size positions; ``block_size`` is 128
+    unless given. By tokens it sees the keys at a distance below ``tokens`` on either
+    side; with ``causal`` itself and the tokens - 1 before it, as ``sliding_window`` of
+    transformers and ``window_size=(tokens - 1, 0)`` of flash-attn mean it. Blocks of
+    128 run faster.
+
+    Raises ValueError unless one of both is given, and for a block size beside tokens.
+    Warns where ``before`` is 64 or more and no block size is given, since tokens were
+    probably meant.
+
+    >>> print(sliding_window(2), "or", sliding_window(tokens=257))
+    blocks of 128: window 2 or blocks of 1: window 256
     """
-    return BlockSparse([Window(before)], block_size)
+    if (before is None) == (tokens is None) or (
+        before is None and block_size is not None
+    ):
+        raise ValueError("give before, with a block_size, or tokens, without one")
+    if before is None:
+        return BlockSparse([Window(check_int("tokens", tokens, most=LARGEST) - 1)], 1)
+    if block_size is None and is_int(before, MANY_BLOCKS):
+        meant = f"tokens={before} is a window of {before} tokens"
+        warnings.warn(
+            f"sliding_window({before}) is of {before} blocks of 128 tokens; {meant}",
+            stacklevel=2,
+        )
+    return BlockSparse([Window(before)], 128 if block_size is None else block_size)
 
 
 def local_global(before: int, count: int, *, block_size: int = 128) -> BlockSparse:
@@ -633,8 +687,9 @@ def from_mask(
     blocks that it may cut. Give ``causal=True``, here and to ``attention``, for a mask
     that also hides later keys.
 
-    ValueError for anything else, and for a block that is cut in another way: use
-    smaller blocks, or ``cu_seqlens`` for documents.
+    With ``block_size=1`` it is a mask of tokens. ValueError for anything else, and for
+    a block that is cut in another way: use smaller blocks, ``sliding_window(tokens=)``
+    for a window, or ``cu_seqlens`` for documents.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> window = create_block_mask(lambda b, h, q, k: (q >= k) & (q // 16 - k // 16 < 2), None, None, 64, 64, "cpu", 16)
@@ -725,8 +780,9 @@ def _blocks_of(mask, causal: bool) -> tuple[Tensor, int]:
                 if causal
                 else "not seen whole; is the mask causal?"
             )
+            way = "make the mask with a BLOCK_SIZE that divides its edges, or sliding_window(tokens=...)"
             raise ValueError(
-                f"head {head}: block {col} of keys is {how} for block {row} of queries"
+                f"head {head}: block {col} of keys is {how} for block {row} of queries: {way}"
             )
         seen[head, row, col] = shown.any()
     return seen, size

@@ -3,6 +3,7 @@ densities, refusals.
 """
 
 import math
+import warnings
 from dataclasses import replace
 from itertools import product
 
@@ -41,6 +42,7 @@ from ringlab.engine import torch_sparse
 from ringlab.engine.blocks import make_plan
 from ringlab.measure import Point, systems
 from ringlab.ring.launch import launch
+from torch.nn import functional as F
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -508,7 +510,7 @@ def test_a_block_mask_of_flex_attention_is_a_pattern(rule, causal, n):
         ),
         (
             lambda: blocks.from_mask(MASK, block_size=8).blocks(64),
-            "the mask given is of 7 blocks, n = 64 has 8",
+            "the mask given is of 7 blocks, n = 64 has 8; .*block_size=1",
         ),
         (
             lambda: blocks.from_mask(MASK[:, :6]),
@@ -537,7 +539,7 @@ def test_a_block_mask_of_flex_attention_is_a_pattern(rule, causal, n):
             lambda: blocks.from_mask(
                 block_mask(lambda b, h, q, k: q - k < 9), causal=True
             ),
-            "neither whole nor cut by causal",
+            "neither whole nor cut by causal.* BLOCK_SIZE .*sliding_window.tokens=",
         ),
         (
             lambda: blocks.from_mask(block_mask(lambda b, h, q, k: q >= k, 1, 2)),
@@ -551,6 +553,13 @@ def test_a_block_mask_of_flex_attention_is_a_pattern(rule, causal, n):
             lambda: attention(*[torch.ones(1, 64, 3, 8)] * 3, blocks.from_mask(EACH)),
             "for 4 query heads, q has 3",
         ),
+        (lambda: blocks.sliding_window(), "give before, .*, or tokens"),
+        (lambda: blocks.sliding_window(1, tokens=2), "give before, .*, or tokens"),
+        (
+            lambda: blocks.sliding_window(tokens=2, block_size=0),
+            "tokens, without one",
+        ),
+        (lambda: blocks.sliding_window(tokens=0), "tokens must be a positive integer"),
         (
             lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64),
             "one block size, got 128 and 64",
@@ -653,6 +662,40 @@ def test_published_systems_refuse_in_one_line(arguments, why):
     with pytest.raises(ValueError, match=why) as failure:
         ringlab.BlockSparseOptimized(**arguments)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [1, 6, 40, 99])
+def test_a_window_in_tokens_is_exact(tokens, causal):
+    window, n = blocks.sliding_window(tokens=tokens), 70
+    q, k, v = tensors(window, n, F64)
+    apart = torch.arange(n)[:, None] - torch.arange(n)
+    seen = (apart.abs() < tokens) & ((apart >= 0) | torch.tensor(not causal))
+    want = F.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=seen
+    )
+    found = attention(q, k, v, window, causal=causal).transpose(1, 2)
+    assert torch.allclose(found, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "before, size, warned",
+    [(64, {}, True), (63, {}, False), (512, {"block_size": 128}, False)],
+)
+def test_blocks_that_may_be_meant_as_tokens_are_warned_of(before, size, warned):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        pattern = blocks.sliding_window(before, **size)
+    assert [one.filename for one in found] == [__file__] * warned
+    assert all(f"tokens={before}" in str(one.message) for one in found)
+    assert pattern == BlockSparse([Window(before)], 128)
+
+
+def test_the_names_of_blocks_are_patterns_and_their_makers():
+    assert set(dir(blocks)) == set(blocks.__all__) >= {"Window", "sliding_window"}
+    assert all(
+        getattr(blocks, name).__module__ == blocks.__name__ for name in dir(blocks)
+    )
 
 
 def test_patterns_are_drawn():

@@ -228,6 +228,7 @@ FITTING = [
     (BLOCKS.density, {"n": 32, "causal": False}),
     (BLOCKS.with_density, {"density": 0.5, "n": 32, "causal": False}),
     (blocks.sliding_window, {"before": 1, "block_size": 8}),
+    (blocks.sliding_window, {"tokens": 8}),
     (blocks.hierarchical, {"levels": [(1, 1)]}),
     (
         blocks.bigbird,
