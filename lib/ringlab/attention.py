@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -22,9 +23,11 @@ from .engine import Execution
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
 from .kv_cache import KVCache
-from .patterns import Dense, Pattern
+from .patterns import Dense, Pattern, as_pattern
 
 DEFAULT = Execution()
+AXES = "tensors are (batch, seq, heads, head_dim)"
+MANY_HEADS = 256  # more than models have: these may be positions, in torch's layout
 MASKS = ("attn_mask", "mask", "attention_mask", "key_padding_mask")
 REFUSED = {
     **dict.fromkeys(
@@ -43,7 +46,7 @@ REFUSED = {
     **dict.fromkeys(
         ("cu_seqlens_q", "cu_seqlens_k"), "q and k share their documents: cu_seqlens"
     ),
-    "window_size": "a window is a pattern: ringlab.blocks.sliding_window",
+    "window_size": "a window is a pattern: ringlab.blocks.sliding_window(tokens=...)",
 }
 
 
@@ -51,7 +54,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern,
+    pattern: Pattern | PerHead | str,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -70,18 +73,19 @@ def attention(
     """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern;
     exact, but for ``exchange_dtype``.
 
-    q is (batch, seq, heads, head_dim); k and v are (batch, seq, kv_heads, head_dim)
-    with heads a multiple of kv_heads. v may have another head_dim, and then out has it
-    too. Any sequence length is legal. ``causal`` hides keys after the query's position.
-    For ``Dense`` k and v may have another length than q: in cross-attention, or, with
-    ``causal``, a longer one; the queries are the last positions then. ``scale``
-    defaults to 1 / sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's
-    dtype, contiguous, and with ``return_lse`` also lse (batch, heads, seq), natural
-    log, in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf. A
-    key that is not finite changes no query that it is hidden from. A value in v that is
-    not finite may make NaN of queries that it is hidden from, and products of q and k
-    that overflow fp32 (fp64 for fp64) make wrong or NaN the queries that see them, as
-    in torch's own kernels.
+    q is (batch, seq, heads, head_dim), not (batch, heads, seq, head_dim) as in torch; k
+    and v are (batch, seq, kv_heads, head_dim) with heads a multiple of kv_heads. v may
+    have another head_dim, and then out has it too. Any sequence length is legal.
+    ``causal`` hides keys after the query's position. For ``Dense``, also named "dense",
+    k and v may have another length than q: in cross-attention, or, with ``causal``, a
+    longer one; the queries are the last positions then. ``scale`` defaults to 1 /
+    sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's dtype, contiguous,
+    and with ``return_lse`` also lse (batch, heads, seq), natural log, in fp32 (fp64 for
+    fp64). A query that sees nothing gets out 0 and lse -inf. A key that is not finite
+    changes no query that it is hidden from. A value in v that is not finite may make
+    NaN of queries that it is hidden from, and products of q and k that overflow fp32
+    (fp64 for fp64) make wrong or NaN the queries that see them, as in torch's own
+    kernels.
 
     ``backend``: "auto", "sdpa", a name of ``ringlab.kernels.KERNELS``, or a tuple of
     these to try in order; ``execution``: switches that change no value.
@@ -118,14 +122,16 @@ def attention(
     in float16 (more below 6e-5, infinite beyond 65504) and 2^-24 in float32. Gradients
     take it for the identity, and travel in fp32 (fp64 for fp64).
 
-    Raises ValueError for tensors or arguments that disagree, TypeError for an argument
-    that cannot be honoured, and NotImplementedError, with the reason, for a backend
-    that cannot serve the device or dtype. Differentiable once, by ``backward`` or
-    ``torch.func.grad``: a second derivative, ``torch.func.vmap`` and ``jvp`` raise
-    NotImplementedError. ``torch.compile`` and ``torch.export`` take a call on one
-    device whole, as the operator ``ringlab::attention``, for any length; import ringlab
-    before you load an exported program. With documents, a cache, simulated ranks or
-    ``execution`` options for memory, a compiled function runs it between its graphs.
+    Warns of 256 heads or more that are more than the positions: such tensors may be in
+    torch's layout. Raises ValueError for tensors or arguments that disagree, TypeError
+    for an argument that cannot be honoured, and NotImplementedError, with the reason,
+    for a backend that cannot serve the device or dtype. Differentiable once, by
+    ``backward`` or ``torch.func.grad``: a second derivative, ``torch.func.vmap`` and
+    ``jvp`` raise NotImplementedError. ``torch.compile`` and ``torch.export`` take a
+    call on one device whole, as the operator ``ringlab::attention``, for any length;
+    import ringlab before you load an exported program. With documents, a cache,
+    simulated ranks or ``execution`` options for memory, a compiled function runs it
+    between its graphs.
 
     For code that called ``scaled_dot_product_attention``: ``is_causal`` is taken for
     ``causal``; ``enable_gqa``, ``dropout_p=0.0`` and ``attn_mask=None`` change nothing;
@@ -145,10 +151,7 @@ def attention(
     check_unknown("attention()", others, REFUSED)
     q, k, v = as_autocast(q, k, v)
     check_tensors(q, k, v, shards=group is not None)
-    if not isinstance(pattern, Pattern | PerHead):
-        raise TypeError(
-            f"pattern must be a ringlab pattern, got {type(pattern).__name__}"
-        )
+    pattern = as_pattern(pattern, Pattern | PerHead)
     if q.shape[1] != k.shape[1]:
         parts = (cu_seqlens, lengths, cache, group)
         if (
@@ -156,9 +159,9 @@ def attention(
             or (is_causal and q.shape[1] > k.shape[1])
             or any(part is not None for part in parts)
         ):
-            what = "only Dense() takes k and v of another length, longer ones if causal, on one device and without documents"
+            what = "only Dense() takes k and v of another length, longer if causal, on one device and without documents"
             raise ValueError(
-                f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}; ringlab.KVCache is for generation"
+                f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}: {AXES}; ringlab.KVCache is for generation"
             )
     check_bool("return_lse", return_lse)
     if scale is not None and not is_real(scale):
@@ -304,12 +307,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> N
             else "k and v must agree in batch, seq and heads"
         )
         raise ValueError(
-            f"{what}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            f"{what}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: {AXES}"
         )
     if heads % kv_heads:
         raise ValueError(
-            f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}"
+            f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}: {AXES}"
         )
+    many = MANY_HEADS <= heads == kv_heads and q.shape[1] < heads
+    if many and not torch.compiler.is_compiling():  # a warning would break the graph
+        what = f"q {tuple(q.shape)} has {heads} heads at {q.shape[1]} positions"
+        warnings.warn(f"{what}: {AXES}, not as in torch", stacklevel=3)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}"

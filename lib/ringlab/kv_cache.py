@@ -15,7 +15,7 @@ from .engine.documents import integers
 from .engine.execute import merge
 from .engine.live_rows import LiveRows, Rules, rules_of
 from .kernels import device_of
-from .patterns import Pattern
+from .patterns import Pattern, as_pattern
 from .ring.comm import Steps, all_to_all, drive
 from .ring.exchange import Problem
 from .ring.group import Group
@@ -357,10 +357,7 @@ def _rules(
     pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int
 ) -> Rules:
     """The rules of checked sizes."""
-    if not isinstance(pattern, Pattern):
-        raise TypeError(
-            f"pattern must be a ringlab pattern, got {type(pattern).__name__}"
-        )
+    pattern = as_pattern(pattern)
     heads = check_int("heads", heads, most=2**20)
     kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads)
     if heads % kv_heads:

@@ -36,7 +36,7 @@ from .checks import (
 from .engine import Execution, autograd, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
-from .patterns import Pattern
+from .patterns import Pattern, as_pattern
 from .ring import Problem, choose
 from .ring.comm import Steps, Traffic, Wait
 from .ring.exchange import on_hosts, rows_moved
@@ -380,6 +380,7 @@ class MetaCall:
         if self.kv_heads is None:
             given["kv_heads"] = self.heads
         given = {name: check_int(name, value) for name, value in given.items()}
+        given["pattern"] = as_pattern(self.pattern)
         if isinstance(self.profile, str):
             given["profile"] = hardware.resolve(self.profile)
         for name, value in given.items():
@@ -389,10 +390,6 @@ class MetaCall:
                 f"query heads must be a multiple of K/V heads: {self.heads} and {self.kv_heads}"
             )
         check_float_dtype(self.dtype)
-        if not isinstance(self.pattern, Pattern):
-            raise ValueError(
-                f"pattern must be a ringlab pattern, got {type(self.pattern).__name__}"
-            )
         if not isinstance(self.execution, Execution):
             raise TypeError(
                 f"execution must be a ringlab.Execution, got {short_repr(self.execution)}"

@@ -14,7 +14,14 @@ from dataclasses import asdict, dataclass
 import torch
 
 from .block_patterns import BlockSparse, PerHead, part_from_dict
-from .checks import LARGEST, check_bool, check_choice, check_int, check_ints
+from .checks import (
+    LARGEST,
+    check_bool,
+    check_choice,
+    check_int,
+    check_ints,
+    short_repr,
+)
 
 MIXINGS = ("lse", "head_groups")
 OFFSETS = {  # the first selected row of each segment; `group`: query heads of a K/V head
@@ -225,6 +232,21 @@ class Dilated:
 Pattern = Dense | Dilated | BlockSparse
 
 
+def as_pattern(pattern, kinds=Pattern):
+    """The pattern, which is of ``kinds``; "dense" names ``Dense()``. TypeError for
+    anything else.
+
+    >>> as_pattern("dense")
+    Dense()
+    """
+    if isinstance(pattern, str) and pattern == "dense":
+        return Dense()
+    if not isinstance(pattern, kinds):
+        known = "ringlab.Dense(), ringlab.Dilated(...) or one of ringlab.blocks"
+        raise TypeError(f"pattern must be {known}, got {short_repr(pattern)}")
+    return pattern
+
+
 def from_dict(data: dict) -> Pattern:
     """The pattern that ``pattern.to_dict()`` wrote; ValueError for an unknown kind, an
     unknown or missing field.
@@ -271,10 +293,7 @@ def show(
     n, width = check_int("n", n, most=LARGEST), check_int("width", width, most=LARGEST)
     head, heads = check_int("head", head, 0), check_int("heads", heads)
     check_bool("causal", causal)
-    if not isinstance(pattern, Pattern | PerHead):
-        raise TypeError(
-            f"pattern must be a ringlab pattern, got {type(pattern).__name__}"
-        )
+    pattern = as_pattern(pattern, Pattern | PerHead)
     cells = min(n, width)
     generator = torch.Generator().manual_seed(0)
     edges = torch.linspace(0, n, cells + 1).long()

@@ -2,6 +2,7 @@
 rounding that must not add up.
 """
 
+import warnings
 from itertools import product
 
 import pytest
@@ -14,12 +15,15 @@ from ringlab import (
     Simulated,
     attention,
     blocks,
+    cache_bytes,
+    longest,
     memory,
     nn,
     reference,
 )
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.engine.execute import merge
+from ringlab.patterns import show
 from ringlab.ring import SCHEMES, contiguous
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,7 +43,7 @@ GOOD = torch.zeros(1, 16, 4, 8)
         (
             dict.fromkeys("kv", GOOD[:, :15]),
             ValueError,
-            "only Dense.. takes k and v of another length",
+            "only Dense.. takes k and v of another .*, heads, head_dim",
         ),
         (
             dict.fromkeys("kv", GOOD.expand(2, -1, -1, -1)),
@@ -54,12 +58,12 @@ GOOD = torch.zeros(1, 16, 4, 8)
         (
             dict(v=GOOD[:, :, :2]),
             ValueError,
-            "k and v must agree in batch, seq and heads",
+            "k and v must agree in batch, seq and heads.*, seq, heads, head_dim",
         ),
         (
             dict.fromkeys("kv", GOOD[:, :, :3]),
             ValueError,
-            "multiple of K/V heads: 4 and 3",
+            "multiple of K/V heads: 4 and 3.*, seq, heads, head_dim",
         ),
         (dict(q=GOOD.long()), ValueError, "q must be float64, .* got torch.int64"),
         (dict(k=GOOD.double()), ValueError, "one dtype"),
@@ -78,7 +82,7 @@ GOOD = torch.zeros(1, 16, 4, 8)
         (
             dict(window_size=(4, 0)),
             TypeError,
-            "'window_size': a window is a pattern: ringlab.blocks.sliding_window",
+            "'window_size': a window is a pattern: ringlab.blocks.sliding_window.tokens=",
         ),
         (
             dict(q=GOOD.to_sparse()),
@@ -91,12 +95,13 @@ GOOD = torch.zeros(1, 16, 4, 8)
             "runs on cpu and cuda tensors, got meta",
         ),
         (
-            dict(pattern="dense"),
+            dict(pattern="longnet"),
             TypeError,
-            "pattern must be a ringlab pattern, got str",
+            "pattern must be ringlab.Dense.*, got 'longnet'",
         ),
         (dict(scale=1e300), ValueError, "scale must be finite"),
         (dict(layout="zigzag"), ValueError, "a layout is for several ranks"),
+        (dict(scheme="ring"), ValueError, "a scheme is for several ranks"),
         (dict(scheme="rings"), ValueError, "unknown scheme 'rings'; known: auto, plan"),
         (
             dict(group=Simulated(2), scheme="rings"),
@@ -254,7 +259,7 @@ def test_what_torchs_attention_takes_too_is_taken():
         "dropout_p": 0.0,
         "attn_mask": None,
         "group": None,
-        "scheme": "ring",
+        "scheme": "auto",
     }
     found = attention(q, k, v, LADDER, is_causal=True, **harmless)
     assert torch.equal(found, attention(q, k, v, LADDER, causal=True))
@@ -379,6 +384,36 @@ def test_torch_compile_takes_it_at_any_length(group):
                     for some in (out, want)
                 )
             )
+
+
+def test_dense_has_a_name():
+    for how in ({}, {"causal": True}, {"group": Simulated(2)}):
+        q = torch.randn(2, 16, 2, 8)
+        assert torch.equal(
+            attention(q, q, q, "dense", **how), attention(q, q, q, Dense(), **how)
+        )
+    assert cache_bytes("dense", max_seq_len=64) == cache_bytes(Dense(), max_seq_len=64)
+    assert longest("dense", 1 << 24) == longest(Dense(), 1 << 24)
+    assert show("dense", 3) == show(Dense(), 3)
+
+
+@pytest.mark.parametrize(
+    "shape, kv_heads, warned",
+    [
+        ((1, 8, 256, 8), 256, True),  # of torch, for 8 heads at 256 positions
+        ((1, 8, 255, 8), 255, False),
+        ((1, 256, 256, 8), 256, False),
+        ((1, 8, 256, 8), 1, False),
+    ],
+)
+def test_more_heads_than_positions_are_warned_of(shape, kv_heads, warned):
+    q, (batch, n, _, d) = torch.randn(shape), shape
+    k = torch.randn(batch, n, kv_heads, d)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        attention(q, k, k, Dense())
+    assert [one.filename for one in found] == [__file__] * warned
+    assert all("(batch, seq, heads, head_dim)" in str(one.message) for one in found)
 
 
 def test_forward_mode_around_a_compiled_call_is_refused():

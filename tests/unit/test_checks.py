@@ -663,6 +663,11 @@ REFUSED = [
         "a layout is for several ranks",
     ),
     (
+        lambda: MultiheadAttention(16, 4, Dense(), scheme="ring"),
+        ValueError,
+        "a scheme is for several ranks",
+    ),
+    (
         lambda: LAYER(torch.randn(1, 8, 12)),
         ValueError,
         r"x must be \(batch, seq, 16\), got shape \(1, 8, 12\)",

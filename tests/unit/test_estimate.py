@@ -365,6 +365,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pattern, more):
         ({"kv_heads": 0}, "kv_heads must be a positive integer, got 0"),
         ({"profile": "gtx180"}, "unknown profile 'gtx180'"),
         ({"layout": "zigzag"}, "for several ranks"),
+        ({"scheme": "ring"}, "for several ranks"),
         ({"ranks": 2, "scheme": "rng"}, "unknown scheme 'rng'"),
         ({"ranks": 16, "scheme": "ulysses"}, "more than 8 heads"),
         ({"passes": "bwd"}, "unknown passes 'bwd'"),

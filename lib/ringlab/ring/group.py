@@ -581,14 +581,15 @@ def check_one_device(scheme, layout, exchange_dtype=None) -> None:
     without a group.
     """
     check_choice("scheme", scheme, ("auto", *SCHEMES))
-    if exchange_dtype is not None:
-        raise ValueError(
-            "an exchange_dtype is for several ranks: give a group, or ringlab.Simulated(p)"
-        )
-    if not isinstance(layout, str) or layout != "contiguous":
-        raise ValueError(
-            "a layout is for several ranks: give a group, or ringlab.Simulated(p)"
-        )
+    for what, given in (
+        ("a scheme", scheme != "auto"),
+        ("an exchange_dtype", exchange_dtype is not None),
+        ("a layout", not isinstance(layout, str) or layout != "contiguous"),
+    ):
+        if given:
+            raise ValueError(
+                f"{what} is for several ranks: give a group, or ringlab.Simulated(p)"
+            )
 
 
 def length_of(t: Tensor, group, layout) -> int:
