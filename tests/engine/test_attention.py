@@ -386,6 +386,41 @@ def test_torch_compile_takes_it_at_any_length(group):
             )
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: Dilated([n // 4, n], [1, 2]),
+        lambda n: blocks.sliding_window(1, block_size=n // 4),
+        lambda n: (
+            blocks.sliding_window(tokens=5) | blocks.BlockSparse([blocks.Random(2)], 1)
+        ),
+        lambda n: "dense",
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_function_makes_the_pattern(make, whole):
+    """Without a break for lengths that are constants."""
+    calls = ({},) if whole else ({}, {"lengths": [20]}, {"group": Simulated(2)})
+    for how in calls:
+        torch._dynamo.reset()
+
+        def step(q, how=how):
+            return attention(q, q, q, make(q.shape[1]), causal=True, **how) + 1
+
+        compiled = torch.compile(
+            step,
+            backend="aot_eager",
+            fullgraph=whole and IN_GRAPHS,
+            dynamic=False if whole else None,
+        )
+        for n in (32, 64):
+            q = torch.randn(1, n, 2, 8, requires_grad=True)
+            out, want = compiled(q), step(q)
+            assert torch.equal(out, want)
+            grads = (torch.autograd.grad(x.square().sum(), q)[0] for x in (out, want))
+            assert torch.equal(*grads)
+
+
 def test_dense_has_a_name():
     for how in ({}, {"causal": True}, {"group": Simulated(2)}):
         q = torch.randn(2, 16, 2, 8)

@@ -53,8 +53,10 @@ def local_attention(
                     counter.flop_registry.setdefault(op, formula)
             whole = counters or is_fake(q)
         if whole and not _transformed():
-            call = _text(pattern, backend), causal, scale, is_followed(q, k, v)
-            return operator(q, k, v, *call)
+            text = _text(pattern, backend)
+            if text is None:  # the compiled function makes it: only a trace has fields
+                text = _text(pattern.to_dict(), backend)
+            return operator(q, k, v, text, causal, scale, is_followed(q, k, v))
     q, k, v = _rows_dense(q, k, v)
     call = _Attention.apply if is_followed(q, k, v) else forward
     return outside_graphs(call)(
@@ -447,8 +449,14 @@ def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Fu
 _Attention = differentiable_once(forward, backward, 3)
 
 
-def _text(pattern: Pattern, backend: str | tuple[str, ...]) -> str:
-    return json.dumps([pattern.to_dict(), backend])
+def _text(pattern: Pattern | dict, backend: str | tuple[str, ...]) -> str | None:
+    """A pattern, or its ``to_dict()``, and a backend as text; None for a pattern that
+    has no fields yet.
+    """
+    try:
+        return json.dumps([pattern, backend], default=lambda one: one.to_dict())
+    except AttributeError:
+        return None
 
 
 if IN_GRAPHS:
