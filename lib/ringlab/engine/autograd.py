@@ -405,6 +405,16 @@ class NoVmap(torch.autograd.Function):
         )
 
 
+def _is_batched(t: Tensor | None) -> bool:
+    """Whether t is of torch's older vmap, which autograd.grad(is_grads_batched=True)
+    runs and which no autograd function is told of: it has no storage of its own.
+    """
+    try:
+        return t is not None and t.untyped_storage() is None
+    except NotImplementedError:
+        return True
+
+
 def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Function]:
     """The autograd function of ``out, lse = forward(*tensors, *rest)`` for ``count``
     tensors.
@@ -438,8 +448,13 @@ def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Fu
                 ctx.saved_tensors,
             )  # once: checkpointing recomputes them when they are read
             if dout is not None or dlse is not None:
-                dout = torch.zeros_like(tensors[-2]) if dout is None else dout
-                grads = Gradients.apply(dout, dlse, *tensors, *ctx.rest)
+                given = torch.zeros_like(tensors[-2]) if dout is None else dout
+                try:
+                    grads = Gradients.apply(given, dlse, *tensors, *ctx.rest)
+                except RuntimeError:
+                    if not _transformed() and (_is_batched(dout) or _is_batched(dlse)):
+                        NoVmap.vmap(None, None)
+                    raise
             return *grads, *[None] * (count + len(ctx.rest) - len(grads))
 
     Attention.forward, Gradients.forward = staticmethod(forward), staticmethod(backward)
