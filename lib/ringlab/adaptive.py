@@ -362,7 +362,7 @@ class AdaptiveBlockSparse(nn.Module):
         self.pattern, self.backend, self.group = (
             Adaptive(block_size, top_k),
             backend,
-            group,
+            Group.kept(group),
         )
         self.q_score, self.k_score = (
             nn.Parameter(torch.eye(head_dim, device=device, dtype=dtype))

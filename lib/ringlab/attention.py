@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from . import ring
 from .block_patterns import PerHead
 from .checks import (
     FLOATS,
+    LARGEST,
     check_backend,
     check_bool,
     check_unknown,
@@ -24,6 +26,8 @@ from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
 from .kv_cache import KVCache
 from .patterns import Dense, Pattern, as_pattern
+from .patterns import Dense, Dilated, Pattern
+from .ring.schemes import HeadRange
 
 DEFAULT = Execution()
 AXES = "tensors are (batch, seq, heads, head_dim)"
@@ -244,6 +248,31 @@ def _by_head(
         outs, lses, order = [*outs, out], [*lses, lse], order + mine
     back = sorted(range(heads), key=order.__getitem__)
     return torch.cat(outs, 2)[:, :, back], torch.cat(lses, 1)[:, back]
+
+
+@lru_cache(maxsize=256)
+def check_share(
+    pattern, heads: int, kv_heads: int, all_heads: int, all_kv_heads: int
+) -> None:
+    """Raise in one line unless ``heads`` and ``kv_heads``, this tensor-parallel rank's
+    share of all query and K/V heads, can count them from 0: every share must have the
+    same part of the pattern, and the K/V heads of its query heads.
+
+    ValueError for shares that differ, NotImplementedError for a pattern by head.
+    """
+    here = f"{heads} of {all_heads} query heads and {kv_heads} of {all_kv_heads} K/V heads are here"
+    if heads * all_kv_heads != kv_heads * all_heads:
+        raise ValueError(f"{here}: tensor parallel ranks must share out both alike")
+    if heads == all_heads or not isinstance(pattern, Dilated):
+        return
+    sizes = LARGEST, heads, kv_heads
+    for first in range(0, all_heads, heads):
+        mine = range(first, first + heads)
+        part = HeadRange(pattern, mine, all_heads, all_kv_heads)
+        if part.branches(*sizes) != pattern.branches(*sizes):
+            raise NotImplementedError(
+                f"{here}, and {pattern} depends on which: take Dense(), offsets='branch', or rates that divide {heads}"
+            )
 
 
 def as_autocast(*tensors: Tensor) -> list[Tensor]:

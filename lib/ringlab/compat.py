@@ -36,6 +36,7 @@ from .engine import Execution
 from .engine.chunked import OOMBackoff
 from .patterns import Dilated, Pattern
 from .ring import Simulated
+from .ring.group import Group
 
 FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "compiled", "cpu_flash")
 FALLBACK = (
@@ -141,7 +142,9 @@ class PublishedAttention(nn.Module):
                 )
         self.dtype = dtype
         self.group = (
-            Simulated(ring_size) if group is None and (ring_size or 1) > 1 else group
+            Simulated(ring_size)
+            if group is None and (ring_size or 1) > 1
+            else Group.kept(group)
         )
         self.use_gradient_checkpointing = use_gradient_checkpointing
         pool = (
@@ -340,7 +343,7 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
         between two steps.
         """
         if self.group is not None and not isinstance(self.group, Simulated):
-            self.execution.tile.agree(self.group)
+            self.execution.tile.agree(Group.of(self.group).process_group)
 
 
 class RingDilatedAttentionHybrid(RingDilatedAttentionV2):

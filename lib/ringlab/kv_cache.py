@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -20,6 +22,17 @@ from .ring.comm import Steps, all_to_all, drive
 from .ring.exchange import Problem
 from .ring.group import Group
 from .ring.layout import contiguous
+
+
+def _on_cpu(call: Callable) -> Callable:
+    """``call`` as without a default device: the tables of a cache are on the CPU."""
+
+    @wraps(call)
+    def called(*args, **options):
+        with nullcontext() if torch.empty(0).is_cpu else torch.device("cpu"):
+            return call(*args, **options)
+
+    return called
 
 
 class KVCache:
@@ -54,6 +67,7 @@ class KVCache:
     ([7], [[4, 5, 6], [1, 3, 4, 5, 6]])
     """
 
+    @_on_cpu
     def __init__(
         self,
         pattern: Pattern,
@@ -112,6 +126,7 @@ class KVCache:
         """
         return sum(part.nbytes for part in self._parts)
 
+    @_on_cpu
     def live_rows(self, entry: int = 0) -> list[Tensor]:
         """The positions of the rows that are kept here of a sequence, ascending, for
         each K/V head.
@@ -126,6 +141,7 @@ class KVCache:
             for found in zip(*(part.rows_of(number) for part in self._parts))
         ]
 
+    @_on_cpu
     def append(self, k: Tensor, v: Tensor) -> None:
         """Keep the rows k and v of new positions without attending from them: of a
         prompt computed elsewhere.
@@ -153,6 +169,7 @@ class KVCache:
         for part in self._parts:
             part.append(k, v)
 
+    @_on_cpu
     def crop(self, lengths: int | Sequence[int]) -> None:
         """Forget the positions from ``lengths`` on, one number or one for each
         sequence.
@@ -185,6 +202,7 @@ class KVCache:
         for part in self._parts:
             part.crop(wanted)
 
+    @_on_cpu
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Make sequence i a copy of what was sequence ``index[i]``, for beam search."""
         index = integers("index", index, self._parts[0].k)
@@ -206,6 +224,7 @@ class KVCache:
         """
         return {"made": self._made(), "parts": [part.state() for part in self._parts]}
 
+    @_on_cpu
     def load_state_dict(self, state: dict) -> None:
         """Restore what ``state_dict`` gave.
 
@@ -288,6 +307,7 @@ class KVCache:
                 full = f"{have} of {rules.n} positions are taken in sequence {entry}, and {new} are new"
                 raise ValueError(f"the cache is full: {full}")
 
+    @_on_cpu
     def attend(
         self,
         q,
@@ -371,6 +391,7 @@ def _rules(
     return rules_of(pattern, heads, kv_heads, n, max_crop, rank, ranks)
 
 
+@_on_cpu
 def cache_bytes(
     pattern: Pattern,
     *,

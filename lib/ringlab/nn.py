@@ -16,9 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from . import checks, ring
 from .adaptive import Adaptive, adaptive_attention
 from .advise import Advice, Auto
-from .attention import DEFAULT, REFUSED, attention
+from .attention import DEFAULT, REFUSED, as_autocast, attention, check_share
 from .block_patterns import PerHead
-from .checks import LARGEST, check_bool, check_float_dtype, check_int, check_unknown
+from .checks import (
+    FLOATS,
+    LARGEST,
+    check_bool,
+    check_float_dtype,
+    check_int,
+    check_unknown,
+)
 from .engine import Execution
 from .engine.documents import Documents, integers
 from .kernels import device_of
@@ -29,6 +36,7 @@ from .ring.layout import layout_named
 
 KINDS = Pattern | PerHead | Adaptive
 PREFILL = 8192  # tokens of a prompt that are computed together
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class _NotTorchs(Tensor):
@@ -45,14 +53,20 @@ class MultiheadAttention(nn.Module):
     ``scheme``, ``layout``, ``backend`` and ``execution`` are those of
     ``ringlab.attention``: over a ProcessGroup or 1-D mesh, x is this rank's shard of
     the sequence. The weights are replicated then, and their gradients are this rank's
-    part: sum them over the ranks. ``use_gradient_checkpointing`` saves only x for the
-    backward and recomputes the rest, exchanges included. ``config="auto"`` chooses
+    part: sum them over the ranks. A copy shares the group; a pickle keeps its name and
+    size, and is loaded where there is such a group. ``use_gradient_checkpointing``
+    saves only x for the backward and recomputes the rest, exchanges included. ``config="auto"`` chooses
     backend, scheme and execution for each shape by advice, where they have their
     defaults; an ``Advice`` is taken as it is. ``layer.advice`` is the advice that the
     last call followed; it changes no value. ``rotary_base`` (Llama's is 10,000) turns q
     and k by their positions, which count from the start of each document and are global
     across ranks. The state dict holds ``q_proj``, ``k_proj``, ``v_proj`` and
     ``out_proj``; that of ``torch.nn.MultiheadAttention`` is loaded too.
+
+    The projections may be any modules of these sizes, and tensor parallel ones
+    (``ColwiseParallel`` q, k, v and ``RowwiseParallel`` out): the heads are those that
+    are on this rank, counted from 0. A pattern that this would change is refused
+    (NotImplementedError), as offsets="head" unless the rates divide that number.
 
     It is called with x, or as torch's layer is (see ``forward``), whose place it can
     take in ``torch.nn.TransformerEncoderLayer``; ``from_torch`` takes over the weights.
@@ -154,7 +168,7 @@ class MultiheadAttention(nn.Module):
         self.auto = None if config is None else Auto(config)
         self.options = {
             "causal": causal,
-            "group": group,
+            "group": Group.kept(group),
             "backend": backend,
             "execution": execution,
         }
@@ -178,7 +192,9 @@ class MultiheadAttention(nn.Module):
 
     @property
     def in_proj_weight(self) -> Tensor:
-        return self.q_proj.weight.as_subclass(_NotTorchs)
+        weight = _weight(self.q_proj)
+        weight = _NOTHING if weight is None else weight
+        return weight.as_subclass(_NotTorchs)
 
     @classmethod
     def from_torch(
@@ -271,11 +287,14 @@ class MultiheadAttention(nn.Module):
             raise ValueError(
                 f"x must be (batch, seq, {self.embed_dim}), got shape {tuple(x.shape)}"
             )
-        if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(
-            x.device.type
+        weight = _weight(self.q_proj)
+        if (
+            weight is not None
+            and x.dtype != weight.dtype
+            and not torch.is_autocast_enabled(x.device.type)
         ):
             raise ValueError(
-                f"x is {x.dtype}, the layer {self.q_proj.weight.dtype}: convert one, or use autocast"
+                f"x is {x.dtype}, the layer {weight.dtype}: convert one, or use autocast"
             )
         if key_padding_mask is not None:
             if lengths is not None or self.options["group"] is not None:
@@ -300,35 +319,47 @@ class MultiheadAttention(nn.Module):
 
     def make_cache(self, batch: int, max_seq_len: int, *, max_crop: int = 0) -> KVCache:
         """An empty ``ringlab.KVCache`` for calls with ``cache=``, in the dtype of the
-        layer or of autocast.
+        layer or of autocast, for the heads that are on this rank.
+
+        Projections that hide their weight, or have hooks as those of tensor parallel
+        layers, are called with a row of zeros.
         """
-        weight, sizes = (
-            self.k_proj.weight,
-            {"heads": self.num_heads, "kv_heads": self.num_kv_heads},
+        k, heads, kv_heads = _weight(self.k_proj), self.num_heads, self.num_kv_heads
+        # Others are not called: FSDP gathers their weights in the forward alone.
+        if k is None or self.k_proj._forward_pre_hooks:
+            some = [*self.k_proj.parameters(), *self.parameters()]
+            like = next((t for t in some if t.dtype in FLOATS), _NOTHING)
+            made = {"dtype": like.dtype, "device": like.device}
+            with torch.no_grad():
+                q, k, _ = self._projected(torch.zeros(1, 1, self.embed_dim, **made))
+            heads, kv_heads = q.shape[2], k.shape[2]
+        like = torch.empty(0, dtype=k.dtype, device=k.device)
+        return KVCache(
+            self.pattern,
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=self.embed_dim // self.num_heads,
+            max_seq_len=max_seq_len,
+            max_crop=max_crop,
+            dtype=as_autocast(like)[0].dtype,
+            device=k.device,
+            group=self.options["group"],
         )
-        sizes |= {
-            "head_dim": self.embed_dim // self.num_heads,
-            "max_seq_len": max_seq_len,
-            "max_crop": max_crop,
-        }
-        kind = weight.device.type
-        dtype = (
-            torch.get_autocast_dtype(kind)
-            if torch.is_autocast_enabled(kind)
-            else weight.dtype
-        )
-        made = {"dtype": dtype, "device": weight.device, "group": self.options["group"]}
-        return KVCache(self.pattern, batch=batch, **made, **sizes)
+
+    def _projected(self, x: Tensor) -> list[Tensor]:
+        """q (b, n, h, d), k and v (b, n, h_kv, d) of x (b, n, embed_dim): of the heads
+        that are on this rank.
+        """
+        d = self.embed_dim // self.num_heads
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (proj(x).unflatten(-1, (-1, d)) for proj in projections)
+        here = q.shape[2], k.shape[2]
+        check_share(self.pattern, *here, self.num_heads, self.num_kv_heads)
+        return [q, k, v]
 
     def _forward(self, x: Tensor, asked: dict, cache: KVCache | None) -> Tensor:
-        projected = (
-            (self.q_proj, self.num_heads),
-            (self.k_proj, self.num_kv_heads),
-            (self.v_proj, self.num_kv_heads),
-        )
-        q, k, v = (
-            proj(x).unflatten(-1, (heads, -1)) for proj, heads in projected
-        )  # (b, n, h, d), (b, n, h_kv, d)
+        q, k, v = self._projected(x)
         options = self.options | asked
         adaptive = isinstance(self.pattern, Adaptive)
         if adaptive and any(
@@ -349,7 +380,8 @@ class MultiheadAttention(nn.Module):
                 )
             else:
                 where = (
-                    torch.tensor(cache.lengths)[:, None] + torch.arange(x.shape[1])
+                    torch.tensor(cache.lengths, device="cpu")[:, None]
+                    + torch.arange(x.shape[1], device="cpu")
                 ).to(x.device)  # (b, n)
             q, k = (rotary(t, where, self.rotary_base) for t in (q, k))
         if adaptive:
@@ -448,7 +480,7 @@ def shard_sequence(
     takes it over ``group``.
 
     ``layout`` is the attention's. Shard tokens, targets, and ``positions`` of a model
-    that takes them.
+    that takes them; targets are shifted before, by ``next_tokens`` of whole sequences.
     """
     ranks = Group.of(group)
     if ranks.process_group is None:
@@ -456,7 +488,7 @@ def shard_sequence(
     return layout_named(layout, t.shape[dim], ranks.size).shard(t, ranks.here[0], dim)
 
 
-def mean_loss(logits: Tensor, targets: Tensor, *groups) -> Tensor:
+def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
     """The mean cross-entropy of ``logits`` (b, n, vocabulary) over the ``targets`` (b,
     n) that are not negative.
 
@@ -464,41 +496,78 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups) -> Tensor:
     as mesh["data"] and mesh["sequence"]. The value is the mean over all of them, on
     every rank. Its gradients are those of that mean once they are averaged over these
     ranks, as FSDP and DDP do, and ``average_gradients``. 0 where there is no target.
+
+    ``total``, for micro-batches whose gradients are summed: the number of targets in
+    all of them, on all ranks. Value and gradients are then the part of these tokens in
+    the mean over that many, and the sum over the micro-batches is that mean.
+
+    Targets are those of whole sequences, shifted before they are sharded, since the
+    last token of a shard has its target on the next rank:
+    ``shard_sequence(next_tokens(tokens), group)``. A model of transformers takes them
+    as ``shift_labels=``, and ``total`` as ``num_items_in_batch=``.
+
+    Raises ValueError for a ``total`` that is no positive integer, is less than the
+    targets of this call, or differs between ranks.
+
+    >>> logits, targets = torch.randn(2, 8, 5), torch.tensor([[1] * 8, [2] * 3 + [-100] * 5])
+    >>> parts = [mean_loss(logits[i : i + 1], targets[i : i + 1], total=11) for i in range(2)]
+    >>> torch.allclose(sum(parts), mean_loss(logits, targets))
+    True
     """
+    total = None if total is None else check_int("total", total)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     known = targets >= 0
     loss = F.cross_entropy(
         logits, targets.masked_fill(~known, -100).flatten(), reduction="sum"
     )
     found = [Group.sharing(group) for group in groups]
-    if not (
-        shared := [
-            group
-            for group in found
-            if group is not None and group.process_group is not None
-        ]
-    ):
-        return loss / known.sum().clamp(min=1)
-    total = torch.stack([loss.detach().double(), known.sum().double()])
-    for group in shared:
-        dist.all_reduce(total, group=group.process_group)
-    mine = (
-        loss
-        * math.prod(group.size for group in shared)
-        / total[1].clamp(min=1).to(loss.dtype)
+    shared = [
+        group
+        for group in found
+        if group is not None and group.process_group is not None
+    ]
+    ranks = math.prod(group.size for group in shared)
+    sums = torch.stack(
+        [loss.detach().double(), known.sum().double(), loss.new_tensor(total or 0)]
     )
-    return mine - mine.detach() + (total[0] / total[1].clamp(min=1)).to(loss.dtype)
+    for group in shared:
+        dist.all_reduce(sums, group=group.process_group)
+    count = sums[1].clamp(min=1)
+    if total is not None:
+        if sums[2] != total * ranks or sums[1] > total:
+            raise ValueError(
+                f"total must be the number of all targets, one for all ranks, got {total}; this call has {int(sums[1])}"
+            )
+        count = sums.new_tensor(total)
+    if not shared:
+        return loss / count.to(loss.dtype)
+    mine = loss * ranks / count.to(loss.dtype)
+    return mine - mine.detach() + (sums[0] / count).to(loss.dtype)
 
 
 def average_gradients(module: nn.Module, *groups) -> None:
     """Replace the gradients of replicated weights by their means over the ranks of
     ``groups``; FSDP and DDP do it.
+
+    Of weights that a tensor parallel mesh shares out, each rank's part is averaged over
+    the ranks that have the same part. Raises ValueError for a group that such a mesh,
+    or FSDP's, has other ranks of.
     """
     for group in filter(None, map(Group.sharing, groups)):
+        if (ranks := group.process_group) is None:
+            continue
         for parameter in module.parameters():
-            if parameter.grad is not None and group.process_group is not None:
-                dist.all_reduce(parameter.grad, group=group.process_group)
-                parameter.grad /= group.size
+            if (grad := parameter.grad) is None:
+                continue
+            if hasattr(grad, "to_local"):  # a DTensor
+                mesh = grad.device_mesh.mesh.flatten().tolist()
+                if len({*mesh} & {*dist.get_process_group_ranks(ranks)}) > 1:
+                    raise ValueError(
+                        f"ranks {mesh} have parts of one gradient: average_gradients takes groups with the same part"
+                    )
+                grad = grad.to_local()
+            dist.all_reduce(grad, group=ranks)
+            grad /= group.size
 
 
 class DecoderBlock(nn.Module):
@@ -703,6 +772,14 @@ class LanguageModel(nn.Module):
             )
         logits = self(tokens, cu_seqlens=cu_seqlens, lengths=lengths)
         return mean_loss(logits, next_tokens(tokens, cu_seqlens, lengths))
+
+
+def _weight(projection: nn.Module) -> Tensor | None:
+    """The weight of a projection; None where it has none of a dtype to compute in, as a
+    wrapper or a quantised layer.
+    """
+    weight = getattr(projection, "weight", None)
+    return weight if getattr(weight, "dtype", None) in FLOATS else None
 
 
 def _split_projections(layer: MultiheadAttention, state: dict, prefix: str, *_) -> None:

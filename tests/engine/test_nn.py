@@ -2,11 +2,24 @@
 over ranks and in training.
 """
 
+import copy
+import pickle
+
 import pytest
 import torch
 from matrix import apart
-from ring_cases import layer_gradients, layer_positions
-from ringlab import Dense, Dilated, Execution, Simulated, blocks, nn, reference
+from ring_cases import copies, layer_gradients, layer_positions, tensor_parallel
+from ringlab import (
+    Adaptive,
+    Dense,
+    Dilated,
+    Execution,
+    Simulated,
+    blocks,
+    nn,
+    reference,
+)
+from ringlab.block_patterns import PerHead
 from ringlab.memory import MemoryPool
 from ringlab.nn import LanguageModel, MultiheadAttention, rotary
 from ringlab.ring import SCHEMES
@@ -162,6 +175,127 @@ def test_packed_and_padded_documents_are_those_alone(checkpointing):
         )
         <= 1e-12
     )
+
+
+QKV = "qkv"
+BY_HEAD = PerHead(tuple(blocks.sliding_window(i, block_size=8) for i in range(4)))
+SHARED = [
+    (Dense(), 4, 2, QKV),
+    (PATTERN, 4, 4, QKV),  # two heads on each rank, and rates that divide two
+    (Dilated([12, 36], [1, 3], offsets="branch"), 4, 4, QKV),
+    (Dilated([12, 36], [1, 2], offsets="kv_head"), 8, 4, QKV),
+    (blocks.sliding_window(1, block_size=8), 4, 4, QKV),
+    (Adaptive(8, 2), 4, 4, QKV),
+]
+NOT_SHARED = [
+    (Dilated([12, 36], [1, 3]), 4, 4, QKV, "depends on which: take Dense()"),
+    (Dilated([12, 36], [1, 2], offsets="block"), 4, 4, QKV, "depends on which"),
+    (Dilated([12, 36], [1, 2], mixing="head_groups"), 4, 4, QKV, "depends on which"),
+    (Dilated([12, 36], [1, 2], offsets="kv_head"), 4, 2, QKV, "depends on which"),
+    (BY_HEAD, 4, 4, QKV, "the pattern is for 4 query heads, q has 2"),
+    (Dense(), 3, 3, QKV, "multiply up to"),
+    (Dense(), 6, 3, QKV, "multiply up to"),
+    (Dense(), 4, 2, "q", "must share out both alike"),
+]
+
+
+def test_heads_that_a_mesh_shares_out_are_the_layer_or_refused_in_one_line():
+    refused = [case[:4] for case in NOT_SHARED]
+    for found in launch(tensor_parallel, 2, SHARED + refused):
+        right, told = found[: len(SHARED)], found[len(SHARED) :]
+        assert max(right) <= 1e-12
+        for text, (*_, words) in zip(told, NOT_SHARED):
+            assert words in text and "\n" not in text
+
+
+def test_copies_share_their_group_and_pickles_find_it():
+    for wrong, saved in launch(copies, 2):
+        assert not wrong
+        with pytest.raises(RuntimeError, match="^there is no process group .*$"):
+            pickle.loads(saved)
+    layer = MultiheadAttention(16, 4, PATTERN, group=Simulated(2))
+    cache = layer.make_cache(1, 9)
+    for made in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert made.group == cache.group
+
+
+class LoRA(torch.nn.Module):
+    """A wrapper that has no weight."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Parameter(torch.randn(2, base.in_features).to(base.weight))
+        self.up = torch.nn.Parameter(torch.randn(base.out_features, 2).to(base.weight))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.mT @ self.up.mT
+
+
+NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_projections_that_are_no_linear_layers(dtype):
+    torch.manual_seed(0)
+    layer = MultiheadAttention(
+        16, 4, PATTERN, num_kv_heads=2, causal=True, dtype=dtype
+    ).requires_grad_(False)
+    merged = copy.deepcopy(layer)
+    for name in NAMES:
+        lora = LoRA(getattr(layer, name)).requires_grad_(False)
+        setattr(layer, name, lora)
+        getattr(merged, name).weight += lora.up @ lora.down
+    x = torch.randn(2, 40, 16).to(dtype)
+    cache = layer.make_cache(2, 40)
+    pieces = [layer(t, cache=cache) for t in x.split([13, 27], 1)]
+    bound = 1e-12 if dtype == torch.float64 else 0.05
+    for got in (layer(x), torch.cat(pieces, 1)):
+        assert apart([got.double()], [merged(x).double()]) <= bound
+    assert (cache.dtype, cache.rules.kv_heads) == (dtype, 2)
+    assert isinstance(layer.in_proj_weight, torch.Tensor)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer.make_cache(1, 9).dtype == layer.k_proj(x).dtype
+
+
+def test_quantised_projections():
+    torch.manual_seed(0)
+    layer = MultiheadAttention(64, 4, PATTERN, causal=True).requires_grad_(False)
+    x = torch.randn(2, 40, 64)
+    want = layer(x)
+    packed = torch.ao.nn.quantized.dynamic.Linear
+    for name in NAMES:
+        linear = getattr(layer, name)
+        linear.qconfig = torch.ao.quantization.default_dynamic_qconfig
+        setattr(layer, name, packed.from_float(linear))
+    cache = layer.make_cache(2, 40)
+    pieces = [layer(t, cache=cache) for t in x.split([13, 27], 1)]
+    for got in (layer(x), torch.cat(pieces, 1)):
+        assert 0 < apart([got], [want]) < 0.05
+
+
+def test_a_default_device_changes_nothing():
+    model, tokens = small(rotary_base=100.0), torch.randint(50, (2, 20))
+    layer, x = MultiheadAttention(32, 4, PATTERN), torch.randn(2, 20, 32)
+    where, packed = torch.arange(20), tokens[:1]
+    hidden = (where >= 9).expand(2, -1)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(20)
+
+    def each():
+        with torch.no_grad():
+            return [
+                model.generate(tokens, 3, temperature=0, lengths=[20, 9]),
+                layer(x, cache=layer.make_cache(2, 20), is_causal=True),
+                model.loss(tokens, lengths=[20, 9]),
+                model.loss(packed, cu_seqlens=[0, 3, 20]),
+                layer(x, x, x, key_padding_mask=hidden, attn_mask=mask)[0],
+                rotary(x.unflatten(-1, (4, 8)), where),
+                nn.positions(packed, [0, 3, 20], Simulated(2)),
+            ]
+
+    want = each()
+    with torch.device("meta"):
+        assert all(map(torch.equal, each(), want))
 
 
 def test_the_state_dict_is_the_standard_one():

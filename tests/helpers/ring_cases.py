@@ -1,13 +1,17 @@
 """What ranks run in the tests: importable by name, so that other processes find it."""
 
+import copy
+import io
+import pickle
 import time
 import warnings
 from functools import partial
 
+import pytest
 import ringlab
 import torch
 import torch.distributed as dist
-from matrix import Case, drawn
+from matrix import Case, apart, drawn
 from ringlab import (
     Adaptive,
     Execution,
@@ -36,6 +40,11 @@ from ringlab.ring.schemes import SCHEMES
 from ringlab.tracking import LiveStorageTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -151,6 +160,155 @@ def trained(how: str, kind: str = "ours", steps: int = 20) -> list[float]:
         optimizer.step()
         losses.append(float(loss))
     return losses
+
+
+def tensor_parallel(cases):
+    """Of each case (pattern, heads, kv_heads, projections) on a mesh of all ranks: the
+    error of a layer whose ``projections`` are shared out, at once and by pieces with a
+    cache, or what refuses.
+    """
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for pattern, heads, kv_heads, names in cases:
+        torch.manual_seed(0)
+        layer = MultiheadAttention(
+            8 * heads,
+            heads,
+            pattern,
+            num_kv_heads=kv_heads,
+            causal=True,
+            rotary_base=100.0,
+            dtype=torch.float64,
+        ).requires_grad_(False)
+        x = torch.randn(2, 40, 8 * heads, dtype=torch.float64)
+        want = layer(x)
+        plan = {f"{name}_proj": ColwiseParallel() for name in names}
+        parallelize_module(layer, mesh, plan | {"out_proj": RowwiseParallel()})
+        try:
+            got = [layer(x)]
+            if not isinstance(pattern, Adaptive):
+                cache = layer.make_cache(2, 60)
+                pieces = [layer(t, cache=cache) for t in x.split([17, 1, 22], 1)]
+                got.append(torch.cat(pieces, 1))
+            found.append(apart(got, [want] * len(got)))
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+def copies():
+    """What this rank finds of everything that holds a group: the names of those whose
+    copies or pickles are not as the original, and a pickle of one.
+    """
+    ranks = list(range(dist.get_world_size()))
+    some, wrong = dist.new_group(ranks), []
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 32)
+    q = x.unflatten(-1, (4, 8))
+    for group in (dist.group.WORLD, some):
+        cache = KVCache(
+            Dense(), batch=1, heads=4, head_dim=8, max_seq_len=9, group=group
+        )
+        holders = [
+            (MultiheadAttention(32, 4, Dense(), group=group), (x,)),
+            (ringlab.AdaptiveBlockSparse(8, 4, 1, group=group), (q, q, q)),
+            (ringlab.RingDilatedAttentionV2([8, 16], [1, 2], group=group), (q, q, q)),
+            (cache, None),
+        ]
+        for one, given in holders:
+            file = io.BytesIO()
+            torch.save(one, file)
+            file.seek(0)
+            made = [copy.copy(one), copy.deepcopy(one)]
+            made.append(torch.load(file, weights_only=False))
+            if given is not None:
+                made.append(torch.optim.swa_utils.AveragedModel(one))
+            for other in made:
+                if given is None:
+                    same = other.group.process_group is group
+                else:
+                    same = torch.equal(other(*given), one(*given))
+                if not same:
+                    wrong.append((type(one).__name__, made.index(other)))
+    return wrong, pickle.dumps(holders[0][0])
+
+
+def micro_batches():
+    """Loss and gradient of one batch and of its three micro-batches with other numbers
+    of targets, over the ranks; and what refuses totals that are wrong.
+    """
+    group, found = dist.group.WORLD, []
+    torch.manual_seed(0)
+    x = torch.randn(3, 16, 8, dtype=torch.float64)
+    targets = next_tokens(torch.randint(11, (3, 16)), lengths=[16, 3, 10])
+    x, targets = (shard_sequence(t, group) for t in (x, targets))
+    model = torch.nn.Linear(8, 11, dtype=torch.float64)
+    for parts, total in ((1, None), (3, 26)):
+        model.zero_grad()
+        losses = [
+            mean_loss(model(some), wanted, group, total=total)
+            for some, wanted in zip(x.chunk(parts), targets.chunk(parts))
+        ]
+        sum(losses).backward()
+        average_gradients(model, group)
+        found.append(
+            [sum(losses).detach(), *(p.grad.clone() for p in model.parameters())]
+        )
+    for total in (26 + dist.get_rank(), 20):
+        try:
+            mean_loss(model(x), targets, group, total=total)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def two_steps(names: tuple[str, ...] = ()):
+    """Losses, the first gradients and the weights after two steps of a small model,
+    whole, on a 2 x 2 mesh of two ``names``, or in this process alone.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if names else None
+    torch.manual_seed(0)
+    model = LanguageModel(
+        40,
+        32,
+        4,
+        [Dilated([8, 32], [1, 2]), Dense()],
+        num_layers=2,
+        num_kv_heads=2,
+        group=mesh["sequence"] if mesh else None,
+        hidden_dim=64,
+        dtype=torch.float64,
+    )
+    if "tensor" in names:
+        columns = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+        for block in model.blocks:
+            plan = dict.fromkeys((*columns, "gate", "up"), ColwiseParallel())
+            plan |= dict.fromkeys(("attention.out_proj", "down"), RowwiseParallel())
+            parallelize_module(block, mesh["tensor"], plan)
+    groups = [mesh[name] for name in names if name != "tensor"]
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9, foreach=False)
+
+    def whole(tensors):
+        return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+
+    tokens = torch.randint(40, (2, 64))
+    given = [tokens, next_tokens(tokens, lengths=[64, 50])]
+    if "data" in names:
+        given = [t.chunk(2)[mesh["data"].get_local_rank()] for t in given]
+    if mesh:
+        given = [shard_sequence(t, mesh["sequence"]) for t in given]
+    losses, first = [], None
+    for _ in range(2):
+        loss = mean_loss(model(given[0]), given[1], *groups)
+        optimizer.zero_grad()
+        loss.backward()
+        average_gradients(model, *groups)
+        first = first or [t.clone() for t in whole(p.grad for p in model.parameters())]
+        optimizer.step()
+        losses.append(loss.detach())
+    if "tensor" in names:
+        with pytest.raises(ValueError, match="^ranks .* have parts of one gradient.*$"):
+            average_gradients(model, mesh["tensor"])
+    return losses, first, [t.detach() for t in whole(model.parameters())]
 
 
 def llama(pattern):

@@ -4,7 +4,8 @@ on the other.
 
 import pytest
 import torch
-from ring_cases import BORDERS, trained
+from matrix import apart
+from ring_cases import BORDERS, micro_batches, trained, two_steps
 from ringlab import Simulated
 from ringlab.nn import average_gradients, mean_loss, next_tokens, shard_sequence
 from ringlab.ring.launch import Process, launch
@@ -25,6 +26,34 @@ def test_twenty_steps_are_those_of_one_device(kind):
     for how, ranks in (("sequence", 2), ("fsdp", 4)):
         for found in launch(trained, ranks, how, kind, timeout_s=180):
             torch.testing.assert_close(found, want, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("names", [("tensor", "sequence"), ("data", "sequence")])
+def test_two_ways_to_share_out_work_on_four_ranks_are_one_process(names):
+    """Loss, gradients and weights after two steps."""
+    losses, *want = two_steps()
+    assert losses[1] < losses[0]
+    for found in launch(two_steps, 4, names, timeout_s=180):
+        for some, wanted in zip(found, (losses, *want)):
+            assert apart(some, wanted) <= 1e-10
+
+
+def test_micro_batches_of_other_numbers_of_targets_are_one_batch():
+    (want, alone, *_), *_ = launch(micro_batches, 1)
+    assert apart(alone, want) <= 1e-12
+    for once, accumulated, *refused in launch(micro_batches, 2):
+        assert max(apart(some, want) for some in (once, accumulated)) <= 1e-12
+        assert [told.split(",")[0] for told in refused] == [
+            "total must be the number of all targets"
+        ] * 2
+    logits, targets = torch.randn(1, 4, 5), torch.tensor([[1, 2, -100, 3]])
+    for total in (torch.tensor(3), 3):
+        assert torch.equal(
+            mean_loss(logits, targets, total=total), mean_loss(logits, targets)
+        )
+    for total in (0, -1, 2.5, True, 2, torch.tensor([3, 4])):
+        with pytest.raises(ValueError, match="^total must be .*$"):
+            mean_loss(logits, targets, total=total)
 
 
 def test_targets_and_losses_of_one_device():

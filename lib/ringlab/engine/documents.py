@@ -57,9 +57,8 @@ class Alike:
         return self.step == self.length and self.length * len(self.first) == rows
 
     def _index(self, device: torch.device) -> Tensor:
-        return (torch.tensor(self.first)[:, None] + torch.arange(self.length)).to(
-            device
-        )  # (documents, length)
+        first = torch.tensor(self.first, device=device)
+        return first[:, None] + torch.arange(self.length, device=device)
 
 
 @dataclass(frozen=True, eq=False)

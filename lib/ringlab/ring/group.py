@@ -83,18 +83,37 @@ class Group:
     """The ranks that share a sequence. ``here`` are the ranks of this process.
 
     With a process group that is one rank; without (None) it is all of them, simulated.
-    Tensors hold the rows of the ranks here, one rank after the other.
+    Tensors hold the rows of the ranks here, one rank after the other. Copies share the
+    process group; a pickle keeps its name and size.
     """
 
     size: int
     here: range
     process_group: dist.ProcessGroup | None = None
 
+    def __deepcopy__(self, memo) -> Group:
+        return self
+
+    def __reduce__(self):
+        if self.process_group is None:
+            return Group, (self.size, self.here)
+        return _restored, (self.process_group.group_name, self.size)
+
+    @classmethod
+    def kept(cls, group):
+        """What a module keeps of its ``group``: a Group in place of a ProcessGroup,
+        which cannot be copied or pickled.
+        """
+        kept = group is None or not isinstance(group, dist.ProcessGroup)
+        return group if kept else cls.of(group)
+
     @classmethod
     def of(cls, group) -> Group:
         """The group of a ProcessGroup, a 1-D DeviceMesh or Simulated ranks; raises
         TypeError for anything else.
         """
+        if isinstance(group, Group):
+            return group
         if isinstance(group, Simulated):
             return cls(group.ranks, range(group.ranks))
         if isinstance(group, dist.DeviceMesh):
@@ -704,11 +723,32 @@ def _found(name: str, group: str) -> tuple[_Call, Group]:
     call = _calls[name]
     if not group:
         return call, Group(call.problem.layout.ranks, range(call.problem.layout.ranks))
+    return call, Group.of(_named(group))
+
+
+def _named(name: str) -> dist.ProcessGroup | None:
+    """The process group of a name."""
     # A private function of torch. It also knows a group that was made anew under the
     # name since a graph was compiled.
-    return call, Group.of(
-        getattr(dist.distributed_c10d, "_resolve_process_group", _groups.get)(group)
-    )
+    return getattr(dist.distributed_c10d, "_resolve_process_group", _groups.get)(name)
+
+
+def _restored(name: str, size: int) -> Group:
+    """The group that a pickle has named; RuntimeError unless it is here, with as many
+    ranks.
+    """
+    found = None
+    if dist.is_initialized():
+        world = dist.group.WORLD
+        try:
+            found = Group.of(world if world.group_name == name else _named(name))
+        except (RuntimeError, TypeError):  # torch's, and ours for None
+            pass
+    if found is None or found.size != size:
+        raise RuntimeError(
+            f"there is no process group {name!r} of {size} ranks as in the pickle: make it before, or load a state dict"
+        )
+    return found
 
 
 def forward(
