@@ -263,7 +263,7 @@ def check_share(
     here = f"{heads} of {all_heads} query heads and {kv_heads} of {all_kv_heads} K/V heads are here"
     if heads * all_kv_heads != kv_heads * all_heads:
         raise ValueError(f"{here}: tensor parallel ranks must share out both alike")
-    if heads == all_heads or not isinstance(pattern, Dilated):
+    if not isinstance(pattern, Dilated):
         return
     sizes = LARGEST, heads, kv_heads
     for first in range(0, all_heads, heads):

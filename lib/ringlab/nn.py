@@ -354,8 +354,9 @@ class MultiheadAttention(nn.Module):
         d = self.embed_dim // self.num_heads
         projections = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (proj(x).unflatten(-1, (-1, d)) for proj in projections)
-        here = q.shape[2], k.shape[2]
-        check_share(self.pattern, *here, self.num_heads, self.num_kv_heads)
+        here, whole = (q.shape[2], k.shape[2]), (self.num_heads, self.num_kv_heads)
+        if here != whole:
+            check_share(self.pattern, *here, *whole)
         return [q, k, v]
 
     def _forward(self, x: Tensor, asked: dict, cache: KVCache | None) -> Tensor:

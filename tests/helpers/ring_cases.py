@@ -274,7 +274,7 @@ def two_steps(names: tuple[str, ...] = ()):
         [Dilated([8, 32], [1, 2]), Dense()],
         num_layers=2,
         num_kv_heads=2,
-        group=mesh["sequence"] if mesh else None,
+        group=mesh["sequence"] if "sequence" in names else None,
         hidden_dim=64,
         dtype=torch.float64,
     )
@@ -294,7 +294,7 @@ def two_steps(names: tuple[str, ...] = ()):
     given = [tokens, next_tokens(tokens, lengths=[64, 50])]
     if "data" in names:
         given = [t.chunk(2)[mesh["data"].get_local_rank()] for t in given]
-    if mesh:
+    if "sequence" in names:
         given = [shard_sequence(t, mesh["sequence"]) for t in given]
     losses, first = [], None
     for _ in range(2):

@@ -28,7 +28,9 @@ def test_twenty_steps_are_those_of_one_device(kind):
             torch.testing.assert_close(found, want, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("names", [("tensor", "sequence"), ("data", "sequence")])
+@pytest.mark.parametrize(
+    "names", [("tensor", "sequence"), ("data", "sequence"), ("data", "tensor")]
+)
 def test_two_ways_to_share_out_work_on_four_ranks_are_one_process(names):
     """Loss, gradients and weights after two steps."""
     losses, *want = two_steps()
