@@ -25,8 +25,7 @@ from .engine import Execution
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
 from .kv_cache import KVCache
-from .patterns import Dense, Pattern, as_pattern
-from .patterns import Dense, Dilated, Pattern
+from .patterns import Dense, Dilated, Pattern, as_pattern
 from .ring.schemes import HeadRange
 
 DEFAULT = Execution()

@@ -528,9 +528,8 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
         if group is not None and group.process_group is not None
     ]
     ranks = math.prod(group.size for group in shared)
-    sums = torch.stack(
-        [loss.detach().double(), known.sum().double(), loss.new_tensor(total or 0)]
-    )
+    known = known.sum().double()
+    sums = torch.stack([loss.detach().double(), known, known.new_tensor(total or 0)])
     for group in shared:
         dist.all_reduce(sums, group=group.process_group)
     count = sums[1].clamp(min=1)
