@@ -209,17 +209,8 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(change, words):
     assert "\n" not in str(caught.value)
 
 
-def test_other_caches_windows_and_wrong_calls_are_refused():
+def test_wrong_calls_are_refused():
     model = model_of("llama")
-    with pytest.raises(
-        NotImplementedError,
-        match=r"1 queries on 51 keys of another cache: use generate",
-    ):
-        model.generate(TOKENS, max_new_tokens=3)
-    with pytest.raises(
-        NotImplementedError, match=r"a sliding window of 8 tokens is not supported"
-    ):
-        model_of("mistral", sliding_window=8)(TOKENS)
     with pytest.raises(ValueError, match="the cache is full: 0 of 20 positions"):
         model.generate(TOKENS, max_new_tokens=3, past_key_values=LiveCache(model, 20))
     with pytest.raises(ValueError, match="set_attn_implementation"):
@@ -253,18 +244,6 @@ def test_a_mask_that_hides_other_tokens_than_before_is_refused_and_a_refused_cal
             for m, c in ((ours, cache), (theirs, past))
         )
     assert torch.allclose(got, want, atol=1e-10)
-
-
-def test_documents_and_padding_are_told_apart():
-    model, where = model_of("llama"), torch.arange(50).remainder(25)[None].expand(3, -1)
-    with pytest.raises(
-        NotImplementedError, match="start anew and padding do not go together"
-    ):
-        model(TOKENS, attention_mask=LEFT.long(), position_ids=where, use_cache=False)
-    ones = model(
-        TOKENS, attention_mask=torch.ones(3, 50), position_ids=where, use_cache=False
-    ).logits
-    assert torch.equal(ones, model(TOKENS, position_ids=where, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("kind", ["DiffLlama", "DeepseekV3"])

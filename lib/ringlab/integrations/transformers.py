@@ -6,40 +6,57 @@ cache for ``generate``.
 >>> register()
 >>> config = LlamaConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
 ...                      intermediate_size=64, num_hidden_layers=2, pad_token_id=0, eos_token_id=None)
->>> model = set_pattern(LlamaForCausalLM._from_config(config, attn_implementation="ringlab"), Dilated([16, 32], [1, 2]))
+>>> model = LlamaForCausalLM._from_config(config, attn_implementation="ringlab")
 >>> prompt = torch.tensor([[1, 2, 3]])
+>>> model.generate(prompt, max_new_tokens=5).shape
+torch.Size([1, 8])
+>>> model = set_pattern(model, Dilated([16, 32], [1, 2]))
 >>> model.generate(prompt, max_new_tokens=5, past_key_values=LiveCache(model, 32)).shape
 torch.Size([1, 8])
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+)
 
-from ..attention import attention
-from ..checks import check_int
+from ..attention import as_autocast, attention, check_share
+from ..block_patterns import sliding_window as window_of
+from ..checks import LARGEST, check_int
+from ..engine.autograd import outside_graphs
 from ..kv_cache import KVCache
 from ..patterns import Dense, Pattern, from_dict
+from ..ring.group import Group
 
 NAME = "ringlab"
-KNOWN_MASKS = (
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay",
-    "packed_sequence_",
-)
 REFUSED = {
     "softcap": "soft-capped scores are not supported",
     "s_aux": "attention sinks are not supported",
     "position_bias": "a bias of the scores is not supported",
     "head_mask": "masks of heads are not supported",
+    "cache": "a paged cache is not supported",
 }
 
 
@@ -48,50 +65,112 @@ def register() -> None:
 
     It is an argument of ``from_pretrained``;
     ``model.set_attn_implementation("ringlab")`` does the same. A layer then runs
-    ``ringlab.attention`` over its pattern (see ``set_pattern``; dense by default),
-    forward and backward. Padding, which ``attention_mask`` tells, is left out, on the
-    right or the left. ``position_ids`` that start anew, without padding, or
-    ``cu_seq_lens_q`` tell the documents of packed batches; transformers' own attention
-    needs ``use_cache=False`` for that. Positions count from the first token of each
-    document.
+    ``ringlab.attention``, forward and backward, over the keys that the model's mask
+    shows: causal or not, sliding windows, padding on the left or the right, documents
+    of packed batches, keys of an encoder and of transformers' caches. ``set_pattern``
+    gives layers a pattern. ``position_ids`` that start anew tell documents, without an
+    ``attention_mask`` and with ``use_cache=False``; or ``cu_seq_lens_q`` does.
+    Positions of a pattern count from the first token of each document.
+
+    NotImplementedError, in one line, for a model that runs an attention of its own, and
+    for what this one cannot do: dropout, biases, sinks, masks of pairs.
 
     ``model(..., ringlab_group=group, use_cache=False)`` takes shards of the sequence
-    (``ringlab.nn.shard_sequence``): of the tokens, and of their ``position_ids``; but
-    ``cu_seq_lens_q`` of the whole.
+    (``ringlab.nn.shard_sequence``): of the tokens, of their ``position_ids``, and of
+    ``shift_labels``; but ``cu_seq_lens_q`` of the whole. Labels are shifted before they
+    are sharded, since the last token of a shard has its target on the next rank. With
+    ``num_items_in_batch``, the number of all targets, the loss is a rank's part of the
+    mean; ``ringlab.nn.mean_loss`` of the logits gives the mean.
     """
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, padding)
+    AttentionMaskInterface.register(NAME, mask_of)
+    PreTrainedModel.get_correct_attn_implementation = _implementation
+    LOSS_MAPPING["ForCausalLM"] = _causal_loss
 
 
-def set_pattern(model, pattern: Pattern | Sequence[Pattern]):
+_their_implementation = PreTrainedModel.get_correct_attn_implementation
+_their_loss = LOSS_MAPPING["ForCausalLM"]
+
+
+def _implementation(model: PreTrainedModel, *args, **how) -> str:
+    """The attention that a model is to run, as transformers decides it; ours only for a
+    model that calls it.
+    """
+    found = _their_implementation(model, *args, **how)
+    if found == NAME and _attention_in(type(model).__module__) == "own":
+        parts = 'attn_implementation={"text_config": "ringlab"} names a part of a model'
+        raise NotImplementedError(
+            f"{type(model).__name__} runs an attention of its own, not ringlab's; {parts}"
+        )
+    return found
+
+
+@lru_cache(maxsize=256)
+def _attention_in(module: str) -> str:
+    """Which attention the code of a model runs: "interface", of transformers, "own", or
+    "" for none.
+    """
+    try:
+        code = inspect.getsource(sys.modules[module])
+    except OSError:  # typed into an interpreter: its masks will tell
+        return "interface"
+    if "ATTENTION_CLASSES[" in code:  # a table of its own beside it
+        return "own"
+    if "ALL_ATTENTION_FUNCTIONS" in code:
+        return "interface"
+    return "own" if re.search(r"^class \w*Attention\w*\(", code, re.M) else ""
+
+
+def _causal_loss(*args, ringlab_group=None, **how) -> Tensor:
+    """Transformers' loss of causal models; of shards only with shifted labels."""
+    wanted = "shift_labels", "num_items_in_batch"
+    if ringlab_group is not None and any(how.get(name) is None for name in wanted):
+        raise ValueError(
+            "the loss of shards needs shift_labels, shifted before sharding, and num_items_in_batch of the whole"
+        )
+    return _their_loss(*args, **how)
+
+
+def set_pattern(model, pattern: Pattern | Sequence[Pattern | None]):
     """Give a model one pattern for all layers, or one for each, and return it.
 
-    It is kept in ``model.config.ringlab_pattern``, which ``save_pretrained`` and
+    None, for a layer, is what the model says: dense, or its sliding window. It is kept
+    in ``model.config.ringlab_pattern``, which ``save_pretrained`` and
     ``from_pretrained`` carry; load with ``attn_implementation="ringlab"``, or the model
-    is dense. ValueError for a model that runs another attention.
+    is dense. ValueError for a model that runs another attention, or has
+    cross-attention.
     """
     patterns = [pattern] if isinstance(pattern, Pattern) else list(pattern)
-    if not all(isinstance(p, Pattern) for p in patterns):
+    if not all(p is None or isinstance(p, Pattern) for p in patterns):
         raise TypeError("set_pattern takes a ringlab pattern, or a list of them")
-    layers = model.config.get_text_config().num_hidden_layers
+    config = model.config.get_text_config()
+    layers = config.num_hidden_layers
     if len(patterns) not in (1, layers):
         raise ValueError(
             f"set_pattern takes one pattern, or {layers} for the layers, got {len(patterns)}"
         )
-    if (runs := model.config.get_text_config()._attn_implementation) != NAME:
+    if (runs := config._attn_implementation) != NAME:
         raise ValueError(
             f"the model runs {runs!r}, not patterns: model.set_attn_implementation({NAME!r}) comes first"
         )
-    model.config.get_text_config().ringlab_pattern = [p.to_dict() for p in patterns]
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise ValueError("patterns are for models without cross-attention")
+    parts = (type(m).__module__ for m in model.modules() if hasattr(m, "config"))
+    if not any(_attention_in(part) == "interface" for part in parts):
+        raise ValueError(f"{type(model).__name__} has no attention that takes patterns")
+    config.ringlab_pattern = [p and p.to_dict() for p in patterns]
     return model
 
 
-def pattern_of(config, layer: int) -> Pattern:
-    """The pattern of a layer of a model with this config."""
-    given = getattr(config.get_text_config(), "ringlab_pattern", None)
-    if not given:
-        return Dense()
-    return _pattern(json.dumps(given[layer if len(given) > 1 else 0]))
+def pattern_of(config, layer: int | None) -> Pattern | None:
+    """The pattern that ``set_pattern`` gave a layer of a model with this config."""
+    given = getattr(config.get_text_config(), "ringlab_pattern", None) or [None]
+    if len(given) > 1 and layer is None:
+        raise NotImplementedError(
+            "the layers of this model do not tell their number: give it one pattern for all"
+        )
+    found = given[layer if len(given) > 1 else 0]
+    return found and _pattern(json.dumps(found))
 
 
 @lru_cache(maxsize=256)
@@ -99,45 +178,150 @@ def _pattern(text: str) -> Pattern:
     return from_dict(json.loads(text))
 
 
-def padding(
+@dataclass(eq=False)
+class Mask:
+    """What a model says about a call of its attention, in the place of a mask (b, 1,
+    queries, keys).
+
+    ``first``: the key at which the first query stands. ``keys``: how many keys are
+    there, without those after all queries if the call is ``causal``. ``window``: keys
+    at a distance below it are seen; None: all. ``borders``: where the documents of a
+    packed batch begin and end, its entries in a row; None: each entry is one. ``real``
+    (b, keys): which keys are no padding, and ``spans`` the first and the end of them
+    for each entry; None: all.
+
+    Only ``attend`` reads it. Every operator of a tensor raises NotImplementedError: a
+    model that computes with its mask runs an attention that is not ours.
+    """
+
+    shape: tuple[int, int, int, int]
+    device: torch.device | str
+    causal: bool
+    window: int | None
+    first: int
+    keys: int
+    borders: Tensor | None = None
+    real: Tensor | None = None
+    spans: list[tuple[int, int]] | None = None
+    fitting: Tensor | None = None  # position_ids that were seen to agree
+
+    ndim, dtype = 4, torch.bool
+
+    def to(self, device, **how) -> Mask:
+        """The mask on another device, as hooks for models on several GPUs ask for it."""
+        moved = {"borders": self.borders, "real": self.real}
+        moved = {n: t if t is None else t.to(device) for n, t in moved.items()}
+        return replace(self, device=device, **moved)
+
+    def contiguous(self) -> Mask:
+        """Itself: generate asks for it."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return _refuse(func.__name__)
+
+    def __getattr__(self, name: str):
+        if not name.startswith("_") and hasattr(Tensor, name):
+            _refuse(name)
+        raise AttributeError(name)
+
+
+def _refuse(name: str):
+    raise NotImplementedError(
+        f"this model computes with its mask ({name}): it runs an attention that is not ringlab's"
+    )
+
+
+for _name in (
+    "getitem len iter bool eq ne lt le gt ge add radd sub rsub mul rmul truediv".split()
+):
+    setattr(Mask, f"__{_name}__", lambda self, *args, name=_name: _refuse(name))
+for _name in "and rand or ror xor rxor invert neg float int".split():
+    setattr(Mask, f"__{_name}__", lambda self, *args, name=_name: _refuse(name))
+Mask.__hash__ = object.__hash__
+
+
+def mask_of(*args, attention_mask: Tensor | Mask | None = None, **how) -> Mask:
+    """What transformers passes to ``attend`` as mask; its arguments are those of
+    ``transformers.masking_utils.sdpa_mask``.
+    """
+    if isinstance(attention_mask, Mask):  # made by generate before the model is called
+        return attention_mask
+    return outside_graphs(_mask)(*args, padding=attention_mask, **how)
+
+
+def _mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
     *,
-    mask_function: Callable,
-    attention_mask: Tensor | None = None,
+    padding: Tensor | None = None,
+    device: torch.device | str = "cpu",
     **how,
-) -> Tensor | None:
-    """What transformers passes to ``attend`` as mask: which tokens are no padding, bool
-    (b, kv_length), or None.
-    """
-    if how.get("use_vmap") or not _is_known(mask_function):
+) -> Mask:
+    said = dict(_statements(mask_function, kv_offset + kv_length))
+    causal, first = "causal" in said, int(q_offset) - kv_offset
+    keys = min(kv_length, first + q_length) if causal else kv_length
+    shape = batch_size, 1, q_length, kv_length
+    mask = Mask(shape, device, causal, said.get("window"), first, keys)
+    if "documents" in said:  # (b, queries)
+        mask.borders = _borders(said["documents"].diff(dim=1) != 0)
+    if padding is not None:
+        real = padding[:, kv_offset : kv_offset + keys].bool()
+        real = F.pad(real, (0, keys - real.shape[1]))  # what is not told is hidden
+        if not real.all():
+            mask.real, mask.spans = real, _spans(real)
+    return mask
+
+
+def _statements(mask: Callable, length: int) -> Iterator[tuple[str, object]]:
+    """What a mask function of transformers says about ``length`` positions, by name."""
+    name = mask.__qualname__.partition(".")[0]
+    inside = inspect.getclosurevars(mask).nonlocals
+    if name == "and_masks":
+        for part in inside["mask_functions"]:
+            yield from _statements(part, length)
+    elif name == "remap_positions_for_packed_sequence":
+        yield from _statements(inside["mask_function"], length)
+    elif name == "causal_mask_function":
+        yield "causal", True
+    elif name == "sliding_window_overlay":
+        yield "window", inside["sliding_window"]
+    elif name == "sliding_window_bidirectional_overlay":
+        yield "window", inside["sliding_window"] + 1
+    elif name == "packed_sequence_mask_function":
+        yield "documents", inside["packed_sequence_mask"]
+    elif name == "chunked_overlay" and length <= inside["chunk_size"]:
+        return  # one chunk
+    elif name != "bidirectional_mask_function":
         raise NotImplementedError(
-            "ringlab's attention takes causal masks, padding and packing; use a pattern instead"
+            f"ringlab's attention takes causal masks, windows, padding and packing, not {name}"
         )
-    return (
-        None
-        if attention_mask is None or attention_mask.all()
-        else attention_mask[:, :kv_length]
-    )
 
 
-def _is_known(mask: Callable) -> bool:
-    """Whether a mask function of transformers is one of ``KNOWN_MASKS``, or made of
-    these.
+def _borders(begins: Tensor) -> Tensor:
+    """The borders (documents + 1,) of documents in the rows of a batch, one after the
+    other; ``begins`` (b, n - 1): a document begins with the next token.
     """
-    cells = [cell.cell_contents for cell in mask.__closure__ or ()]
-    inner = [
-        f
-        for cell in cells
-        for f in (cell if isinstance(cell, tuple) else (cell,))
-        if callable(f)
-    ]
-    return (
-        all(map(_is_known, inner))
-        if inner
-        else mask.__qualname__.startswith(KNOWN_MASKS)
-    )
+    b, n = begins.shape[0], begins.shape[1] + 1
+    entry, token = begins.nonzero().T
+    ends = torch.arange(0, b * n + 1, n, device=begins.device)
+    return torch.cat([entry * n + token + 1, ends]).sort().values
+
+
+def _spans(real: Tensor) -> list[tuple[int, int]]:
+    """The first and the end of the tokens of each entry that are ``real`` (b, n)."""
+    first, at = real.int().argmax(1), torch.arange(real.shape[1], device=real.device)
+    stop = first + real.sum(1)
+    if not torch.equal(real, (at >= first[:, None]) & (at < stop[:, None])):
+        raise NotImplementedError(
+            "padding between tokens is not supported: pad on the left or the right"
+        )
+    return list(zip(first.tolist(), stop.tolist()))
 
 
 def attend(
@@ -145,7 +329,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: Mask | None = None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -153,14 +337,16 @@ def attend(
     sliding_window: int | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     ringlab_group=None,
     **others,
 ) -> tuple[Tensor, None]:
-    """(out (b, n, h, d), None) for query (b, h, n, d), key and value (b, h_kv, n, d):
+    """(out (b, n, h, d), None) for query (b, h, n, d), key and value (b, h_kv, m, d):
     what transformers calls.
     """
     layer = getattr(key, "ringlab_layer", None)
-    cache = layer and layer.taken()
+    if layer:
+        layer.take()
     for name, why in REFUSED.items():
         if others.get(name) is not None:
             raise NotImplementedError(
@@ -174,126 +360,226 @@ def attend(
         raise NotImplementedError(
             "attention dropout is not supported: set config.attention_dropout = 0.0"
         )
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # (b, n, h, d)
-    (b, n), seen = q.shape[:2], k.shape[1] + (layer.seen if layer else 0)
-    if layer is None and k.shape[1] != n:
-        ours = "generate(..., past_key_values=ringlab.integrations.transformers.LiveCache(model, length))"
-        raise NotImplementedError(
-            f"{n} queries on {k.shape[1]} keys of another cache: use {ours}"
-        )
-    if sliding_window is not None and sliding_window < seen:
-        pattern = "give it a pattern, as ringlab.blocks.sliding_window(...), and set config.sliding_window = None"
-        raise NotImplementedError(
-            f"a sliding window of {sliding_window} tokens is not supported: {pattern}"
-        )
-    if ringlab_group is not None and (layer or attention_mask is not None):
-        raise NotImplementedError(
-            "a ringlab_group takes whole documents, without a mask of padding and a cache"
-        )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    pattern = pattern_of(module.config, module.layer_idx)
-    how = {
-        "causal": causal or layer is not None,
-        "scale": scaling,
-        "cache": cache,
-        "group": ringlab_group,
-    }
-    if attention_mask is not None and attention_mask.dim() != 2:
+    q, k, v = as_autocast(*(t.transpose(1, 2) for t in (query, key, value)))
+    b, n, seen = *q.shape[:2], layer.seen if layer else 0
+    mask = attention_mask
+    if mask is None:
+        mask = _plain_mask(module, q, k, is_causal)
+    elif not isinstance(mask, Mask):
         raise NotImplementedError(
             "ringlab's attention takes a mask of padding (batch, tokens), no mask of pairs"
         )
-    real = (
-        None
-        if attention_mask is None or attention_mask[:, -n:].all()
-        else attention_mask[:, -n:].bool()
-    )
-    where = (
-        None if ringlab_group is not None else position_ids
-    )  # those of shards tell no borders
-    borders = None if layer else _borders(b, n, where, cu_seq_lens_q, real)
-    if layer:
-        layer.check(attention_mask, n)
-    if real is not None:
-        out = _padded(q, k, v, pattern, real, how)
-    elif borders is None:
-        out = attention(q, k, v, pattern, **how)
+    if mask.shape != (shape := (b, 1, n, seen + k.shape[1])):
+        raise NotImplementedError(
+            f"the mask is (batch, 1, queries, keys) {mask.shape}, the attention {shape}"
+        )
+    _check_causal(mask, module, is_causal)
+    documents = _documents(mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    if ringlab_group is not None:
+        if layer or mask.real is not None or n != mask.keys:
+            raise NotImplementedError(
+                "a ringlab_group takes whole documents, without a mask of padding and a cache"
+            )
+        if cu_seq_lens_q is None:
+            _check_shard(mask, position_ids, n, ringlab_group)
+    elif documents is not None and (layer or mask.real is not None or n != mask.keys):
+        raise NotImplementedError(
+            "documents of a packed batch take no padding and no cache: use_cache=False"
+        )
+    most = layer.max_length if layer else LARGEST if ringlab_group else mask.keys
+    pattern = _pattern_here(mask, module, sliding_window, most)
+    if pattern is None:
+        local = mask.window is not None and mask.window < most
+        pattern = window_of(tokens=mask.window) if local else Dense()
     else:
-        packed = (t.flatten(0, 1)[None] for t in (q, k, v))
-        out = attention(*packed, pattern, cu_seqlens=borders.to(q.device), **how)[
-            0
-        ].unflatten(0, (b, n))
+        _check_pattern(pattern, module.config, q.shape[2], k.shape[2])
+        if layer is None and n != mask.keys:
+            ours = f"past_key_values={LiveCache.__module__}.LiveCache(model, length)"
+            raise NotImplementedError(
+                f"a pattern needs its own cache: generate(..., {ours})"
+            )
+    how = {"causal": mask.causal, "scale": scaling}
+    k, v = k[:, : mask.keys], v[:, : mask.keys]
     if layer:
-        layer.keep(real, b, n)
+        out = layer.attend(q, k, v, pattern, mask, how)
+    elif ringlab_group is not None:
+        how |= {"group": ringlab_group, "cu_seqlens": cu_seq_lens_q}
+        out = attention(q, k, v, pattern, **how)
+    elif documents is not None:
+        packed = (t.flatten(0, 1)[None] for t in (q, k, v))
+        out = attention(*packed, pattern, cu_seqlens=documents, **how)
+        out = out[0].unflatten(0, (b, n))
+    elif mask.spans is not None:
+        out = outside_graphs(_of_spans)(q, k, v, pattern, mask, how)
+    else:
+        out = _of_last(q, k, v, pattern, mask, how)
     return out, None
 
 
-def _padded(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, real: Tensor, how: dict
-) -> Tensor:
+def _plain_mask(module, q: Tensor, k: Tensor, is_causal: bool | None) -> Mask:
+    """The mask of a model that makes none: causal, or all keys, as its module says."""
+    n, keys = q.shape[1], k.shape[1]
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal is None or causal and n != keys:
+        raise NotImplementedError(
+            f"this model gives no mask, and {type(module).__name__} does not say which keys are seen"
+        )
+    kind = causal_mask_function if causal else bidirectional_mask_function
+    return mask_of(len(q), n, keys, mask_function=kind, device=q.device)
+
+
+def _check_causal(mask: Mask, module, is_causal: bool | None) -> None:
+    """Raise NotImplementedError if a mask and its attention disagree."""
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal and not mask.causal and mask.shape[2] > 1:
+        raise NotImplementedError(
+            f"the mask shows later keys, and {type(module).__name__} is causal"
+        )
+    if mask.causal and is_causal is False:
+        raise NotImplementedError("the mask is causal, and is_causal is False")
+
+
+def _documents(
+    mask: Mask, position_ids: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None
+) -> Tensor | None:
+    """The borders of the documents of a packed batch, as the mask, cu_seq_lens and
+    position_ids agree on them.
+    """
+    if cu_q is not None:
+        for other in (cu_k, mask.borders):
+            if other is not None and cu_q.unique().tolist() != other.unique().tolist():
+                raise NotImplementedError(
+                    "cu_seq_lens_q disagrees with cu_seq_lens_k, or with position_ids"
+                )
+        return cu_q
+    n, known = mask.shape[2], mask.borders is not None or mask.fitting is position_ids
+    if known or position_ids.dim() != 2 or position_ids.shape[1] != n:
+        return mask.borders
+    anew = position_ids.diff(dim=1) != 1  # (b or 1, n - 1)
+    if mask.real is not None:
+        real = mask.real[:, mask.first : mask.first + n]
+        anew = anew & real[:, 1:] & real[:, :-1]
+    if anew.any():
+        raise NotImplementedError(
+            "position_ids start anew, the mask does not: documents take no attention_mask, and use_cache=False"
+        )
+    mask.fitting = position_ids
+    return None
+
+
+def _check_shard(mask: Mask, position_ids: Tensor | None, n: int, group) -> None:
+    """Raise ValueError unless the positions of a shard of one document are those of its
+    rows.
+    """
+    ranks = Group.of(group)
+    first = 0 if ranks.process_group is None else ranks.here[0] * n
+    if mask.borders is not None or position_ids is None or position_ids.dim() != 2:
+        raise ValueError(
+            "shards of documents need cu_seq_lens_q of the whole, and those of one document its position_ids"
+        )
+    if not (position_ids == torch.arange(n, device=position_ids.device) + first).all():
+        raise ValueError(
+            f"position_ids of this shard must be those from {first} on: shard_sequence of the whole"
+        )
+
+
+def _pattern_here(
+    mask: Mask, module, sliding_window: int | None, most: int
+) -> Pattern | None:
+    """The pattern that ``set_pattern`` gave a layer, which sees at most so many keys."""
+    if sliding_window is not None and mask.causal:
+        if sliding_window != mask.window and sliding_window < mask.shape[3]:
+            raise NotImplementedError(
+                f"the layer has a window of {sliding_window} tokens, the mask of {mask.window}"
+            )
+    config = getattr(module, "config", None)
+    pattern = config and pattern_of(config, getattr(module, "layer_idx", None))
+    if pattern and mask.window is not None and mask.window < most:
+        raise NotImplementedError(
+            f"the layer has a window of {mask.window} tokens: give set_pattern a list, with None for this layer"
+        )
+    return pattern
+
+
+def _check_pattern(pattern: Pattern, config, heads: int, kv_heads: int) -> None:
+    """Raise unless a pattern may count the heads of a layer from 0: tensor parallel
+    ranks have a share of them.
+    """
+    config = config.get_text_config()
+    every = config.num_attention_heads
+    if heads != every:
+        kv_every = getattr(config, "num_key_value_heads", None) or every
+        check_share(pattern, heads, kv_heads, every, kv_every)
+
+
+def _of_spans(q, k, v, pattern: Pattern, mask: Mask, how: dict) -> Tensor:
+    """Attention (b, n, h, d) of the keys that are no padding; 0 for queries that are.
+
+    Of a causal call the padding of queries is that of the keys at their positions.
+    Otherwise it is not known, and all queries count.
+    """
+    (b, n), alike = q.shape[:2], {}
+    for entry, span in enumerate(mask.spans):
+        alike.setdefault(span, []).append(entry)
+    out = q.new_zeros(b, n, q.shape[2], v.shape[3])
+    for (start, stop), entries in alike.items():
+        rows = slice(0, n)
+        if mask.causal:
+            rows = slice(max(start - mask.first, 0), min(stop - mask.first, n))
+            stop = mask.first + rows.stop
+        elif not isinstance(pattern, Dense):
+            rows = slice(start, stop)
+        if start == stop or rows.start >= rows.stop:
+            continue
+        some = (
+            slice(None) if len(entries) == b else torch.tensor(entries, device=q.device)
+        )
+        seen = slice(start, stop)
+        found = _of_last(
+            q[some, rows], k[some, seen], v[some, seen], pattern, mask, how
+        )
+        if found.shape == out.shape:
+            return found
+        out[some, rows] = found
+    return out
+
+
+def _of_last(q, k, v, pattern: Pattern, mask: Mask, how: dict) -> Tensor:
+    """Attention of queries at the last positions of the keys (b, n, h, d)."""
+    n, keys = q.shape[1], k.shape[1]
+    if n == keys or isinstance(pattern, Dense):
+        return attention(q, k, v, pattern, **how)
+    keys = min(keys, n + mask.window - 1)  # no query sees one before these
+    k, v = k[:, -keys:], v[:, -keys:]
+    if n == 1:
+        return attention(q, k, v, Dense(), **how)
+    q = F.pad(q, (0, 0, 0, 0, keys - n, 0))
+    return attention(q, k, v, pattern, **how)[:, -n:]
+
+
+def _padded(q, k, v, pattern: Pattern, real: Tensor, how: dict) -> Tensor:
     """Attention of the rows that are ``real`` (b, n), which are moved to the front; 0
     elsewhere.
     """
-    n, lengths, first = real.shape[1], real.sum(1), real.int().argmax(1)
+    n, first = real.shape[1], real.int().argmax(1)
     at = torch.arange(n, device=real.device)
-    if not torch.equal(
-        real, (at >= first[:, None]) & (at < (first + lengths)[:, None])
-    ):
-        raise NotImplementedError(
-            "padding between tokens is not supported: pad on the left or the right"
-        )
-    if not first.any():
-        return attention(q, k, v, pattern, lengths=lengths, **how)
-    entry, there = (
-        torch.arange(len(q), device=real.device)[:, None],
-        (at + first[:, None]) % n,
-    )
+    entry = torch.arange(len(q), device=real.device)[:, None]
+    there = (at + first[:, None]) % n
     moved = (t[entry, there] for t in (q, k, v))
-    return attention(*moved, pattern, lengths=lengths, **how)[
-        entry, (at - first[:, None]) % n
-    ]
-
-
-def _borders(
-    b: int,
-    n: int,
-    position_ids: Tensor | None,
-    given: Tensor | None,
-    real: Tensor | None,
-) -> Tensor | None:
-    """The borders of the documents of a batch in one row, None if these are its
-    entries; ``real`` None: no padding.
-    """
-    if given is not None:
-        return given
-    if position_ids is None or position_ids.shape[-1] != n or position_ids.dim() != 2:
-        return None
-    anew = (position_ids.diff(dim=1) != 1).expand(b, -1)  # (b, n - 1)
-    if real is not None:
-        if (anew & real[:, 1:] & real[:, :-1]).any():
-            raise NotImplementedError(
-                "position_ids that start anew and padding do not go together: pack without it"
-            )
-        return None
-    starts = anew.nonzero()
-    if not len(starts):
-        return None
-    found = torch.cat(
-        [
-            starts[:, 0] * n + starts[:, 1] + 1,
-            torch.arange(0, b * n + 1, n, device=starts.device),
-        ]
-    )
-    return found.sort().values
+    out = attention(*moved, pattern, lengths=real.sum(1), **how)
+    return out[entry, (at - first[:, None]) % n]
 
 
 class LiveCache(Cache):
     """The cache of a model for ``generate(..., past_key_values=cache)``: a
     ``ringlab.KVCache`` for each layer.
 
+    It keeps the rows that later tokens still see under the layer's pattern or window.
     For up to ``max_length`` tokens, prompt and padding included. ``max_crop``: so many
     tokens can be taken back, as assisted generation does; ``crop(-2)`` takes back two,
     as of transformers' caches, and ``reset`` all. ``nbytes`` are those of all layers,
     allocated by the first call; ``ringlab.cache_bytes`` tells those of each beforehand.
+    Layers without attention keep transformers' own state.
     """
 
     def __init__(self, model, max_length: int, *, max_crop: int = 0):
@@ -302,57 +588,60 @@ class LiveCache(Cache):
             raise ValueError(
                 f"the model runs {config._attn_implementation!r}: model.set_attn_implementation({NAME!r})"
             )
-        n = check_int("max_length", max_length)
-        layers = range(config.num_hidden_layers)
-        super().__init__(
-            [
-                _Layer(pattern_of(config, i), config.num_attention_heads, n, max_crop)
-                for i in layers
-            ]
-        )
+        if config.is_encoder_decoder:
+            raise ValueError(
+                "a LiveCache is for decoders alone: leave past_key_values out"
+            )
+        n, layers = check_int("max_length", max_length), []
+        for layer in _layers_of(config):
+            ours = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+            layers.append(_Layer(n, max_crop) if ours else layer)
+        if not any(isinstance(layer, _Layer) for layer in layers):
+            raise ValueError(
+                f"a LiveCache serves no layer of {type(model).__name__}: leave past_key_values out"
+            )
+        super().__init__(layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """As of transformers' caches; only for layers that the config tells."""
+        if layer_idx >= len(self.layers):
+            raise NotImplementedError(
+                "this model has more layers than its config says: leave past_key_values out"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all layers."""
-        return sum(layer.live.nbytes for layer in self.layers if layer.live)
+        """The bytes of all layers of attention."""
+        ours = (layer for layer in self.layers if isinstance(layer, _Layer))
+        return sum(layer.live.nbytes for layer in ours if layer.live)
+
+
+def _layers_of(config) -> list[CacheLayerMixin]:
+    """The layers of transformers' own cache."""
+    layers = DynamicCache(config=config).layers
+    return layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
 
 
 class _Layer(CacheLayerMixin):
-    """One layer: ``update`` hands the new rows on to ``attend``, which finds the cache
+    """One layer: ``update`` hands the new rows on to ``attend``, which finds the layer
     by ``key.ringlab_layer``.
     """
 
     is_sliding, is_croppable = False, True
 
-    def __init__(self, pattern: Pattern, heads: int, max_length: int, max_crop: int):
+    def __init__(self, max_length: int, max_crop: int):
         super().__init__()
-        self.pattern, self.heads, self.max_length, self.max_crop = (
-            pattern,
-            heads,
-            max_length,
-            max_crop,
-        )
+        self.max_length, self.max_crop = max_length, max_crop
         self.live: KVCache | None = None
         self.seen, self.waiting = 0, False
-        self.real: Tensor | None = (
-            None  # which of the tokens so far are no padding (b, seen); None: all
-        )
+        # Which of the tokens so far are no padding (b, seen); None: all.
+        self.real: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        b, kv_heads, _, d = key_states.shape
-        sizes = {
-            "batch": b,
-            "heads": self.heads,
-            "kv_heads": kv_heads,
-            "head_dim": d,
-            "max_seq_len": self.max_length,
-        }
-        made = {
-            "dtype": key_states.dtype,
-            "device": key_states.device,
-            "max_crop": self.max_crop,
-        }
-        self.live, self.is_initialized = KVCache(self.pattern, **sizes, **made), True
+        """Nothing: the first call of ``attend`` knows the pattern."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
@@ -361,56 +650,53 @@ class _Layer(CacheLayerMixin):
             raise NotImplementedError(
                 "the attention of this model does not pass its keys on to ringlab as they are"
             )
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         self.waiting = True
-        key_states = key_states.view_as(
-            key_states
-        )  # the attribute belongs to this call alone
+        # The attribute belongs to this call alone.
+        key_states = key_states.view_as(key_states)
         key_states.ringlab_layer = self
         return key_states, value_states
 
-    def taken(self) -> KVCache:
-        """The cache, for the rows of the last ``update``, which are taken once."""
+    def take(self) -> None:
+        """Take the rows of the last ``update``, once."""
         if not self.waiting:
             raise NotImplementedError(
                 "this model attends several times to the same keys: use it without a LiveCache"
             )
         self.waiting = False
-        return self.live
 
-    def check(self, mask: Tensor | None, n: int) -> None:
-        """Raise NotImplementedError if a mask (b, seen + n) hides other tokens than
-        when they were kept.
-        """
-        old = (
-            None if mask is None or mask[:, :-n].all() else mask[:, :-n].bool()
-        )  # None: nothing is hidden
-        other = (old is None) != (self.real is None) or (
-            old is not None and not torch.equal(old, self.real)
-        )
-        if self.seen and other:
+    def attend(self, q, k, v, pattern: Pattern, mask: Mask, how: dict) -> Tensor:
+        """Attention (b, n, h, d) of new rows to all so far, which are kept."""
+        b, n, heads, d = q.shape
+        if not mask.causal or mask.first != self.seen:
+            raise NotImplementedError(
+                "a LiveCache is for causal attention to all tokens before"
+            )
+        old = None if mask.real is None else mask.real[:, : self.seen]
+        old = None if old is None or old.all() else old
+        other = (old is None) != (self.real is None)
+        if self.seen and (other or old is not None and not torch.equal(old, self.real)):
             raise NotImplementedError(
                 "the mask hides other tokens than when the cache took them; reset() empties it"
             )
-
-    def keep(self, real: Tensor | None, b: int, n: int) -> None:
-        """Count n new tokens, of which those that are ``real`` (b, n) are no padding;
-        None: all.
-        """
-        if self.real is not None or real is not None:
-            ones = torch.ones(
-                b, self.seen + n, dtype=torch.bool, device=self.live.device
-            )
-            before, new = ones.split([self.seen, n], 1)
-            self.real = torch.cat(
-                [
-                    before if self.real is None else self.real,
-                    new if real is None else real,
-                ],
-                1,
-            )
+        if self.live is None:
+            sizes = {"batch": b, "heads": heads, "kv_heads": k.shape[2]}
+            sizes |= {"max_seq_len": self.max_length, "max_crop": self.max_crop}
+            made = {
+                "head_dim": max(d, v.shape[3]),
+                "dtype": k.dtype,
+                "device": k.device,
+            }
+            self.live = KVCache(pattern, **sizes, **made)
+        real = None if mask.real is None else mask.real[:, self.seen :]
+        real = None if real is None or real.all() else real
+        how = how | {"cache": self.live}
+        if real is None:
+            out = attention(q, k, v, pattern, **how)
+        else:
+            out = _padded(q, k, v, pattern, real, how)
+        self.real = mask.real
         self.seen += n
+        return out
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -437,10 +723,7 @@ class _Layer(CacheLayerMixin):
             "a LiveCache is for one batch size: make it for the whole batch"
         )
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        raise NotImplementedError(
-            "a LiveCache is for one batch size: make it for the whole batch"
-        )
+    batch_select_indices = batch_repeat_interleave
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: a number of them, negative as in transformers."""

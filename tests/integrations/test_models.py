@@ -1,0 +1,358 @@
+"""Models of transformers, made small: each call is what transformers' own attention
+gives, or is refused in one line.
+"""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+import model_sweep  # noqa: E402
+from model_sweep import LEFT, RIGHT, WHERE, N, made, small, tokens  # noqa: E402
+from ringlab import Dense, Dilated, Simulated, blocks  # noqa: E402
+from ringlab.integrations.transformers import (  # noqa: E402
+    LiveCache,
+    register,
+    set_pattern,
+)
+
+register()
+
+FAMILIES = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": 6},
+    "Qwen3ForCausalLM": {},
+    "Phi3ForCausalLM": {"sliding_window": 6},
+    "GPT2LMHeadModel": {},
+    "BertForMaskedLM": {},
+    "BartForConditionalGeneration": {},
+    "WhisperForConditionalGeneration": {},
+}
+CAUSAL = [name for name in FAMILIES if "Causal" in name or "GPT2" in name]
+SAMPLE = [
+    "BloomForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DistilBertForMaskedLM",
+    "FalconH1ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GPTBigCodeForCausalLM",
+    "GptOssForCausalLM",
+    "MarianMTModel",
+    "PhimoeForCausalLM",
+    "T5ForConditionalGeneration",
+    "ViTModel",
+]
+
+
+def pair(name: str, **sizes):
+    """A model on ringlab, and on transformers' SDPA, with equal weights."""
+    config = small(name, **{"sliding_window": 4096} | sizes)
+    judge = "sdpa" if getattr(transformers, name)._supports_sdpa else "eager"
+    ours, theirs = (made(name, kind, config) for kind in ("ringlab", judge))
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def inputs_of(model, b: int = 2) -> dict:
+    if model.main_input_name == "input_features":
+        sound = torch.randn(b, model.config.num_mel_bins, 256, dtype=model.dtype)
+        return {"input_features": sound}
+    return {"input_ids": tokens(b)}
+
+
+def off(got, want, keep=None) -> float:
+    """The largest difference, as a part of the largest value."""
+    keep = torch.ones(got.shape[:2]) if keep is None else keep
+    return float(((got - want) * keep[..., None]).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_64_greedy_tokens_are_transformers_own(name):
+    ours, theirs = pair(name, **FAMILIES[name])
+    inputs = inputs_of(ours)
+    more = {"decoder_input_ids": tokens(2, 7)} if ours.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        want = theirs(**inputs, **more).logits
+        assert off(ours(**inputs, **more).logits, want) <= 1e-12
+    if ours.can_generate():
+        how = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+        got, want = (m.generate(**inputs, **how) for m in (ours, theirs))
+        assert want.shape[1] >= 64 and torch.equal(got, want)
+    ours, theirs = ours.float(), theirs.float()
+    inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
+    with torch.no_grad():
+        found = (m(**inputs, **more).logits for m in (ours, theirs))
+        assert off(*found) <= 1e-5
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_gradients_are_transformers_own_and_documents_stand_alone(name):
+    ours, theirs = pair(name, **FAMILIES[name])
+    packed = {"input_ids": tokens(1), "position_ids": WHERE[:1], "use_cache": False}
+    for model in (ours, theirs):
+        model(**packed, labels=tokens(1)).loss.backward()
+    grads = [[p.grad for p in m.parameters()] for m in (ours, theirs)]
+    largest = max(float(g.norm()) for g in grads[1])
+    assert max(float((a - b).norm()) for a, b in zip(*grads)) <= 1e-12 * largest
+    with torch.no_grad():
+        got, first = ours(**packed).logits, int((WHERE[0] == 0).nonzero()[1])
+        for part in (slice(0, first), slice(first, N)):
+            alone = ours(input_ids=tokens(1)[:, part]).logits
+            assert off(got[:, part], alone) <= 1e-12
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_of_the_sweep_is_right_or_refused(name):
+    found = model_sweep.sweep(name)
+    assert "left out" not in found and found["calls"]
+    kinds = {kind for kind, _ in found["calls"].values()}
+    assert kinds <= {"right", "refused"}, found["calls"]
+
+
+def test_a_window_that_only_the_mask_tells():
+    ours, theirs = pair("PhimoeForCausalLM", sliding_window=1)
+    pairs = torch.tensor([[5, 6]])
+    with torch.no_grad():
+        got, want = (m(pairs).logits for m in (ours, theirs))
+        other = ours(torch.tensor([[7, 6]])).logits
+    assert off(got, want) <= 1e-12 and off(other[:, 1:], got[:, 1:]) <= 1e-12
+
+
+def test_documents_that_only_the_mask_tells():
+    ours, theirs = pair("GPTBigCodeForCausalLM")
+    told = {
+        "input_ids": torch.tensor([[5, 6]]),
+        "position_ids": torch.zeros(1, 2).long(),
+    }
+    with torch.no_grad():
+        got, want = (m(**told, use_cache=False).logits for m in (ours, theirs))
+        assert off(got, want) <= 1e-12
+        assert off(got[:, 1:], ours(input_ids=told["input_ids"][:, 1:]).logits) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "MarianMTModel"])
+def test_padding_of_the_source_is_not_that_of_the_target(name):
+    ours, theirs = pair(name)
+    told = {"input_ids": torch.tensor([[5, 6, 7, 1]])}
+    told |= {"attention_mask": torch.tensor([[1, 1, 1, 0]])}
+    told |= {"decoder_input_ids": torch.tensor([[2, 8, 9, 10]])}
+    with torch.no_grad():
+        assert off(*(m(**told).logits for m in (ours, theirs))) <= 1e-12
+
+
+def test_causality_that_only_the_mask_tells():
+    ours, _ = pair("NllbMoeForConditionalGeneration")
+    some, other = torch.tensor([[5, 6]]), torch.tensor([[5, 7]])
+    with torch.no_grad():
+        got = [ours(input_ids=tokens(1), decoder_input_ids=d) for d in (some, other)]
+    assert off(got[0].logits[:, :1], got[1].logits[:, :1]) <= 1e-12
+
+
+def test_models_with_an_attention_of_their_own_are_refused():
+    bloom = transformers.BloomForCausalLM(small("BloomForCausalLM"))
+    for name in ("BloomForCausalLM", "XLNetLMHeadModel", "GitModel"):
+        with pytest.raises(NotImplementedError, match="^.* an attention of its own.*$"):
+            made(name, "ringlab", small(name))
+    with pytest.raises(ValueError, match="^the model runs 'eager', not patterns.*$"):
+        set_pattern(bloom, Dense())
+    none = made("MambaForCausalLM", "ringlab", small("MambaForCausalLM"))
+    with pytest.raises(ValueError, match="^.* has no attention that takes patterns$"):
+        set_pattern(none, Dense())
+    with pytest.raises(ValueError, match="^a LiveCache serves no layer of .*$"):
+        LiveCache(none, 20)
+
+
+def mask():
+    from transformers.masking_utils import create_causal_mask
+
+    config = small("LlamaForCausalLM")
+    config._attn_implementation = "ringlab"
+    return create_causal_mask(config, torch.zeros(1, 4, 8), None, None)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: torch.zeros(1, 1, 4, 4) + m,
+        lambda m: m + 1,
+        lambda m: 1.0 - m,
+        lambda m: ~m,
+        lambda m: m == 0,
+        lambda m: m[:, :, :, :2],
+        lambda m: m.float(),
+        lambda m: m.masked_fill(m, 0.0),
+        lambda m: torch.where(m, 0.0, 1.0),
+        lambda m: torch.zeros(1, 1, 4, 4).masked_fill(m, 0.0),
+        lambda m: torch.nn.functional.scaled_dot_product_attention(
+            *[torch.zeros(1, 1, 4, 8)] * 3, attn_mask=m
+        ),
+        lambda m: bool(m),
+        lambda m: torch.zeros(4, 4)[m],
+    ],
+)
+def test_a_mask_is_for_our_attention_alone(use):
+    assert mask().shape == (1, 1, 4, 4) and mask().ndim == 4
+    with pytest.raises(NotImplementedError, match="^this model computes with its mask"):
+        use(mask())
+
+
+def llama(**how):
+    return pair("LlamaForCausalLM", **how)
+
+
+def test_documents_and_other_keys_need_what_they_cannot_have():
+    ours, _ = llama()
+    three, borders = tokens(1, 3), torch.tensor([0, 1, 3], dtype=torch.int32)
+    with torch.no_grad():
+        where = {"position_ids": torch.tensor([[0, 0, 1]])}
+        alone = {"cu_seq_lens_q": borders, "use_cache": False}
+        told = ours(three, **where, **alone).logits
+        assert off(told[:, 1:], ours(three[:, 1:]).logits) <= 1e-12
+        for more in ({"past_key_values": LiveCache(ours, 9)}, {"use_cache": True}):
+            if "use_cache" not in more:
+                with pytest.raises(NotImplementedError, match="^documents .*cache"):
+                    ours(three, cu_seq_lens_q=borders, **more)
+            with pytest.raises(NotImplementedError, match="^position_ids start anew"):
+                ours(three, **where, **more)
+        ones = {"attention_mask": torch.ones(1, 3), "use_cache": False}
+        with pytest.raises(NotImplementedError, match="^position_ids start anew"):
+            ours(three, position_ids=torch.tensor([[0, 0, 1]]), **ones)
+        with pytest.raises(NotImplementedError, match="^cu_seq_lens_q disagrees"):
+            where = torch.tensor([[0, 1, 0]])
+            ours(three, position_ids=where, cu_seq_lens_q=borders, use_cache=False)
+
+
+def test_a_cache_takes_the_dtype_of_autocast():
+    model, _ = llama()
+    model = model.float()
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = LiveCache(model, 30)
+        got = model.generate(tokens(), past_key_values=cache, **how)
+        want = model.generate(tokens(), **how)
+    assert torch.equal(got, want) and cache.layers[0].live.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["chat", "chunks", "assisted", "static", "copies"])
+@pytest.mark.parametrize(
+    "name, window", [("LlamaForCausalLM", 4096), ("MistralForCausalLM", 6)]
+)
+def test_generation_from_transformers_caches(name, window, kind):
+    """Continued chats, prefill in chunks, drafts that are taken back, static caches, and
+    copies of a prompt's cache; with left padding where it can be.
+    """
+    ours, theirs = pair(name, sliding_window=window)
+    how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    prompt = {"input_ids": tokens(), "attention_mask": LEFT}
+    if kind == "assisted":
+        prompt = {"input_ids": tokens(1)}
+        how["assistant_model"] = pair(name, sliding_window=window, num_hidden_layers=1)[
+            1
+        ]
+    elif kind == "static":
+        how |= model_sweep.STATIC
+    elif kind == "chunks":
+        prompt, how["prefill_chunk_size"] = {"input_ids": tokens()}, 7
+
+    def run(model):
+        if kind not in ("chat", "copies"):
+            return model.generate(**prompt, **how)
+        cache = transformers.DynamicCache(config=model.config)
+        first = model.generate(**prompt, **how, past_key_values=cache)
+        new = first if kind == "copies" else torch.cat([first, tokens(2, 5)], 1)
+        seen = torch.cat([LEFT, torch.ones(2, new.shape[1] - N, dtype=torch.long)], 1)
+        return model.generate(new, attention_mask=seen, **how, past_key_values=cache)
+
+    assert torch.equal(run(ours), run(theirs))
+
+
+def test_patterns_keep_to_their_layers_and_refuse_what_they_cannot_have():
+    ours, theirs = pair("MistralForCausalLM", sliding_window=6)
+    pattern = Dilated([4, 8], [1, 2])
+    with torch.no_grad():
+        set_pattern(ours, [None, None])
+        assert off(ours(tokens()).logits, theirs(tokens()).logits) <= 1e-12
+        set_pattern(ours, pattern)
+        with pytest.raises(NotImplementedError, match="^the layer has a window of 6"):
+            ours(tokens())
+    ours, theirs = llama()
+    set_pattern(ours, [pattern, None])
+    with pytest.raises(NotImplementedError, match="^a pattern needs its own cache"):
+        ours.generate(tokens(), max_new_tokens=3)
+    bart, _ = pair("BartForConditionalGeneration")
+    with pytest.raises(ValueError, match="^patterns are for models without cross-"):
+        set_pattern(bart, pattern)
+    with pytest.raises(ValueError, match="^a LiveCache is for decoders alone"):
+        LiveCache(bart, 20)
+    distil = pair("DistilBertForMaskedLM")[0]
+    whole = distil(tokens()).logits
+    assert off(set_pattern(distil, [Dense()]).__call__(tokens()).logits, whole) <= 1e-12
+    with pytest.raises(NotImplementedError, match="do not tell their number"):
+        set_pattern(distil, [Dense(), pattern])(tokens())
+
+
+def test_half_of_the_heads_take_patterns_that_do_not_count_them():
+    """As on a tensor parallel rank, whose projections have fewer columns."""
+    ours, _ = llama()
+    for layer in ours.model.layers:
+        attention = layer.self_attn
+        for name, kept in (("q_proj", 32), ("k_proj", 16), ("v_proj", 16)):
+            projection = getattr(attention, name)
+            projection.weight = torch.nn.Parameter(projection.weight[:kept])
+        attention.o_proj.weight = torch.nn.Parameter(attention.o_proj.weight[:, :32])
+    with torch.no_grad():
+        set_pattern(ours, Dilated([4, 8], [1, 2], offsets="branch"))
+        got = ours(tokens()).logits
+        cache = LiveCache(ours, N)
+        parts = [ours(t, past_key_values=cache).logits for t in tokens().split(7, 1)]
+        assert off(torch.cat(parts, 1), got) <= 1e-12
+        with pytest.raises(NotImplementedError, match="^2 of 4 query heads"):
+            set_pattern(ours, Dilated([4, 8, 12], [1, 2, 3]))(tokens())
+
+
+def test_shards_tell_their_positions_and_their_targets():
+    """Simulated ranks take whole tensors, as their first rank."""
+    ours, theirs = llama()
+    group, text = Simulated(2), tokens(1)
+    where = torch.arange(N)[None]
+    shard = {"ringlab_group": group, "use_cache": False}
+    labels = torch.nn.functional.pad(text[:, 1:], (0, 1), value=-100)
+    told = {"labels": text, "shift_labels": labels, "num_items_in_batch": N - 1}
+    got = ours(text, position_ids=where, **shard, **told)
+    want = theirs(text, labels=text)
+    assert off(got.logits, want.logits) <= 1e-12
+    assert abs(float(got.loss - want.loss)) <= 1e-5  # transformers' loss is in fp32
+    with pytest.raises(ValueError, match="^the loss of shards needs shift_labels"):
+        ours(text, position_ids=where, labels=text, **shard)
+    with pytest.raises(ValueError, match="^position_ids of this shard must be those"):
+        ours(text, position_ids=where + N, **shard)
+    with pytest.raises(ValueError, match="^shards of documents need cu_seq_lens_q"):
+        ours(text, position_ids=WHERE[:1], **shard)
+    borders = torch.tensor([0, 8, N])
+    packed = {"position_ids": WHERE[:1], "use_cache": False}
+    with torch.no_grad():
+        got = ours(text, **packed, cu_seq_lens_q=borders, ringlab_group=group).logits
+        assert off(got, theirs(text, **packed).logits) <= 1e-12
+
+
+def test_layers_without_attention_keep_their_own_state():
+    ours, theirs = pair("Qwen3NextForCausalLM")
+    how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    cache = LiveCache(ours, 40)
+    got = ours.generate(tokens(), past_key_values=cache, **how)
+    assert torch.equal(got, theirs.generate(tokens(), use_cache=True, **how))
+
+
+@pytest.mark.parametrize("keep", [RIGHT, LEFT], ids=["right", "left"])
+def test_padded_queries_of_encoders_are_transformers_own_too(keep):
+    ours, theirs = pair("BertModel")
+    with torch.no_grad():
+        got, want = (
+            m(tokens(), attention_mask=keep).last_hidden_state for m in (ours, theirs)
+        )
+        assert off(got, want) <= 1e-12
+        window = set_pattern(ours, blocks.sliding_window(tokens=4))
+        got = window(tokens(), attention_mask=keep).last_hidden_state
+        alone = window(tokens()[1:, keep[1].bool()]).last_hidden_state
+        if keep is RIGHT:  # BERT counts positions from the padding
+            assert off(got[1:, keep[1].bool()], alone) <= 1e-12
