@@ -30,7 +30,7 @@ from .engine import Execution
 from .engine.documents import Documents, integers
 from .kernels import device_of
 from .kv_cache import KVCache
-from .patterns import Pattern
+from .patterns import Pattern, as_pattern
 from .ring.group import Group
 from .ring.layout import layout_named
 
@@ -113,10 +113,7 @@ class MultiheadAttention(nn.Module):
             if num_kv_heads is None
             else check_int("num_kv_heads", num_kv_heads)
         )
-        if not isinstance(pattern, KINDS):
-            raise TypeError(
-                f"pattern must be a ringlab pattern, got {type(pattern).__name__}"
-            )
+        pattern = as_pattern(pattern, KINDS)
         chosen = scheme, layout, execution, config
         if isinstance(pattern, Adaptive) and chosen != (
             "auto",
@@ -644,7 +641,9 @@ class LanguageModel(nn.Module):
             check_int("num_layers", num_layers),
         )
         patterns = (
-            [pattern] * num_layers if isinstance(pattern, KINDS) else list(pattern)
+            list(pattern)
+            if isinstance(pattern, list | tuple)
+            else [pattern] * num_layers
         )
         if len(patterns) != num_layers:
             raise ValueError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
 import os
 import re
@@ -89,9 +90,9 @@ def shrink(config) -> None:
         config.num_hidden_layers = len(config.layer_types)
     if hasattr(config, "kv_lora_rank") and hasattr(config, "num_key_value_heads"):
         config.num_key_value_heads = config.num_attention_heads
-    if isinstance(rope := getattr(config, "rope_parameters", None), dict):
-        if "mrope_section" in rope:
-            rope["mrope_section"] = [2, 3, 3]
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and re.search("vl|omni|4v|ocr|asr", config.model_type):
+        rope["mrope_section"] = [2, 3, 3]
     if hasattr(config, "default_language"):
         config.default_language = "en_XX"
     for name in ("pad_token_id", "bos_token_id", "decoder_start_token_id"):
@@ -151,9 +152,10 @@ STATIC = {"cache_implementation": "static", "disable_compile": True}
 
 
 def logits(model, inputs: dict, keep=None) -> torch.Tensor:
+    torch.manual_seed(0)  # some draw what they hide
     with torch.no_grad():
         found = model(**inputs)
-    for name in ("logits", "last_hidden_state"):
+    for name in ("logits", "logits_per_image", "last_hidden_state"):
         if (value := getattr(found, name, None)) is not None:
             return value if keep is None else value * keep[..., None]
     raise LookupError("no logits")
@@ -187,12 +189,11 @@ def cases(model) -> dict:
     """The calls that a class takes: name to a function of a model."""
     text, config = tokens(), model.config
     both, others = {"input_ids": text}, {}
-    if model.main_input_name != "input_ids":
-        names = (
-            {"decoder_input_ids"} if config.is_encoder_decoder else {None, "input_ids"}
-        )
-        for i, given in enumerate(other_inputs(config, model.main_input_name)):
-            for name in names:
+    taken = inspect.signature(model.forward).parameters
+    for main in ("pixel_values", "input_features", "input_values"):
+        beside = "decoder_input_ids" if config.is_encoder_decoder else "input_ids"
+        for i, given in enumerate(other_inputs(config, main) if main in taken else []):
+            for name in {None, beside if beside in taken else None}:
                 more = given | ({name: tokens(2, 11)} if name else {})
                 case = f"{'+'.join(more)} {i + 1}"
                 others[case] = lambda m, more=more: logits(m, more)
@@ -351,29 +352,108 @@ def classes() -> list[str]:
     return list(found)
 
 
+SHORT = {  # calls that the table names together
+    "padding": ("padding", "padding, left", "padding, other length"),
+    "packed": ("packed", "packed, one row"),
+    "generate": (
+        "generate",
+        "generate, padding",
+        "generate, beams",
+        "generate, static",
+    ),
+}
+
+
+def named(calls: set[str], other: set[str] = frozenset()) -> str:
+    """The names of calls, short where none of its kind is among the ``other`` ones."""
+    calls = {c for c in calls if c.removeprefix("window, ") not in calls - {c}}
+    for short, members in SHORT.items():
+        for prefix in ("", "window, "):
+            kind = {prefix + member for member in members}
+            if calls & kind and not kind & other:
+                calls = calls - kind | {prefix + short}
+    return "; ".join(sorted(calls))
+
+
+def table(rows: list[dict]) -> str:
+    """The families of models, and what is refused of them, as Markdown."""
+    every = [kind for row in rows for kind, _ in row["calls"].values()]
+    counts, count = Counter(every), sum(bool(row["calls"]) for row in rows)
+    families: dict[str, dict[str, set]] = {}  # by reason; "" for what is right
+    for row in rows:
+        for call, (kind, why) in row["calls"].items():
+            why = re.sub(r"^\w+ (runs|has) ", r"it \1 ", why)
+            why = re.sub(r" of \w+: leave", ": leave", why)
+            why = re.sub(r"\((\d+, )+\d+\)", "(...)", why)
+            why = "" if kind == "right" else f"{kind}: {why}".removeprefix("refused: ")
+            of = families.setdefault(row["type"], {})
+            of.setdefault(why, set()).add(call)
+    lines, whole = [], []
+    for family, reasons in sorted(families.items()):
+        right = reasons.pop("", set())
+        if not reasons:
+            whole.append(family)
+            continue
+        cells = [f"{named(calls, right)}: {why}" for why, calls in reasons.items()]
+        refused = set().union(*reasons.values())
+        works = named(right - refused, refused) or "nothing"
+        lines.append(f"| {family} | {works} | {'<br>'.join(cells)} |")
+    left = sorted({row["class"] for row in rows if not row["calls"]})
+    return f"""# Models of transformers {transformers.__version__} on ringlab's attention
+
+Made by `python tests/helpers/model_sweep.py --table lib/MODELS.md`. Each class was
+made small, in float64, and each call compared with transformers' own attention (to
+{EXACT:g}). Of {len(rows)} classes {count} could be called: {counts["right"]:,} calls are
+right, {counts["refused"]:,} are refused in one line, {counts["silent"]} give another
+value, {counts["traceback"]} another error.
+
+The calls: `plain`; `padding` on the right and the left; `packed` documents, told by
+position_ids; `generate` with transformers' own cache, growing and static, greedy and
+with beams, or with a `LiveCache`; the same with a `window` of {WINDOW} of {N} tokens;
+a dilated `pattern`. Models of images and of sound are called with one input alone.
+Documents that position_ids do not tell may be told by `cu_seq_lens_q`.
+
+## All calls are right
+
+{", ".join(whole)}.
+
+## Some calls are refused
+
+| family | right | refused |
+|---|---|---|
+{chr(10).join(lines)}
+
+## Left out
+
+The sweep could not make these small, they need other inputs, or a package is missing.
+
+{", ".join(left)}.
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--json")
-    parser.add_argument("--part", default="0/1")
+    parser.add_argument("names", nargs="*", help="classes; default: all")
+    parser.add_argument("--rows", default="models.json", help="file of the outcomes")
+    parser.add_argument(
+        "--table", help="file for the table of these, and of other, rows"
+    )
+    parser.add_argument("--part", default="0/1", help="i/k: each k-th class from i on")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     register()
     part, parts = map(int, given.part.split("/"))
     rows = []
     for name in (given.names or classes())[part::parts]:
-        rows.append(sweep(name))
-        row = rows[-1]
-        if "left out" in row:
-            print(f"{name}: left out: {row['left out']}", flush=True)
-            continue
-        counts = Counter(kind for kind, _ in row["calls"].values())
+        rows.append(row := sweep(name))
+        counts = dict(Counter(kind for kind, _ in row["calls"].values()))
         bad = {
             c: w for c, (k, w) in row["calls"].items() if k in ("silent", "traceback")
         }
-        print(f"{name}: {dict(counts)} {bad or ''}", flush=True)
-        if given.json:
-            Path(given.json).write_text(json.dumps(rows, indent=1))
+        print(f"{name}: {row.get('left out') or counts} {bad or ''}", flush=True)
+        Path(given.rows).write_text(json.dumps(rows, indent=1))
+    if given.table:
+        Path(given.table).write_text(table(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

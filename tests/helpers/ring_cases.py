@@ -328,6 +328,25 @@ def llama(pattern):
     )
 
 
+def shards_of_llama() -> tuple[float, float]:
+    """How far this rank's logits, and the sum of all losses, are from a whole call."""
+    group, model = dist.group.WORLD, llama("dense").double()
+    tokens = torch.randint(3, 40, (1, 32), generator=torch.Generator().manual_seed(1))
+    shards = {
+        "input_ids": tokens,
+        "labels": tokens,
+        "shift_labels": next_tokens(tokens),
+    }
+    shards["position_ids"] = torch.arange(32)[None]
+    shards = {name: shard_sequence(t, group) for name, t in shards.items()}
+    how = {"ringlab_group": group, "use_cache": False, "num_items_in_batch": 31}
+    with torch.no_grad():
+        want, got = model(tokens, labels=tokens), model(**shards, **how)
+    dist.all_reduce(got.loss)
+    off = apart([got.logits], [shard_sequence(want.logits, group)])
+    return off, float((got.loss - want.loss).abs())
+
+
 def unequal_chunks():
     cache = KVCache(
         Dense(), batch=1, heads=2, head_dim=8, max_seq_len=16, group=dist.group.WORLD

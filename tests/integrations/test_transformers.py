@@ -217,8 +217,9 @@ def test_wrong_calls_are_refused():
         LiveCache(model_of("llama", "sdpa"), 20)
     with pytest.raises(ValueError, match="one pattern, or 3 for the layers, got 2"):
         set_pattern(model, PATTERNS[:2])
-    with pytest.raises(TypeError, match="set_pattern takes a ringlab pattern"):
-        set_pattern(model, "dense")
+    with pytest.raises(TypeError, match="^pattern must be ringlab.Dense"):
+        set_pattern(model, "local")
+    assert pattern_of(set_pattern(model, "dense").config, 0) == Dense()
 
 
 def test_a_mask_that_hides_other_tokens_than_before_is_refused_and_a_refused_call_leaves_the_cache():

@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import nbformat
 import pytest
 from reporting import page, run_in_this_process
+from ringlab import Dense
 from ringlab.measure import learning, provenance, session, timing
 from size import size_of
 
@@ -169,21 +170,16 @@ def test_from_other_libraries(run):
     assert set(told["kept"]["dense"]) == {384} and max(told["kept"]["dilated"]) < 120
 
 
-def test_a_model_of_transformers_trains_and_generates(capsys):
-    """With fewer steps and tokens than the example has."""
+def test_in_your_model(run):
     pytest.importorskip("transformers")
-    source = (FOLDER / "hugging_face.py").read_text()
-    assert size_of(source)[0] <= 370
-    for much, few in (
-        ("range(40)", "range(10)"),
-        ("max_new_tokens=200", "max_new_tokens=3"),
-    ):
-        assert much in source
-        source = source.replace(much, few)
-    exec(compile(source, "hugging_face.py", "exec"), {})
-    assert re.search(
-        r"step 9: loss [12]\.\d+\n.*the cache takes 0\.\d MiB", capsys.readouterr().out
+    told = run("07-in-your-model", steps=20)
+    assert told["difference"] < 1e-5 and told["same_tokens"] == 32
+    assert told["losses"][-1] < 0.5 * told["losses"][0]
+    assert (
+        told["kept"] < 0.7
+        and told["again"].config.ringlab_pattern[-1] == Dense().to_dict()
     )
+    assert len(told["new"]) == 32
 
 
 def test_the_example_of_sharded_training_runs_under_torchrun(tmp_path):

@@ -5,7 +5,7 @@ on the other.
 import pytest
 import torch
 from matrix import apart
-from ring_cases import BORDERS, micro_batches, trained, two_steps
+from ring_cases import BORDERS, micro_batches, shards_of_llama, trained, two_steps
 from ringlab import Simulated
 from ringlab.nn import average_gradients, mean_loss, next_tokens, shard_sequence
 from ringlab.ring.launch import Process, launch
@@ -56,6 +56,12 @@ def test_micro_batches_of_other_numbers_of_targets_are_one_batch():
     for total in (0, -1, 2.5, True, 2, torch.tensor([3, 4])):
         with pytest.raises(ValueError, match="^total must be .*$"):
             mean_loss(logits, targets, total=total)
+
+
+def test_shards_of_a_model_of_transformers_are_the_whole_call():
+    pytest.importorskip("transformers")
+    for logits, loss in launch(shards_of_llama, 2, timeout_s=180):
+        assert logits <= 1e-12 and loss <= 1e-6  # transformers' loss is in fp32
 
 
 def test_targets_and_losses_of_one_device():

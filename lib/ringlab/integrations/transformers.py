@@ -47,7 +47,7 @@ from ..block_patterns import sliding_window as window_of
 from ..checks import LARGEST, check_int
 from ..engine.autograd import outside_graphs
 from ..kv_cache import KVCache
-from ..patterns import Dense, Pattern, from_dict
+from ..patterns import Dense, Pattern, as_pattern, from_dict
 from ..ring.group import Group
 
 NAME = "ringlab"
@@ -98,9 +98,9 @@ def _implementation(model: PreTrainedModel, *args, **how) -> str:
     """
     found = _their_implementation(model, *args, **how)
     if found == NAME and _attention_in(type(model).__module__) == "own":
-        parts = 'attn_implementation={"text_config": "ringlab"} names a part of a model'
+        parts = "attn_implementation={'text_config': 'ringlab'}"
         raise NotImplementedError(
-            f"{type(model).__name__} runs an attention of its own, not ringlab's; {parts}"
+            f"{type(model).__name__} runs an attention of its own; of a model with parts, name one: {parts}"
         )
     return found
 
@@ -111,8 +111,8 @@ def _attention_in(module: str) -> str:
     "" for none.
     """
     try:
-        code = inspect.getsource(sys.modules[module])
-    except OSError:  # typed into an interpreter: its masks will tell
+        code = inspect.getsource(sys.modules.get(module))
+    except (OSError, TypeError):  # typed into an interpreter: its masks will tell
         return "interface"
     if "ATTENTION_CLASSES[" in code:  # a table of its own beside it
         return "own"
@@ -131,7 +131,7 @@ def _causal_loss(*args, ringlab_group=None, **how) -> Tensor:
     return _their_loss(*args, **how)
 
 
-def set_pattern(model, pattern: Pattern | Sequence[Pattern | None]):
+def set_pattern(model, pattern: Pattern | str | Sequence[Pattern | None]):
     """Give a model one pattern for all layers, or one for each, and return it.
 
     None, for a layer, is what the model says: dense, or its sliding window. It is kept
@@ -140,9 +140,8 @@ def set_pattern(model, pattern: Pattern | Sequence[Pattern | None]):
     is dense. ValueError for a model that runs another attention, or has
     cross-attention.
     """
-    patterns = [pattern] if isinstance(pattern, Pattern) else list(pattern)
-    if not all(p is None or isinstance(p, Pattern) for p in patterns):
-        raise TypeError("set_pattern takes a ringlab pattern, or a list of them")
+    several = isinstance(pattern, list | tuple)
+    patterns = [p and as_pattern(p) for p in (pattern if several else [pattern])]
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
     if len(patterns) not in (1, layers):
@@ -153,7 +152,8 @@ def set_pattern(model, pattern: Pattern | Sequence[Pattern | None]):
         raise ValueError(
             f"the model runs {runs!r}, not patterns: model.set_attn_implementation({NAME!r}) comes first"
         )
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+    names = (name for name, _ in model.named_modules())
+    if any(re.search("(?i)cross_?att|encoder_attn|encdec", name) for name in names):
         raise ValueError("patterns are for models without cross-attention")
     parts = (type(m).__module__ for m in model.modules() if hasattr(m, "config"))
     if not any(_attention_in(part) == "interface" for part in parts):
@@ -207,11 +207,14 @@ class Mask:
 
     ndim, dtype = 4, torch.bool
 
-    def to(self, device, **how) -> Mask:
+    def to(self, *args, **how) -> Mask:
         """The mask on another device, as hooks for models on several GPUs ask for it."""
+        like = torch.empty(0, dtype=torch.bool, device=self.device).to(*args, **how)
+        if like.dtype != torch.bool:
+            _refuse("to")
         moved = {"borders": self.borders, "real": self.real}
-        moved = {n: t if t is None else t.to(device) for n, t in moved.items()}
-        return replace(self, device=device, **moved)
+        moved = {n: t if t is None else t.to(like.device) for n, t in moved.items()}
+        return replace(self, device=like.device, **moved)
 
     def contiguous(self) -> Mask:
         """Itself: generate asks for it."""
@@ -374,23 +377,27 @@ def attend(
             f"the mask is (batch, 1, queries, keys) {mask.shape}, the attention {shape}"
         )
     _check_causal(mask, module, is_causal)
-    documents = _documents(mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
-    if ringlab_group is not None:
+    documents = None
+    if ringlab_group is None:
+        documents = _documents(mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+        if documents is not None and (layer or mask.real is not None or n != mask.keys):
+            raise NotImplementedError(
+                "documents of a packed batch take no padding and no cache: use_cache=False"
+            )
+    else:
         if layer or mask.real is not None or n != mask.keys:
             raise NotImplementedError(
                 "a ringlab_group takes whole documents, without a mask of padding and a cache"
             )
         if cu_seq_lens_q is None:
             _check_shard(mask, position_ids, n, ringlab_group)
-    elif documents is not None and (layer or mask.real is not None or n != mask.keys):
-        raise NotImplementedError(
-            "documents of a packed batch take no padding and no cache: use_cache=False"
-        )
     most = layer.max_length if layer else LARGEST if ringlab_group else mask.keys
     pattern = _pattern_here(mask, module, sliding_window, most)
     if pattern is None:
         local = mask.window is not None and mask.window < most
         pattern = window_of(tokens=mask.window) if local else Dense()
+        if local and not mask.causal and n != mask.keys:
+            raise NotImplementedError("a window of other keys has to be causal")
     else:
         _check_pattern(pattern, module.config, q.shape[2], k.shape[2])
         if layer is None and n != mask.keys:
@@ -461,7 +468,7 @@ def _documents(
         anew = anew & real[:, 1:] & real[:, :-1]
     if anew.any():
         raise NotImplementedError(
-            "position_ids start anew, the mask does not: documents take no attention_mask, and use_cache=False"
+            "position_ids start anew, the mask does not: give no attention_mask and use_cache=False, or cu_seq_lens_q"
         )
     mask.fitting = position_ids
     return None
@@ -471,6 +478,8 @@ def _check_shard(mask: Mask, position_ids: Tensor | None, n: int, group) -> None
     """Raise ValueError unless the positions of a shard of one document are those of its
     rows.
     """
+    if mask.fitting is position_ids is not None:
+        return
     ranks = Group.of(group)
     first = 0 if ranks.process_group is None else ranks.here[0] * n
     if mask.borders is not None or position_ids is None or position_ids.dim() != 2:
@@ -481,6 +490,7 @@ def _check_shard(mask: Mask, position_ids: Tensor | None, n: int, group) -> None
         raise ValueError(
             f"position_ids of this shard must be those from {first} on: shard_sequence of the whole"
         )
+    mask.fitting = position_ids
 
 
 def _pattern_here(
