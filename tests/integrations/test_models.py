@@ -148,6 +148,19 @@ def test_causality_that_only_the_mask_tells():
     assert off(got[0].logits[:, :1], got[1].logits[:, :1]) <= 1e-12
 
 
+@pytest.mark.parametrize("window", [4096, 6])
+def test_a_decoder_may_be_told_to_see_later_tokens_but_not_against_its_mask(window):
+    ours, theirs = pair("MistralForCausalLM", sliding_window=window)
+    told = {"is_causal": False, "attention_mask": RIGHT}
+    with torch.no_grad():
+        got, want = (m(tokens(), **told).logits for m in (ours, theirs))
+        assert off(got, want, RIGHT) <= 1e-12 < off(ours(tokens()).logits, want, RIGHT)
+        bert, _ = pair("BertModel")
+        bert.encoder.layer[1].attention.self.is_causal = True
+        with pytest.raises(NotImplementedError, match="^the mask shows later keys"):
+            bert(tokens())
+
+
 def test_models_with_an_attention_of_their_own_are_refused():
     bloom = transformers.BloomForCausalLM(small("BloomForCausalLM"))
     for name in ("BloomForCausalLM", "XLNetLMHeadModel", "GitModel"):
@@ -233,7 +246,9 @@ def test_a_cache_takes_the_dtype_of_autocast():
     assert torch.equal(got, want) and cache.layers[0].live.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", ["chat", "chunks", "assisted", "static", "copies"])
+@pytest.mark.parametrize(
+    "kind", ["chat", "chunks", "assisted", "static", "copies", "all rows"]
+)
 @pytest.mark.parametrize(
     "name, window", [("LlamaForCausalLM", 4096), ("MistralForCausalLM", 6)]
 )
@@ -252,12 +267,15 @@ def test_generation_from_transformers_caches(name, window, kind):
     elif kind == "static":
         how |= model_sweep.STATIC
     elif kind == "chunks":
-        prompt, how["prefill_chunk_size"] = {"input_ids": tokens()}, 7
+        how["prefill_chunk_size"] = 7
 
     def run(model):
-        if kind not in ("chat", "copies"):
+        if kind not in ("chat", "copies", "all rows"):
             return model.generate(**prompt, **how)
-        cache = transformers.DynamicCache(config=model.config)
+        told = {} if kind == "all rows" else {"config": model.config}
+        cache = transformers.DynamicCache(
+            **told
+        )  # without, it keeps what no window shows
         first = model.generate(**prompt, **how, past_key_values=cache)
         new = first if kind == "copies" else torch.cat([first, tokens(2, 5)], 1)
         seen = torch.cat([LEFT, torch.ones(2, new.shape[1] - N, dtype=torch.long)], 1)
@@ -275,10 +293,14 @@ def test_patterns_keep_to_their_layers_and_refuse_what_they_cannot_have():
         set_pattern(ours, pattern)
         with pytest.raises(NotImplementedError, match="^the layer has a window of 6"):
             ours(tokens())
-    ours, theirs = llama()
+    ours, _ = llama()
     set_pattern(ours, [pattern, None])
-    with pytest.raises(NotImplementedError, match="^a pattern needs its own cache"):
-        ours.generate(tokens(), max_new_tokens=3)
+    for chosen in (
+        {"past_key_values": transformers.DynamicCache()},
+        model_sweep.STATIC,
+    ):
+        with pytest.raises(NotImplementedError, match="^a pattern needs a LiveCache"):
+            ours.generate(tokens(), max_new_tokens=3, **chosen)
     bart, _ = pair("BartForConditionalGeneration")
     with pytest.raises(ValueError, match="^patterns are for models without cross-"):
         set_pattern(bart, pattern)
@@ -289,6 +311,25 @@ def test_patterns_keep_to_their_layers_and_refuse_what_they_cannot_have():
     assert off(set_pattern(distil, [Dense()]).__call__(tokens()).logits, whole) <= 1e-12
     with pytest.raises(NotImplementedError, match="do not tell their number"):
         set_pattern(distil, [Dense(), pattern])(tokens())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}, "assisted"],
+)
+def test_generate_makes_the_cache_of_patterns(how):
+    ours, draft = llama()
+    set_pattern(ours, [Dilated([4, 8], [1, 2]), None])
+    given = {"input_ids": tokens(), "attention_mask": LEFT}
+    if how == "assisted":
+        how, given = {"assistant_model": draft}, {"input_ids": tokens(1)}
+    given |= {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    out = ours.generate(**given, **how, return_dict_in_generate=True)
+    assert isinstance(out.past_key_values, LiveCache)
+    without = {k: v for k, v in how.items() if k != "assistant_model"}
+    assert torch.equal(
+        out.sequences, ours.generate(**given, **without, use_cache=False)
+    )
 
 
 def test_half_of_the_heads_take_patterns_that_do_not_count_them():

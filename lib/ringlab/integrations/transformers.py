@@ -11,7 +11,7 @@ cache for ``generate``.
 >>> model.generate(prompt, max_new_tokens=5).shape
 torch.Size([1, 8])
 >>> model = set_pattern(model, Dilated([16, 32], [1, 2]))
->>> model.generate(prompt, max_new_tokens=5, past_key_values=LiveCache(model, 32)).shape
+>>> model.generate(prompt, max_new_tokens=5).shape
 torch.Size([1, 8])
 """
 
@@ -28,7 +28,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -68,9 +73,11 @@ def register() -> None:
     ``ringlab.attention``, forward and backward, over the keys that the model's mask
     shows: causal or not, sliding windows, padding on the left or the right, documents
     of packed batches, keys of an encoder and of transformers' caches. ``set_pattern``
-    gives layers a pattern. ``position_ids`` that start anew tell documents, without an
-    ``attention_mask`` and with ``use_cache=False``; or ``cu_seq_lens_q`` does.
-    Positions of a pattern count from the first token of each document.
+    gives layers a pattern, for which ``generate`` makes a ``LiveCache``.
+
+    ``position_ids`` that start anew tell documents, without an ``attention_mask`` and
+    with ``use_cache=False``; or ``cu_seq_lens_q`` does. Positions of a pattern count
+    from the first token of each document.
 
     NotImplementedError, in one line, for a model that runs an attention of its own, and
     for what this one cannot do: dropout, biases, sinks, masks of pairs.
@@ -85,10 +92,12 @@ def register() -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_of)
     PreTrainedModel.get_correct_attn_implementation = _implementation
+    GenerationMixin._prepare_cache_for_generation = _cache
     LOSS_MAPPING["ForCausalLM"] = _causal_loss
 
 
 _their_implementation = PreTrainedModel.get_correct_attn_implementation
+_their_cache = GenerationMixin._prepare_cache_for_generation
 _their_loss = LOSS_MAPPING["ForCausalLM"]
 
 
@@ -119,6 +128,24 @@ def _attention_in(module: str) -> str:
     if "ALL_ATTENTION_FUNCTIONS" in code:
         return "interface"
     return "own" if re.search(r"^class \w*Attention\w*\(", code, re.M) else ""
+
+
+def _cache(
+    model, generation_config, model_kwargs: dict, mode, batch_size: int, length: int
+) -> None:
+    """Give a model with patterns a ``LiveCache`` in ``model_kwargs``, unless the caller
+    chose a cache; others get transformers' own.
+    """
+    config = model.config.get_text_config()
+    chosen = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+    free = chosen == (None, None) and generation_config.use_cache
+    patterns = getattr(config, "ringlab_pattern", None)
+    if free and patterns and any(patterns) and config._attn_implementation == NAME:
+        drafts = mode == "assisted_generation" or generation_config.is_assistant
+        cache = LiveCache(model, length, max_crop=length if drafts else 0)
+        model_kwargs["past_key_values"] = cache
+    else:
+        _their_cache(model, generation_config, model_kwargs, mode, batch_size, length)
 
 
 def _causal_loss(*args, ringlab_group=None, **how) -> Tensor:
@@ -401,9 +428,8 @@ def attend(
     else:
         _check_pattern(pattern, module.config, q.shape[2], k.shape[2])
         if layer is None and n != mask.keys:
-            ours = f"past_key_values={LiveCache.__module__}.LiveCache(model, length)"
             raise NotImplementedError(
-                f"a pattern needs its own cache: generate(..., {ours})"
+                "a pattern needs a LiveCache: generate makes it, or give past_key_values=LiveCache(model, length)"
             )
     how = {"causal": mask.causal, "scale": scaling}
     k, v = k[:, : mask.keys], v[:, : mask.keys]
@@ -535,8 +561,7 @@ def _of_spans(q, k, v, pattern: Pattern, mask: Mask, how: dict) -> Tensor:
     for (start, stop), entries in alike.items():
         rows = slice(0, n)
         if mask.causal:
-            rows = slice(max(start - mask.first, 0), min(stop - mask.first, n))
-            stop = mask.first + rows.stop
+            rows = slice(max(start - mask.first, 0), stop - mask.first)
         elif not isinstance(pattern, Dense):
             rows = slice(start, stop)
         if start == stop or rows.start >= rows.stop:
@@ -582,7 +607,8 @@ def _padded(q, k, v, pattern: Pattern, real: Tensor, how: dict) -> Tensor:
 
 class LiveCache(Cache):
     """The cache of a model for ``generate(..., past_key_values=cache)``: a
-    ``ringlab.KVCache`` for each layer.
+    ``ringlab.KVCache`` for each layer. ``generate`` makes one by itself for models with
+    patterns; give it for several turns, or to keep less for windows.
 
     It keeps the rows that later tokens still see under the layer's pattern or window.
     For up to ``max_length`` tokens, prompt and padding included. ``max_crop``: so many
