@@ -8,7 +8,13 @@ import pickle
 import pytest
 import torch
 from matrix import apart
-from ring_cases import copies, layer_gradients, layer_positions, tensor_parallel
+from ring_cases import (
+    copies,
+    layer_gradients,
+    layer_positions,
+    tensor_parallel,
+    unpickled,
+)
 from ringlab import (
     Adaptive,
     Dense,
@@ -213,6 +219,8 @@ def test_copies_share_their_group_and_pickles_find_it():
         assert not wrong
         with pytest.raises(RuntimeError, match="^there is no process group .*$"):
             pickle.loads(saved)
+    (text,) = launch(unpickled, 1, saved)
+    assert "no process group '1' of 2 ranks" in text
     layer = MultiheadAttention(16, 4, PATTERN, group=Simulated(2))
     cache = layer.make_cache(1, 9)
     for made in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):

@@ -232,6 +232,15 @@ def copies():
     return wrong, pickle.dumps(holders[0][0])
 
 
+def unpickled(saved: bytes) -> str:
+    """What refuses the pickle of a group of another size and the same name."""
+    dist.new_group([dist.get_rank()])
+    try:
+        pickle.loads(saved)
+    except RuntimeError as error:
+        return str(error)
+
+
 def micro_batches():
     """Loss and gradient of one batch and of its three micro-batches with other numbers
     of targets, over the ranks; and what refuses totals that are wrong.

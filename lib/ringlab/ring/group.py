@@ -91,9 +91,6 @@ class Group:
     here: range
     process_group: dist.ProcessGroup | None = None
 
-    def __deepcopy__(self, memo) -> Group:
-        return self
-
     def __reduce__(self):
         if self.process_group is None:
             return Group, (self.size, self.here)
