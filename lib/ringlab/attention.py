@@ -162,6 +162,10 @@ def attention(
             or (is_causal and q.shape[1] > k.shape[1])
             or any(part is not None for part in parts)
         ):
+            if is_causal and q.shape[1] > k.shape[1]:
+                raise ValueError(
+                    f"{q.shape[1]} queries, {k.shape[1]} keys: causal needs as many keys, or more"
+                )
             what = "only Dense() takes k and v of another length, longer if causal, on one device and without documents"
             raise ValueError(
                 f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}: {AXES}; ringlab.KVCache is for generation"

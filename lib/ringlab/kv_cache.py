@@ -195,7 +195,7 @@ class KVCache:
                     f"sequence {entry} has {have} positions and cannot be cropped to {length}"
                 )
             if length < have and self.rules.needs_dropped(length, max(have, peak)):
-                why = "rows that it saw are dropped; KVCache(max_crop=...) keeps them for longer"
+                why = "rows that it saw are dropped; a cache made with max_crop=... keeps them for longer"
                 raise ValueError(
                     f"sequence {entry} cannot be cropped to {length}: {why}"
                 )

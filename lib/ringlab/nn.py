@@ -16,7 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from . import checks, ring
 from .adaptive import Adaptive, adaptive_attention
 from .advise import Advice, Auto
-from .attention import DEFAULT, REFUSED, as_autocast, attention, check_share
+from .attention import (
+    DEFAULT,
+    REFUSED,
+    as_autocast,
+    attention,
+    check_share,
+    documents_of,
+)
 from .block_patterns import PerHead
 from .checks import (
     FLOATS,
@@ -462,6 +469,8 @@ def next_tokens(tokens: Tensor, cu_seqlens=None, lengths=None) -> Tensor:
     >>> next_tokens(torch.tensor([[5, 6, 7, 8]]), cu_seqlens=[0, 3, 4]).tolist()
     [[6, 7, -100, -100]]
     """
+    if lengths is not None:
+        documents_of(tokens, cu_seqlens, lengths, tokens.shape[1])  # checks them
     where = positions(tokens, cu_seqlens)  # (n,)
     hidden = (where == 0).expand(tokens.shape)  # (b, n), the first tokens of documents
     if lengths is not None:
@@ -502,7 +511,7 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
     Targets are those of whole sequences, shifted before they are sharded, since the
     last token of a shard has its target on the next rank:
     ``shard_sequence(next_tokens(tokens), group)``. A model of transformers takes them
-    as ``shift_labels=``, and ``total`` as ``num_items_in_batch=``.
+    as ``shift_labels=`` beside ``labels=``, and ``total`` as ``num_items_in_batch=``.
 
     Raises ValueError for a ``total`` that is no positive integer, is less than the
     targets of this call, or differs between ranks.

@@ -46,6 +46,11 @@ GOOD = torch.zeros(1, 16, 4, 8)
             "only Dense.. takes k and v of another .*, heads, head_dim",
         ),
         (
+            dict.fromkeys("kv", GOOD[:, :15]) | dict(pattern=Dense(), causal=True),
+            ValueError,
+            "16 queries, 15 keys: causal needs as many keys, or more",
+        ),
+        (
             dict.fromkeys("kv", GOOD.expand(2, -1, -1, -1)),
             ValueError,
             "q and k must agree in batch and head_dim",

@@ -5,9 +5,10 @@ each call must give what transformers' own attention gives, or be refused in one
     python tests/helpers/model_sweep.py LlamaForCausalLM BloomForCausalLM
     python tests/helpers/model_sweep.py --table lib/MODELS.md
 
-Outcomes of a call: ``right``; ``refused`` by one line of ringlab; ``silent``, another
-value without an error; ``traceback``, any other error where transformers has none. A
-call that transformers' own attention does not take is left out.
+Outcomes of a call: ``right``; ``mixed``, what transformers' own attention gives, whose
+packed documents see each other; ``refused`` in one line; ``silent``, another value
+without an error; ``traceback``, any other error where transformers has none. A call that
+transformers' own attention does not take is left out.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def tokens(b: int = 2, n: int = N) -> torch.Tensor:
 
 RIGHT = (torch.arange(N) < torch.tensor([[N], [13]])).long()
 LEFT = RIGHT.flip(1)
-WHERE = torch.cat([torch.arange(8), torch.arange(N - 8)]).expand(2, -1)
+FIRST = 8  # tokens of the first packed document
+WHERE = torch.cat([torch.arange(FIRST), torch.arange(N - FIRST)]).expand(2, -1)
 GENERATE = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 
@@ -213,15 +215,12 @@ def cases(model) -> dict:
         prompts = {"generate": both, "generate, padding": both | right}
     else:
         right, left = both | {"attention_mask": RIGHT}, both | {"attention_mask": LEFT}
-        packed = {"position_ids": WHERE, "use_cache": False}
-        one = {name: value[:1] for name, value in packed.items() if name != "use_cache"}
-        one |= {"input_ids": text[:1], "use_cache": False}
         calls = {
             "plain": lambda m: logits(m, both),
             "padding": lambda m: logits(m, right, RIGHT),
             "padding, left": lambda m: logits(m, left, LEFT),
-            "packed": lambda m: logits(m, both | packed),
-            "packed, one row": lambda m: logits(m, one),
+            "packed": lambda m: packed(m, 2),
+            "packed, one row": lambda m: packed(m, 1),
         }
         prompts = {"generate": both, "generate, padding": left}
     if model.can_generate():
@@ -232,6 +231,20 @@ def cases(model) -> dict:
         if not config.is_encoder_decoder:
             calls["generate, LiveCache"] = live
     return calls | others
+
+
+def packed(model, b: int, change: int = 0) -> torch.Tensor:
+    """Logits of two documents in a row; ``change`` is added to the tokens of the first."""
+    text = tokens(b)
+    text[:, :FIRST] += change
+    told = {"input_ids": text, "position_ids": WHERE[:b], "use_cache": False}
+    return logits(model, told)
+
+
+def mixes(model, b: int) -> bool:
+    """Whether the second document sees the first."""
+    found = (packed(model, b, change)[:, FIRST:] for change in (0, 1))
+    return distance(*found) > EXACT
 
 
 def live(model) -> torch.Tensor:
@@ -330,6 +343,8 @@ def sweep(name: str) -> dict:
         why = ""
         for case, call in cases(judges[0]).items():
             kind, reason = outcome(ours, judges, call)
+            if kind == "right" and case.startswith("packed"):
+                kind = "mixed" if mixes(ours, 2 if case == "packed" else 1) else kind
             if kind:
                 found["calls"][window + case] = kind, reason
             else:
@@ -379,24 +394,25 @@ def table(rows: list[dict]) -> str:
     """The families of models, and what is refused of them, as Markdown."""
     every = [kind for row in rows for kind, _ in row["calls"].values()]
     counts, count = Counter(every), sum(bool(row["calls"]) for row in rows)
-    families: dict[str, dict[str, set]] = {}  # by reason; "" for what is right
+    families: dict[str, dict[str, set]] = {}  # calls by outcome
     for row in rows:
         for call, (kind, why) in row["calls"].items():
             why = re.sub(r"^\w+ (runs|has) ", r"it \1 ", why)
             why = re.sub(r" of \w+: leave", ": leave", why)
             why = re.sub(r"\((\d+, )+\d+\)", "(...)", why)
-            why = "" if kind == "right" else f"{kind}: {why}".removeprefix("refused: ")
+            why = f"{kind}: {why}".removeprefix("refused: ")
             of = families.setdefault(row["type"], {})
             of.setdefault(why, set()).add(call)
     lines, whole = [], []
     for family, reasons in sorted(families.items()):
-        right = reasons.pop("", set())
+        right, mixed = (reasons.pop(f"{kind}: ", set()) for kind in ("right", "mixed"))
         if not reasons:
-            whole.append(family)
+            whole.append(f"{family}*" if mixed else family)
             continue
         cells = [f"{named(calls, right)}: {why}" for why, calls in reasons.items()]
         refused = set().union(*reasons.values())
         works = named(right - refused, refused) or "nothing"
+        works += "; documents mix" * bool(mixed)
         lines.append(f"| {family} | {works} | {'<br>'.join(cells)} |")
     left = sorted({row["class"] for row in rows if not row["calls"]})
     return f"""# Models of transformers {transformers.__version__} on ringlab's attention
@@ -404,14 +420,20 @@ def table(rows: list[dict]) -> str:
 Made by `python tests/helpers/model_sweep.py --table lib/MODELS.md`. Each class was
 made small, in float64, and each call compared with transformers' own attention (to
 {EXACT:g}). Of {len(rows)} classes {count} could be called: {counts["right"]:,} calls are
-right, {counts["refused"]:,} are refused in one line, {counts["silent"]} give another
+right, {counts["mixed"]} are what transformers gives, where packed documents see each
+other, {counts["refused"]:,} are refused in one line, {counts["silent"]} give another
 value, {counts["traceback"]} another error.
 
 The calls: `plain`; `padding` on the right and the left; `packed` documents, told by
 position_ids; `generate` with transformers' own cache, growing and static, greedy and
 with beams, or with a `LiveCache`; the same with a `window` of {WINDOW} of {N} tokens;
 a dilated `pattern`. Models of images and of sound are called with one input alone.
-Documents that position_ids do not tell may be told by `cu_seq_lens_q`.
+Calls that transformers' own attention did not take were not judged. Not called: masks
+of pairs (batch, 1, tokens, tokens) and padding between tokens, which are refused.
+
+Where packed `documents mix` (marked * in the list), position_ids tell transformers of
+no documents: models whose masks are made without them, and layers that carry a state.
+`cu_seq_lens_q` tells them to attention, not to a state.
 
 ## All calls are right
 

@@ -81,5 +81,10 @@ def test_targets_and_losses_of_one_device():
         mean_loss(logits, targets.clamp(min=-1)), mean_loss(logits, targets)
     ), "any negative one is none"
     assert mean_loss(logits, torch.full_like(targets, -100)) == 0
+    for wrong in ({"lengths": [4, 4]}, {"lengths": [65]}, {"lengths": [-1]}):
+        with pytest.raises(ValueError, match="^lengths must be 1 numbers of 0 to 64"):
+            next_tokens(tokens, **wrong)
+    with pytest.raises(ValueError, match="^give cu_seqlens, .*, not both$"):
+        next_tokens(tokens, [0, 64], [64])
     assert shard_sequence(tokens, Simulated(2)) is tokens
     average_gradients(torch.nn.Linear(2, 2), Simulated(2))

@@ -75,19 +75,23 @@ def register() -> None:
     of packed batches, keys of an encoder and of transformers' caches. ``set_pattern``
     gives layers a pattern, for which ``generate`` makes a ``LiveCache``.
 
-    ``position_ids`` that start anew tell documents, without an ``attention_mask`` and
-    with ``use_cache=False``; or ``cu_seq_lens_q`` does. Positions of a pattern count
-    from the first token of each document.
+    ``cu_seq_lens_q`` tells documents to any model; its ``position_ids`` are to start
+    anew with each. By these alone transformers tells documents to most models that make
+    causal masks, without an ``attention_mask`` and with ``use_cache=False``; where it
+    does not, the call is refused if the model hands its positions on, else documents
+    mix as with transformers' own attention (``lib/MODELS.md``). Positions of a pattern
+    count from the first token of each document.
 
-    NotImplementedError, in one line, for a model that runs an attention of its own, and
-    for what this one cannot do: dropout, biases, sinks, masks of pairs.
+    Refused in one line (NotImplementedError): a model that runs an attention of its
+    own, and what this one cannot do: dropout, biases, sinks, masks of pairs, padding
+    between tokens. A compiled model breaks its graph at each mask.
 
     ``model(..., ringlab_group=group, use_cache=False)`` takes shards of the sequence
-    (``ringlab.nn.shard_sequence``): of the tokens, of their ``position_ids``, and of
-    ``shift_labels``; but ``cu_seq_lens_q`` of the whole. Labels are shifted before they
-    are sharded, since the last token of a shard has its target on the next rank. With
-    ``num_items_in_batch``, the number of all targets, the loss is a rank's part of the
-    mean; ``ringlab.nn.mean_loss`` of the logits gives the mean.
+    (``ringlab.nn.shard_sequence``): of the tokens, of their ``position_ids`` and, beside
+    ``labels``, of ``shift_labels``; but ``cu_seq_lens_q`` of the whole. Labels are
+    shifted before they are sharded, since the last token of a shard has its target on
+    the next rank. With ``num_items_in_batch``, the number of all targets, the loss is a
+    rank's part of the mean; ``ringlab.nn.mean_loss`` of the logits gives the mean.
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_of)
@@ -107,9 +111,12 @@ def _implementation(model: PreTrainedModel, *args, **how) -> str:
     """
     found = _their_implementation(model, *args, **how)
     if found == NAME and _attention_in(type(model).__module__) == "own":
-        parts = "attn_implementation={'text_config': 'ringlab'}"
+        parts = ", ".join(model.config.sub_configs)
+        parts = (
+            parts and f"; attn_implementation={{...: 'ringlab'}} names one of {parts}"
+        )
         raise NotImplementedError(
-            f"{type(model).__name__} runs an attention of its own; of a model with parts, name one: {parts}"
+            f"{type(model).__name__} runs an attention of its own{parts}"
         )
     return found
 
@@ -301,6 +308,10 @@ def _mask(
     if "documents" in said:  # (b, queries)
         mask.borders = _borders(said["documents"].diff(dim=1) != 0)
     if padding is not None:
+        if len(padding) != batch_size:
+            raise ValueError(
+                f"the attention_mask is of {len(padding)} entries, the batch of {batch_size}"
+            )
         real = padding[:, kv_offset : kv_offset + keys].bool()
         real = F.pad(real, (0, keys - real.shape[1]))  # what is not told is hidden
         if not real.all():
@@ -349,7 +360,7 @@ def _spans(real: Tensor) -> list[tuple[int, int]]:
     stop = first + real.sum(1)
     if not torch.equal(real, (at >= first[:, None]) & (at < stop[:, None])):
         raise NotImplementedError(
-            "padding between tokens is not supported: pad on the left or the right"
+            "padding between tokens is not supported; without an attention_mask generate finds it by pad_token_id"
         )
     return list(zip(first.tolist(), stop.tolist()))
 
@@ -387,8 +398,10 @@ def attend(
             "attention keeps no weights; ringlab.reference.weights has those of short sequences"
         )
     if dropout:
+        fields = vars(getattr(module, "config", module)).items()
+        name = next((n for n, x in fields if "att" in n and x == dropout), "dropout")
         raise NotImplementedError(
-            "attention dropout is not supported: set config.attention_dropout = 0.0"
+            f"attention dropout is not supported: load the model with {name}=0.0"
         )
     q, k, v = as_autocast(*(t.transpose(1, 2) for t in (query, key, value)))
     b, n, seen = *q.shape[:2], layer.seen if layer else 0
@@ -416,8 +429,7 @@ def attend(
             raise NotImplementedError(
                 "a ringlab_group takes whole documents, without a mask of padding and a cache"
             )
-        if cu_seq_lens_q is None:
-            _check_shard(mask, position_ids, n, ringlab_group)
+        _check_shard(mask, position_ids, cu_seq_lens_q, ringlab_group)
     most = layer.max_length if layer else LARGEST if ringlab_group else mask.keys
     pattern = _pattern_here(mask, module, sliding_window, most)
     if pattern is None:
@@ -427,7 +439,8 @@ def attend(
             raise NotImplementedError("a window of other keys has to be causal")
     else:
         _check_pattern(pattern, module.config, q.shape[2], k.shape[2])
-        if layer is None and n != mask.keys:
+        own = layer is None and not isinstance(pattern, Dense)
+        if own and n != mask.keys:
             raise NotImplementedError(
                 "a pattern needs a LiveCache: generate makes it, or give past_key_values=LiveCache(model, length)"
             )
@@ -479,11 +492,11 @@ def _documents(
     position_ids agree on them.
     """
     if cu_q is not None:
-        for other in (cu_k, mask.borders):
-            if other is not None and cu_q.unique().tolist() != other.unique().tolist():
-                raise NotImplementedError(
-                    "cu_seq_lens_q disagrees with cu_seq_lens_k, or with position_ids"
-                )
+        told = [torch.as_tensor(t) for t in (cu_q, cu_k, mask.borders) if t is not None]
+        if len({tuple(t.unique().tolist()) for t in told}) > 1:
+            raise NotImplementedError(
+                "cu_seq_lens_q disagrees with cu_seq_lens_k, or with position_ids"
+            )
         return cu_q
     n, known = mask.shape[2], mask.borders is not None or mask.fitting is position_ids
     if known or position_ids.dim() != 2 or position_ids.shape[1] != n:
@@ -494,27 +507,28 @@ def _documents(
         anew = anew & real[:, 1:] & real[:, :-1]
     if anew.any():
         raise NotImplementedError(
-            "position_ids start anew, the mask does not: give no attention_mask and use_cache=False, or cu_seq_lens_q"
+            "position_ids do not go up by one, but the mask has no documents: cu_seq_lens_q tells them to any model"
         )
     mask.fitting = position_ids
     return None
 
 
-def _check_shard(mask: Mask, position_ids: Tensor | None, n: int, group) -> None:
-    """Raise ValueError unless the positions of a shard of one document are those of its
-    rows.
+def _check_shard(mask: Mask, position_ids: Tensor | None, borders, group) -> None:
+    """Raise ValueError unless the positions of a shard are those of its rows in their
+    documents, whose ``borders`` in the whole sequence are given; None: there is one.
     """
     if mask.fitting is position_ids is not None:
         return
-    ranks = Group.of(group)
+    ranks, n = Group.of(group), mask.shape[2]
     first = 0 if ranks.process_group is None else ranks.here[0] * n
-    if mask.borders is not None or position_ids is None or position_ids.dim() != 2:
+    if position_ids is None or position_ids.dim() != 2:
+        raise ValueError("this model does not tell the positions of its shards")
+    at = torch.arange(first, first + n, device=position_ids.device)
+    starts = torch.as_tensor([0] if borders is None else borders, device=at.device)
+    wanted = at - starts[torch.searchsorted(starts.to(at.dtype), at, right=True) - 1]
+    if not (position_ids == wanted).all():
         raise ValueError(
-            "shards of documents need cu_seq_lens_q of the whole, and those of one document its position_ids"
-        )
-    if not (position_ids == torch.arange(n, device=position_ids.device) + first).all():
-        raise ValueError(
-            f"position_ids of this shard must be those from {first} on: shard_sequence of the whole"
+            "position_ids of a shard must be those of its rows, in the documents that cu_seq_lens_q of the whole tells"
         )
     mask.fitting = position_ids
 
@@ -619,7 +633,7 @@ class LiveCache(Cache):
     """
 
     def __init__(self, model, max_length: int, *, max_crop: int = 0):
-        config = model.config.get_text_config()
+        self.config = config = model.config.get_text_config()
         if config._attn_implementation != NAME:
             raise ValueError(
                 f"the model runs {config._attn_implementation!r}: model.set_attn_implementation({NAME!r})"
@@ -642,6 +656,10 @@ class LiveCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """As of transformers' caches; only for layers that the config tells."""
+        if self.config._attn_implementation != NAME:
+            raise ValueError(
+                f"the model runs {self.config._attn_implementation!r}, which takes no LiveCache"
+            )
         if layer_idx >= len(self.layers):
             raise NotImplementedError(
                 "this model has more layers than its config says: leave past_key_values out"
@@ -744,12 +762,11 @@ class _Layer(CacheLayerMixin):
         return self.max_length
 
     def reset(self) -> None:
-        self.seen, self.waiting, self.real = 0, False, None
-        if self.live:
-            self.live.reset()
+        self.seen, self.waiting, self.real, self.live = 0, False, None, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.live.reorder(beam_idx)
+        if self.live:
+            self.live.reorder(beam_idx)
         self.real = (
             None if self.real is None else self.real[beam_idx.to(self.real.device)]
         )
