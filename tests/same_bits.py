@@ -51,7 +51,7 @@ MODULES = (
     "BlockSparseTorchSparse(pattern=blocks.bigbird(1, 1, 2, block_size=16))",
     "AdaptiveBlockSparse(16, block_size=16, top_k=2, group=Simulated(3))",
     "nn.MultiheadAttention(96, 6, Dense(), num_kv_heads=2, bias=False, group=Simulated(3))",
-    "nn.MultiheadAttention(96, 6, Dilated([24, 60], [5, 7], 'head_groups'), config='auto', group=Simulated(3))",
+    "nn.MultiheadAttention(96, 6, Dilated([24, 60], [5, 7], 'head_groups'), group=Simulated(3))",
     "nn.MultiheadAttention(96, 6, blocks.local_global(1, 2, block_size=16), use_gradient_checkpointing=True)",
 )
 

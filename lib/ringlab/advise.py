@@ -1,5 +1,4 @@
-"""Advice: which settings for which length on which hardware, and ``config="auto"`` of
-the modules.
+"""Advice: which settings for which length on which hardware.
 
 Each setting is chosen by measured rows (``Evidence``) where they bear on it, else by
 the hardware's policy or by estimate. ``ringlab.report.evidence`` makes evidence from
@@ -13,14 +12,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from textwrap import wrap
 
 import torch
-from torch import Tensor
 
 from . import hardware, kernels
-from .block_patterns import BlockSparse, PerHead, local_global, sliding_window
+from .block_patterns import BlockSparse, local_global, sliding_window
 from .checks import LARGEST, check_bool, check_int, is_real, short_repr
 from .cost import far_queries, format_bytes, format_seconds
 from .engine import Execution
@@ -28,7 +26,7 @@ from .engine.chunked import OOMBackoff
 from .estimate import NETWORK_REMOVED, Estimate, cost_of, estimate_of, rates_of
 from .meta_run import MetaCall
 from .patterns import Dense, Dilated, Pattern
-from .ring import SCHEMES, Layout, group_size, length_of
+from .ring import SCHEMES, Layout
 from .ring.layout import layout_named
 from .ring.volume import unevenness
 
@@ -327,18 +325,6 @@ class Advice:
             ]
         )
 
-    def table(self) -> str:
-        """Two tables in Markdown: the choices with their evidence, and the patterns
-        that were compared.
-        """
-        rows = [("What", "Choice", "How", "Why", "Measured")]
-        rows += [
-            (c.name, c.shown, c.how, c.why, "; ".join(e.text for e in c.evidence))
-            for c in self.choices.values()
-        ]
-        rows += [(name, "", ESTIMATE, said, "") for name, said in self._memories()]
-        return f"{_markdown(rows)}\n\n{_markdown([PATTERN_COLUMNS, *map(self._figures, self.proposals)])}"
-
     def code(self) -> str:
         """Python that runs as it stands, on the profile's device or else on a CPU.
 
@@ -414,9 +400,6 @@ class Advice:
             f"{p.name}: {p.pattern}",
         )
 
-    def _repr_markdown_(self) -> str:
-        return f"**{self.title}**\n\n{self.table()}\n\n```python\n{self.code()}```\n"
-
 
 def columns(rows: Sequence[Sequence[str]], sides: Sequence[str] = "") -> list[str]:
     """Rows as lines with aligned columns; ``sides``: of each column, "<" (all by
@@ -428,14 +411,6 @@ def columns(rows: Sequence[Sequence[str]], sides: Sequence[str] = "") -> list[st
         "  ".join(f"{t:{s}{w}}" for t, s, w in zip(row, sides, widths)).rstrip()
         for row in rows
     ]
-
-
-def _markdown(rows: list[tuple[str, ...]]) -> str:
-    lines = [
-        "| " + " | ".join(text.replace("|", "\\|") for text in row) + " |"
-        for row in rows
-    ]
-    return "\n".join([lines[0], "|" + ":--|" * len(rows[0]), *lines[1:]])
 
 
 def ladder(seq_len: int, first: int = PAPER) -> Pattern:
@@ -1002,17 +977,14 @@ class _Advisor:
     def _proposals(
         self, advised: Pattern, given: bool, checkpointing: bool
     ) -> tuple[Proposal, ...]:
-        """What is advised, dense attention, and the two sparse kinds where no pattern
-        was given.
+        """What is advised, dense attention, and the local window where no pattern was
+        given.
 
         Only the first two with their memory: it takes seconds to find.
         """
         kinds = {"advised": advised, "dense": Dense()}
         if not given:
-            kinds |= {
-                "ladder": ladder(self.seq_len),
-                "local": local(self.seq_len, self.call.ranks),
-            }
+            kinds["local"] = local(self.seq_len, self.call.ranks)
         full = self._bounded(Dense()).cost.distinct_pairs
         found: dict[Pattern, Proposal] = {}
         for name, pattern in kinds.items():
@@ -1089,88 +1061,3 @@ class _Advisor:
                 if more._fits(more.place(placed.call.pattern).estimate, checkpointing):
                     return ranks
         return None
-
-
-class Auto:
-    """Backend, scheme and execution by advice, for a module that was given none;
-    ``advice`` is the last that it took.
-
-    ``config``: "auto", which asks for each shape once, or an ``Advice``, which is taken
-    for every shape. The pattern, the layout and the dtype of tensors stay as they are.
-    Under torch.compile the graph breaks here. Raises ValueError for anything else.
-    """
-
-    def __init__(self, config: str | Advice):
-        self.asks = isinstance(config, str) and config == "auto"
-        if not self.asks and not isinstance(config, Advice):
-            raise ValueError(
-                f'config must be None, "auto" or a ringlab.Advice, got {short_repr(config)}'
-            )
-        self.advice = None if self.asks else config
-
-    def __repr__(self) -> str:
-        choices = self.advice.choices.values() if self.advice else ()
-        said = [
-            f"{c.name}: {c.shown}"
-            for c in choices
-            if c.name in ("backend", "scheme", "execution")
-        ]
-        return f"config=auto ({'; '.join(said) or 'nothing chosen yet'})"
-
-    def fill(self, options: dict, pattern: Pattern, q: Tensor, k: Tensor) -> dict:
-        """``options`` of ``attention`` with what was left open; q and k (b, n, h, d)
-        are whole, or shards.
-        """
-        filled = (
-            torch.compiler.disable(Auto._filled)
-            if torch.compiler.is_compiling()
-            else Auto._filled
-        )
-        return filled(self, options, pattern, q, k)
-
-    def _filled(self, options: dict, pattern: Pattern, q: Tensor, k: Tensor) -> dict:
-        if self.asks:
-            group, layout = options.get("group"), options.get("layout", "contiguous")
-            heads, kv_heads = q.shape[2], k.shape[2]
-            if isinstance(
-                pattern, PerHead
-            ):  # the one of the fewest heads: what serves it serves the others
-                pattern, mine = min(
-                    pattern.heads().items(), key=lambda each: len(each[1])
-                )
-                heads = kv_heads = len(mine)
-            self.advice = _advised(
-                q.device,
-                seq_len=length_of(q, group, layout),
-                ranks=1 if group is None else group_size(group),
-                batch=q.shape[0],
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=q.shape[3],
-                causal=options["causal"],
-                passes="fwd+bwd" if torch.is_grad_enabled() else "fwd",
-                pattern=pattern,
-                dtype=q.dtype,
-                layout=layout,
-            )
-        taken = {
-            "execution": replace(
-                self.advice["execution"], **changed(options["execution"])
-            )
-        }
-        for name in ("backend", "scheme"):
-            if options.get(name) == "auto" and name in self.advice.choices:
-                taken[name] = self.advice[name]
-        return options | taken
-
-
-@lru_cache(maxsize=256)
-def _advised(device: torch.device, **call) -> Advice:
-    """Advice without estimates, for the machine that the tensors are on."""
-    profile = hardware.get_profile("cpu")
-    if device.type == "cuda":  # this one, with its own memory
-        found = torch.cuda.get_device_properties(device)
-        gpu = hardware.Gpu(found.name, (found.major, found.minor), found.total_memory)
-        machine = hardware.Machine(device="cuda", gpus=(gpu,))
-        profile = hardware.resolve("auto", machine).on(machine)
-    return advise(profile, estimates=False, **call)

@@ -50,6 +50,7 @@ REFUSED = {
         ("cu_seqlens_q", "cu_seqlens_k"), "q and k share their documents: cu_seqlens"
     ),
     "window_size": "a window is a pattern: ringlab.blocks.sliding_window(tokens=...)",
+    "config": 'removed: the defaults are what "auto" took; what an Advice says is passed by name, as backend=',
 }
 
 

@@ -351,7 +351,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--show",
-        choices=("text", "table", "code"),
+        choices=("text", "code"),
         help="what to print (default: text and code)",
     )
 

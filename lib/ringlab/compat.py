@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import hardware, kernels, memory, ring
-from .advise import Advice, Auto
 from .attention import MASKS, REFUSED, attention, check_tensors
 from .block_patterns import BlockSparse, Segment, sliding_window
 from .checks import (
@@ -64,10 +63,6 @@ class PublishedAttention(nn.Module):
 
     The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this
     rank's shards), or a ``ring_size``, which is simulated on one device.
-    ``config="auto"`` computes the same function with the backend, scheme and execution
-    that advice chooses for each shape instead of the system's own; switches that are
-    given stay. An ``Advice`` is followed as it is, also in the dtype where the system
-    chooses that. ``.advice`` is the advice that the last call followed.
 
     Raises TypeError for an argument that this system does not have, ValueError for bad
     values, NotImplementedError for several ranks in a system of one device.
@@ -96,7 +91,6 @@ class PublishedAttention(nn.Module):
         block_size: int | None = None,
         density: float | None = None,
         group=None,
-        config: str | Advice | None = None,
         **refused,
     ):
         super().__init__()
@@ -127,19 +121,15 @@ class PublishedAttention(nn.Module):
             segment_lengths, dilation_rates, block_size, density
         )
         self.device = None if device is None else kernels.device_of(device)
-        self.auto = None if config is None else Auto(config)
         if dtype is None and self.auto_dtype:
-            if self.advice is not None:
-                dtype = self.advice["dtype"]
-            else:
-                on_gpu = (
-                    torch.cuda.is_available()
-                    if self.device is None
-                    else self.device.type == "cuda"
-                )
-                dtype = hardware.default_dtype(
-                    torch.cuda.get_device_capability(self.device) if on_gpu else None
-                )
+            on_gpu = (
+                torch.cuda.is_available()
+                if self.device is None
+                else self.device.type == "cuda"
+            )
+            dtype = hardware.default_dtype(
+                torch.cuda.get_device_capability(self.device) if on_gpu else None
+            )
         self.dtype = dtype
         self.group = (
             Simulated(ring_size)
@@ -152,13 +142,8 @@ class PublishedAttention(nn.Module):
             if enable_memory_pool
             else False
         )
-        chain, own = self.backend, self.switches
-        if (
-            self.auto is not None
-        ):  # advice replaces the system's own settings, not those that were asked for
-            chain, own, self.scheme = "auto", {}, self.scheme and "auto"
-        self.chain = chain if use_flash_attention else FALLBACK
-        self.execution = Execution(cache=use_pattern_cache, pool=pool, **own)
+        self.chain = self.backend if use_flash_attention else FALLBACK
+        self.execution = Execution(cache=use_pattern_cache, pool=pool, **self.switches)
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
         blocks = {
@@ -229,18 +214,11 @@ class PublishedAttention(nn.Module):
         pattern = self.pattern_for(
             ring.length_of(q, self.group, "contiguous"), is_causal
         )
-        if self.auto is not None:
-            options = self.auto.fill(options, pattern, q, k)
         return attention(q, k, v, pattern, **options)
 
     def pattern_for(self, n: int, causal: bool = False) -> Pattern:
         """The pattern over ``n`` positions."""
         return self.pattern
-
-    @property
-    def advice(self) -> Advice | None:
-        """The advice that the last call followed; None before, or without ``config``."""
-        return self.auto and self.auto.advice
 
     def _ranks(self, rows: int) -> dict:
         """The arguments of ``attention`` across ranks, for q, k, v of so many rows."""
@@ -262,8 +240,7 @@ class PublishedAttention(nn.Module):
         ]
 
     def extra_repr(self) -> str:
-        text = f"{self.pattern}, dtype={self.dtype}, {self.execution}"
-        return text if self.auto is None else f"{text}, {self.auto}"
+        return f"{self.pattern}, dtype={self.dtype}, {self.execution}"
 
 
 class DilatedAttention(PublishedAttention):

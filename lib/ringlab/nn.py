@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from . import checks, ring
 from .adaptive import Adaptive, adaptive_attention
-from .advise import Advice, Auto
 from .attention import (
     DEFAULT,
     REFUSED,
@@ -55,20 +54,18 @@ class MultiheadAttention(nn.Module):
     embed_dim) to (b, n, embed_dim).
 
     With an ``Adaptive`` pattern the means of q and k choose the blocks; it takes no
-    documents, cache or ``config``. ``num_kv_heads`` (default: ``num_heads``) must
+    documents and no cache. ``num_kv_heads`` (default: ``num_heads``) must
     divide ``num_heads``, and ``num_heads`` must divide ``embed_dim``. ``group``,
     ``scheme``, ``layout``, ``backend`` and ``execution`` are those of
     ``ringlab.attention``: over a ProcessGroup or 1-D mesh, x is this rank's shard of
     the sequence. The weights are replicated then, and their gradients are this rank's
     part: sum them over the ranks. A copy shares the group; a pickle keeps its name and
     size, and is loaded where there is such a group. ``use_gradient_checkpointing``
-    saves only x for the backward and recomputes the rest, exchanges included. ``config="auto"`` chooses
-    backend, scheme and execution for each shape by advice, where they have their
-    defaults; an ``Advice`` is taken as it is. ``layer.advice`` is the advice that the
-    last call followed; it changes no value. ``rotary_base`` (Llama's is 10,000) turns q
-    and k by their positions, which count from the start of each document and are global
-    across ranks. The state dict holds ``q_proj``, ``k_proj``, ``v_proj`` and
-    ``out_proj``; that of ``torch.nn.MultiheadAttention`` is loaded too.
+    saves only x for the backward and recomputes the rest, exchanges included.
+    ``rotary_base`` (Llama's is 10,000) turns q and k by their positions, which count
+    from the start of each document and are global across ranks. The state dict holds
+    ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``; that of
+    ``torch.nn.MultiheadAttention`` is loaded too.
 
     The projections may be any modules of these sizes, and tensor parallel ones
     (``ColwiseParallel`` q, k, v and ``RowwiseParallel`` out): the heads are those that
@@ -102,7 +99,6 @@ class MultiheadAttention(nn.Module):
         backend: str | tuple[str, ...] = "auto",
         execution: Execution = DEFAULT,
         use_gradient_checkpointing: bool = False,
-        config: str | Advice | None = None,
         batch_first: bool = True,
         rotary_base: float | None = None,
         device: torch.device | str | None = None,
@@ -121,15 +117,14 @@ class MultiheadAttention(nn.Module):
             else check_int("num_kv_heads", num_kv_heads)
         )
         pattern = as_pattern(pattern, KINDS)
-        chosen = scheme, layout, execution, config
+        chosen = scheme, layout, execution
         if isinstance(pattern, Adaptive) and chosen != (
             "auto",
             "contiguous",
             DEFAULT,
-            None,
         ):
             raise ValueError(
-                "an Adaptive pattern takes no scheme, layout, execution or config: it has one of each"
+                "an Adaptive pattern takes no scheme, layout or execution: it has one of each"
             )
         if embed_dim % num_heads or num_heads % num_kv_heads:
             wanted = "num_heads must divide embed_dim and num_kv_heads num_heads"
@@ -169,7 +164,6 @@ class MultiheadAttention(nn.Module):
                     f"a rotary embedding needs an even head_dim, got {embed_dim // num_heads}"
                 )
         self.rotary_base = rotary_base
-        self.auto = None if config is None else Auto(config)
         self.options = {
             "causal": causal,
             "group": Group.kept(group),
@@ -394,23 +388,12 @@ class MultiheadAttention(nn.Module):
             return self.out_proj(
                 adaptive_attention(q, k, v, self.pattern, **how).flatten(2)
             )
-        options = (
-            options
-            if self.auto is None
-            else self.auto.fill(options, self.pattern, q, k)
-        )
         return self.out_proj(
             attention(q, k, v, self.pattern, cache=cache, **options).flatten(2)
         )
 
-    @property
-    def advice(self) -> Advice | None:
-        """The advice that the last call followed; None before, or without ``config``."""
-        return self.auto and self.auto.advice
-
     def extra_repr(self) -> str:
-        text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
-        return text if self.auto is None else f"{text}, {self.auto}"
+        return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
 
 
 def positions(

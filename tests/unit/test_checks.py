@@ -171,7 +171,6 @@ PUBLISHED = {
     "block_size": None,
     "density": None,
     "group": None,
-    "config": None,
 }
 DICT = {
     "kind": "dilated",
@@ -350,7 +349,6 @@ FITTING = [
             "causal": False,
             "group": None,
             "use_gradient_checkpointing": False,
-            "config": None,
             "rotary_base": None,
             "device": None,
             "dtype": None,
@@ -567,6 +565,16 @@ REFUSED = [
         lambda: MultiheadAttention(16, 4, Dense(), dropout=0.1),
         TypeError,
         "cannot honour 'dropout': attention dropout is not supported",
+    ),
+    (
+        lambda: MultiheadAttention(16, 4, Dense(), config="auto"),
+        TypeError,
+        "MultiheadAttention cannot honour 'config': removed: the defaults are what",
+    ),
+    (
+        lambda: published(config="auto"),
+        TypeError,
+        "DilatedAttention cannot honour 'config': removed: the defaults are what",
     ),
     (
         lambda: MultiheadAttention(16, 4, Dense(), rotary_base=-1),
