@@ -61,9 +61,13 @@ ifneq ($(and $(filter check,$(MAKECMDGOALS)),$(if $(strip $(BASE)),,missing)),)
   $(error usage: make check BASE=HEAD~1:cpu [AGAINST=cpu] [TOLERANCE=0.10])
 endif
 
+ifneq ($(filter pdf,$(MAKECMDGOALS)),)
+  $(error make pdf was removed; open a page of reports/ in a browser and print it to PDF)
+endif
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help report compare check pdf test lab profiles env lint clean
+.PHONY: help report compare check test lab profiles env lint clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [PEERS=1] [QUALITY=1] [ARGS=...]"
@@ -74,10 +78,6 @@ report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=a
 	$(call needs,[report$(WITH_PEERS:%=$(COMMA)%)],torch $(if $(WITH_PEERS),local_attention ring_attention_pytorch))
 	@$(if $(filter-out 0,$(QUALITY)),$(PY) -m ringlab quality $(PROFILE_ARG) $(if $(MINUTES),--minutes "$(MINUTES)"))
 	@$(PY) -m ringlab report $(PROFILE_ARG) $(if $(filter-out 0,$(STRICT)),--strict) $(ARGS)
-
-pdf: $(READY)  ## print the reports that are there to PDF, beside the HTML (needs Chromium; CHROMIUM=/path/to/chrome)
-	$(call needs,,torch)
-	@$(PY) -m ringlab pdf $(PROFILE_ARG) $(ARGS)
 
 compare: $(READY)  ## two runs side by side, A=cpu B=h200: ratios with intervals, geometric mean
 	$(call needs,,torch)

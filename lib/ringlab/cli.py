@@ -30,10 +30,13 @@ from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
 from .measure import provenance, quality, suites
 from .patterns import Dense, Dilated, Pattern, from_dict
-from .report import compare, pdf
+from .report import compare
 from .report.evidence import stored
 from .report.places import ReportError, UsageError, plan, reports_folder
 
+PDF_REMOVED = (
+    "pdf was removed; open a page of reports/ in a browser and print it to PDF"
+)
 STOPPED = "interrupted: what is done is kept; run again to go on"
 CALL = (
     ValueError,
@@ -44,7 +47,7 @@ OK, FAILED, REFUSED = (
     0,
     1,
     2,
-)  # exit codes: done; a notebook, worker or browser failed; asked for what cannot be
+)  # exit codes: done; a notebook or worker failed; asked for what cannot be
 # What pyproject.toml's [report] installs, asked for before minutes are spent on
 # measuring.
 REPORT_PACKAGES = (
@@ -87,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"argument {option[:-3]}: expected one argument")
     if "network" in argv[:1] or any(x.split("=")[0] == "--network" for x in argv):
         return _refuse(NETWORK_REMOVED)
+    if "pdf" in argv[:1]:
+        return _refuse(PDF_REMOVED)
     given = parser.parse_args(argv)
     try:
         code = given.run(given) or OK
@@ -222,16 +227,6 @@ def _parser() -> argparse.ArgumentParser:
         type=folder,
         metavar="DIR",
         help="where rows go (default: reports/<profile>/data)",
-    )
-
-    add = command(
-        "pdf", _pdf, "print the reports that are there to PDF, by a headless Chromium"
-    )
-    add(
-        "--reports",
-        type=folder,
-        metavar="DIR",
-        help="where reports are (default: reports/ of the checkout)",
     )
 
     add = command(
@@ -516,10 +511,6 @@ def _report(given) -> int | None:
 def _show(paths: Sequence[Path]) -> None:
     for path in paths:
         print(os.path.relpath(path))
-
-
-def _pdf(given) -> None:
-    _show(pdf.run(given.profile, reports=given.reports))
 
 
 def _compare(given) -> int:

@@ -5,6 +5,7 @@ driven through DevTools.
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,20 +15,21 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from ringlab.report import pdf, places
 
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LIB = Path(__file__).resolve().parents[2] / "lib"
 
 
 def browser() -> list[str]:
-    """The command of a Chromium; the test is skipped where there is none, or nothing to
-    drive it with.
+    """The command of a Chromium, $CHROMIUM or the first of NAMES; the test is skipped
+    where there is none, or nothing to drive it with.
     """
     pytest.importorskip("websocket", reason="driving a browser needs websocket-client")
-    try:
-        return pdf.chromium()
-    except places.UsageError as error:
-        pytest.skip(str(error))
+    named = shlex.split(os.environ.get("CHROMIUM", ""))
+    found = named or [*filter(None, map(shutil.which, NAMES))][:1]
+    if not found:
+        pytest.skip("no Chromium or Chrome here")
+    return found
 
 
 @contextlib.contextmanager
@@ -51,14 +53,11 @@ def until(found, seconds: float, what: str):
 
 
 @contextlib.contextmanager
-def jupyterlab(folder: Path, notebook: Path, startup: str):
+def jupyterlab(folder: Path, notebook: Path):
     """JupyterLab over a copy of a notebook in ``folder``, its home; yields the
     notebook's address.
-
-    Its kernels run the Python text ``startup`` first.
     """
     shutil.copy(notebook, folder)
-    first = folder / ".ipython" / "profile_default" / "startup" / "first.py"
     settings = (
         folder
         / ".jupyter"
@@ -68,12 +67,8 @@ def jupyterlab(folder: Path, notebook: Path, startup: str):
         / "apputils-extension"
     )
     settings /= "notification.jupyterlab-settings"
-    for path, text in (
-        (first, startup),
-        (settings, '{"fetchNews": "false"}'),
-    ):  # or it asks, over what is shown
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
+    settings.parent.mkdir(parents=True)
+    settings.write_text('{"fetchNews": "false"}')  # or it asks, over what is shown
     env = {
         k: v
         for k, v in os.environ.items()

@@ -268,7 +268,6 @@ def test_make_help_lists_every_target():
         "report",
         "compare",
         "check",
-        "pdf",
         "test",
         "lab",
         "profiles",
@@ -291,7 +290,7 @@ def test_make_help_lists_every_target():
             "torch, local_attention, ring_attention_pytorch",
             "[report,peers]",
         ),
-        ("pdf", "torch", ""),
+        ("profiles", "torch", ""),
         ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
         ("test", "torch, papermill, nbconvert, pandas, pytest, xdist", "[report,test]"),
         ("lint", "ruff", "[test]"),
@@ -339,12 +338,18 @@ def test_gpu_names_the_profile_and_nothing_else_does():
         (("GPU= h100 ",), "h100"),
         (("GPU=a b",), "a b"),
     ):
-        shown = make("-n", "report", "pdf", "NOENV=1", *given).stdout
+        shown = make("-n", "report", "QUALITY=1", "NOENV=1", *given).stdout
         assert shown.count(f'--profile "{profile}"') == 2, shown
     for given in ("gpu=h100", "PROFILE=h100"):
         done = make("-n", "report", given)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert "a profile is chosen by GPU=name" in done.stderr
+
+
+def test_make_pdf_says_in_one_line_what_to_do_instead():
+    done = make("pdf", "GPU=cpu")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "make pdf was removed; open a page of reports/ in a browser" in done.stderr
 
 
 # --------------------------------------------------------------------------------------
@@ -461,7 +466,6 @@ assert cli.main(["profiles"]) == 0
 assert cli.main(["advise", "--profile", "gtx1080", "--seq-len", "4096", "--passes", "fwd"]) == 0
 assert cli.main(["report", "--profile", "cpu"]) == 2
 assert cli.main(["compare", "nowhere", "cpu"]) == 2
-assert cli.main(["pdf", "--profile", "h100", "--reports", {str(tmp_path)!r}]) == 2
 """
     env = {"PYTHONPATH": str(LIB)}
     done = subprocess.run(
@@ -477,11 +481,7 @@ assert cli.main(["pdf", "--profile", "h100", "--reports", {str(tmp_path)!r}]) ==
         and "; pip install -e './lib[report]'" in done.stderr
     )
     assert "no rows of 'nowhere'" in done.stderr
-    assert (
-        "no report in" in done.stderr
-        and done.stderr.count("ringlab: ") == 3
-        and "Traceback" not in done.stderr
-    )
+    assert done.stderr.count("ringlab: ") == 2 and "Traceback" not in done.stderr
 
 
 # --------------------------------------------------------------------------------------
@@ -532,7 +532,7 @@ def test_readme_names_files_and_targets_that_are_there():
     assert len(paths) > 3 and [p for p in paths if not (ROOT / p).exists()] == []
     targets = set(re.findall(r"`make (?:[A-Z_]+=\S+ )*([a-z]+)", text))
     known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert {"report", "pdf", "test"} <= targets <= known
+    assert {"report", "compare", "test"} <= targets <= known
 
 
 def test_readme_examples_run(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """The explorer: controls in JupyterLab, and what follows from them at once: pictures,
-facts, variants, a measurement.
+facts, variants, advice.
 
-Every number is one of ``estimate``, ``longest``, ``advise`` or ``measure.run``. Only
-``explorer`` needs ipywidgets.
+Every number is one of ``estimate``, ``longest`` or ``advise``. Only ``explorer`` needs
+ipywidgets.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import functools
 import re
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from html import escape
@@ -20,17 +19,15 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import LinearSegmentedColormap
 
-from .. import block_patterns, cost, hardware, measure, patterns, ring
+from .. import block_patterns, cost, hardware, patterns, ring
 from ..advise import advise, ladder, local
 from ..cost import format_seconds
 from ..estimate import Estimate, estimate, longest
 from ..hardware import Profile
-from ..measure.timing import available_bytes, samples_for
-from . import columns, theme
+from . import theme
 from .figures import BLUE, RED, Figure, drawing
 from .first_screen import LENGTHS, rooflines
 from .tables import Cell, Table, Text, number, size
-from .trust import objection
 
 # Block-sparse patterns: the function of ``ringlab.blocks``, and the controls that are
 # its arguments.
@@ -42,32 +39,7 @@ BLOCKS = {
 # Each pattern with the controls that only it has.
 KINDS = {"dilated": ("lengths", "rates", "mixing", "offsets"), "dense": ()}
 KINDS |= {name: ("block_size", *arguments) for name, (_, arguments) in BLOCKS.items()}
-LONGNET = {
-    "kind": "dilated",
-    "lengths": "2K 4K 8K 16K 32K 64K 128K",
-    "rates": "1 2 4 8 16 32 64",
-}
-PRESETS = {
-    "LongNet, 128K tokens on 8 GB": LONGNET
-    | {"seq_len": "128K", "profile": "gtx1080", "ranks": 1},
-    "LongNet, 1M tokens on 4 GPUs of 8 GB": LONGNET
-    | {"seq_len": "1M", "profile": "gtx1080", "ranks": 4},
-    "Window of 2K, 32K tokens": {
-        "kind": "sliding window",
-        "block_size": 128,
-        "window": 8,
-        "seq_len": "32K",
-    },
-    "BigBird, 16K tokens": {
-        "kind": "BigBird",
-        "block_size": 64,
-        "window": 1,
-        "seq_len": "16K",
-    },
-    "Dense, 8K tokens": {"kind": "dense", "seq_len": "8K"},
-}
 MOST_BLOCKS = 1024  # of a block-sparse pattern; more take minutes to count
-LIMIT_S = 60.0  # that a measurement may take
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 NEAR = 64  # positions that are drawn one by one
 SHADES = LinearSegmentedColormap.from_list(
@@ -450,102 +422,6 @@ def over_length(choice: Choice) -> Figure:
 
 
 # --------------------------------------------------------------------------------------
-# a measurement
-
-
-def here() -> Profile:
-    """The profile that drives this machine, with the memory that is free now."""
-    machine = hardware.detect()
-    found = hardware.resolve("auto", machine)
-    found = (found if found.runnable(machine)[0] else hardware.get_profile("cpu")).on(
-        machine
-    )
-    return (
-        replace(found, memory_bytes=available_bytes(machine.ram_bytes))
-        if found.kind == "cpu"
-        else found
-    )
-
-
-def point(choice: Choice) -> measure.Point:
-    """The point of a choice."""
-    call = choice.call
-    ranks, options = (
-        call.pop("ranks"),
-        {name: call.pop(name) for name in ("scheme", "layout") if name in call},
-    )
-    return measure.Point(
-        "ringlab",
-        choice.pattern,
-        seq_len=choice.n,
-        world_size=ranks,
-        options=options,
-        **call,
-    )
-
-
-def run(choice: Choice, profile: Profile) -> measure.Result:
-    """Measure the call on this machine, after its check against the float64 reference.
-
-    Raises ValueError for a call that cannot be or would take too much memory or time
-    here, and ``measure.Interrupted`` on Ctrl-C.
-    """
-    chosen, found = point(choice), choice.estimate(profile)
-    sharing = (
-        choice.ranks if profile.kind == "cpu" else 1
-    )  # ranks on GPUs have one each
-    # One rank gathers inputs and outputs of all, twice, to compare them with the
-    # reference.
-    needs = (
-        found.peak_bytes * sharing
-        + (2 if choice.ranks > 1 else 1) * found.cost.floor_bytes
-    )
-    seconds = found.bound_s * sharing
-    calls = 2 + samples_for(seconds)
-    if profile.memory_bytes and needs > profile.memory_bytes:
-        raise ValueError(
-            f"too large: a checked run needs about {size(needs)}, free are {size(profile.memory_bytes)}"
-        )
-    if seconds * calls > LIMIT_S:
-        raise ValueError(
-            f"too long: {calls} calls of at least {number(seconds)} s each"
-        )
-    with tempfile.TemporaryDirectory(
-        prefix="ringlab-explore-", ignore_cleanup_errors=True
-    ) as folder:
-        return measure.run(
-            [measure.Group("explore", (chosen,))],
-            folder,
-            profile=profile,
-            timeout_s=LIMIT_S,
-        )[0]
-
-
-def measured(results: list[tuple[Choice, measure.Result]], profile: Profile) -> Table:
-    """What was measured here, the newest first, beside what was estimated; no time
-    where the check did not pass.
-    """
-    heads = ["Point", ">Time (ms)", ">Roofline (ms)", ">Peak of a rank", ">Error"]
-    lines = []
-    for choice, result in reversed(results):
-        if why := objection(result):
-            lines.append([result.point.label(), Cell(why, kind="bad"), *[None] * 3])
-            continue
-        peak = Cell(
-            size(result.memory["tracked_peak_bytes"]),
-            f"estimated {size(choice.estimate(profile).peak_bytes)}",
-        )
-        shown = (
-            columns.time(result),
-            columns.roofline(result),
-            peak,
-            columns.error(result),
-        )
-        lines.append([result.point.label(), *shown])
-    return Table(f"Measured on {profile.title}", heads, lines)
-
-
-# --------------------------------------------------------------------------------------
 # the panel
 
 
@@ -560,7 +436,6 @@ STYLE = f"""<style>
 .ringlab-explore svg {{ max-width: 100%; height: auto; {theme.LIGHT} }}
 [data-jp-theme-light=false] .ringlab-explore svg {{ {theme.DARK} }}
 </style>"""
-CUSTOM = "choose a preset"
 SLIDER = [f"{1 << i}K" for i in range(11)]  # 1K to 1M
 SHOWN = ("seen", "facts", "traffic", "memory", "code", "compared", "over_length")
 
@@ -597,22 +472,18 @@ def explorer(profile: str = "auto", **start):
 
 
 class Panel:
-    """Controls by the field of ``Choice`` that they set, and places by what they show.
-    ``results`` holds what was run, the oldest first.
-    """
+    """Controls by the field of ``Choice`` that they set, and places by what they show."""
 
     def __init__(self, widgets, start: Choice):
-        self.results: list[tuple[Choice, measure.Result]] = []
         own = fields(Choice)
         self.controls = {
             f.name: _control(widgets, getattr(start, f.name), *f.metadata["control"])
             for f in own
         }
-        places = "alert", *SHOWN, "advice", "status", "measured"
+        places = "alert", *SHOWN, "advice"
         self.places = at = {
             name: widgets.HTML().add_class("jp-RenderedHTMLCommon") for name in places
         }
-        self.preset = widgets.Dropdown(options=(CUSTOM, *PRESETS), description="preset")
         length = start.seq_len if start.seq_len in SLIDER else "8K"
         look = {
             "description": "length",
@@ -620,9 +491,6 @@ class Panel:
             "layout": {"width": "500px"},
         }
         self.slider = widgets.SelectionSlider(options=SLIDER, value=length, **look)
-        self.run_button = widgets.Button(
-            description="Run on this machine", button_style="primary", icon="play"
-        )
         self.advise_button = widgets.Button(description="Advise me", icon="lightbulb-o")
         wrap = widgets.Layout(
             display="flex",
@@ -645,19 +513,14 @@ class Panel:
         )
         two = widgets.VBox([self.slider, at["compared"], at["over_length"]])
         self.tabs = widgets.Tab(children=[one, two], titles=("One call", "Compare"))
-        buttons = widgets.HBox(
-            [self.advise_button, self.run_button, at["status"]], layout=wrap
-        )
         self.box = widgets.VBox(
             [
                 widgets.HTML(STYLE),
-                self.preset,
                 widgets.HBox(columns, layout=wrap),
                 at["alert"],
                 self.tabs,
-                buttons,
+                self.advise_button,
                 at["advice"],
-                at["measured"],
             ]
         ).add_class("ringlab-explore")
         self.held = False
@@ -665,9 +528,7 @@ class Panel:
         for control in self.controls.values():
             control.observe(self.refresh, names="value")
         self.slider.observe(lambda change: self.set(seq_len=change.new), names="value")
-        self.preset.observe(self.choose, names="value")
         self.tabs.observe(self.refresh, names="selected_index")
-        self.run_button.on_click(self.run)
         self.advise_button.on_click(self.advise)
 
     @property
@@ -675,11 +536,6 @@ class Panel:
         return Choice(
             **{name: control.value for name, control in self.controls.items()}
         )
-
-    def choose(self, change) -> None:
-        """Set all controls as a preset says, the hardware only where it does."""
-        if change.new != CUSTOM:
-            self.set(**vars(Choice(profile=self.choice.profile)) | PRESETS[change.new])
 
     def set(self, **fields) -> None:
         """Give several controls a value, and show what follows once."""
@@ -720,7 +576,7 @@ class Panel:
             shown["alert"] = _alert(error)
         for name in ("alert", "advice", *SHOWN):
             self.places[name].value = shown.get(name, "")
-        self.run_button.disabled = self.advise_button.disabled = "alert" in shown
+        self.advise_button.disabled = "alert" in shown
 
     def _hide(self, choice: Choice) -> None:
         """Show the controls that this choice has."""
@@ -742,25 +598,6 @@ class Panel:
         except Exception as error:  # noqa: BLE001  as above
             html = _alert(error)
         self.places["advice"].value = html
-
-    def run(self, _=None) -> None:
-        """Measure the call, and show it beside the estimate; the kernel is busy
-        meanwhile.
-        """
-        self.run_button.disabled, said = True, ""
-        self.places["status"].value = (
-            f"<p>Running: checked against the reference, then timed. At most {LIMIT_S:.0f} s; interrupting the kernel "
-            "stops it.</p>"
-        )
-        try:
-            self.results.append((self.choice, run(self.choice, here())))
-            self.places["measured"].value = measured(self.results, here()).html
-        except KeyboardInterrupt:
-            said = _alert(KeyboardInterrupt("Stopped."))
-        except Exception as error:  # noqa: BLE001  as above
-            said = _alert(error)
-        self.places["status"].value = said
-        self.run_button.disabled = False
 
     def _repr_mimebundle_(self, **asked) -> dict:
         """The widgets, and for who shows none the variants as a table, or why there is
@@ -802,9 +639,5 @@ def _folded(title: str, text: str) -> str:
 def _alert(error: Exception) -> str:
     """A line that a screen reader reads out at once."""
     text = " ".join(str(error).split()) or type(error).__name__
-    text = (
-        text
-        if isinstance(error, ValueError | KeyboardInterrupt)
-        else f"{type(error).__name__}: {text}"
-    )
+    text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
     return f'<p role="alert" style="color:{RED};margin:.3em 0">{escape(text)}</p>'
