@@ -1,5 +1,5 @@
 """``python -m ringlab report``, ``measure``, ``estimate`` and others. All but
-``report`` need torch alone.
+``report``, ``compare`` and ``check`` need torch alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
 from .measure import provenance, quality, suites
 from .patterns import Dense, Dilated, Pattern, from_dict
-from .report import compare
 from .report.evidence import stored
 from .report.places import ReportError, UsageError, plan, reports_folder
 
@@ -60,7 +59,7 @@ REPORT_PACKAGES = (
     "nbformat",
     "pandas",
     "papermill",
-    "seaborn",
+    "scipy",
 )
 DTYPES = [dtype_name(dtype) for dtype in FLOATS]
 UNITS = {
@@ -232,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command(
         "compare",
         _compare,
-        "set two runs side by side: ratios with intervals (torch alone)",
+        "set two runs side by side: ratios with intervals",
         profile=False,
     )
     add("first", metavar="A", help=ROWS)
@@ -520,6 +519,12 @@ def _compare(given) -> int:
     reports, tolerance = given.reports or reports_folder(), vars(given).get("tolerance")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
+    if find_spec("scipy") is None:
+        raise UsageError(
+            "comparisons need scipy, not installed here; pip install -e './lib[report]'"
+        )
+    from .report import compare
+
     first = hardware.match(hardware.detect()) if given.first == "auto" else given.first
     sides = compare.read_side(first, reports), compare.read_side(given.second, reports)
     if tolerance is None:

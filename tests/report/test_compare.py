@@ -10,16 +10,30 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from reporting import made_up, sampled, write_rows
 from ringlab import cli
-from ringlab.measure import Group, Point, ratio
+from ringlab.measure import Group, Point, ratio, store
+from ringlab.measure.stats import Ratio
 from ringlab.patterns import Dilated
 from ringlab.report import compare
 from started import make
 
+RECORDED = Path(__file__).parent / "recorded"
+# Of the ranks of neighbours among the recorded rows, by place.
+WRITTEN_OUT = {
+    0: 0.00024975024975024975,
+    1: 0.0011655011655011655,
+    3: 0.9117971811470263,
+    4: 0.002879473467708762,
+    31: 0.6437684206907486,
+    32: 0.20252631445330502,
+    33: 0.0038908472197040508,
+}
 PATTERN = Dilated([64, 128], [1, 2])
 GROUP = Group(
     "lengths", tuple(Point("ringlab", PATTERN, seq_len=256 * n) for n in range(1, 9))
@@ -509,11 +523,40 @@ def test_of_sixty_slower_rows_each_is():
     assert differences(random.Random(7), "skewed", 10, 60, factor=1.3)[1] == 60
 
 
-def test_the_exact_distribution_of_ranks_is_that_of_all_orders():
-    ways = compare._ways(10, 10)
-    assert sum(ways) == math.comb(20, 10) and ways == ways[::-1] and len(ways) == 101
-    # Mann and Whitney 1947, table I: P(U <= 23) of two samples of 10 is 0.022.
-    assert sum(ways[:24]) / sum(ways) == pytest.approx(0.0216, abs=5e-4)
+@pytest.mark.parametrize("floor", [1.0, 1.05])
+def test_the_chance_of_ranks_is_that_of_all_orders(floor):
+    """Counted over every order of 6 and 5 samples; a tie is no win."""
+    orders = [set(chosen) for chosen in combinations(range(11), 6)]
+    wins = [sum(i > j for i in s for j in {*range(11)} - s) for s in orders]
+    rng = random.Random(7)
+    for _ in range(20):
+        x, y = (
+            [round(f + rng.random(), 1) for _ in range(n)]
+            for f, n in ((2, 6), (1.5, 5))
+        )
+        seen = sum(a > b * floor for a in x for b in y)
+        part = sum(w >= seen for w in wins) / len(wins)
+        ratio = Ratio(1.2, 1.1, 1.3, 5, False, noise_floor=floor)
+        found = compare._by_ranks(x, y, ratio)
+        assert found == pytest.approx(min(1.0, 2 * part), rel=1e-12)
+        turned = compare._by_ranks(y, x, replace(ratio, value=1 / 1.2))
+        assert turned == found
+
+
+def test_chances_are_those_of_the_tests_written_out():
+    """As computed before by this project's own Student's t and orders of ranks."""
+    rows = [r for r in store.read(RECORDED) if r.seconds]
+    found = {}
+    for i, (a, b) in enumerate(pairwise(rows)):
+        found[i] = compare._by_ranks(a.seconds, b.seconds, ratio(a, b))
+    found = {i: found[i] for i in WRITTEN_OUT}
+    assert found == pytest.approx(WRITTEN_OUT, rel=1e-12)
+    for row, p in (
+        (Ratio(1.1, 1.05, 1.2, 10, True), 0.001228447039931635),
+        (Ratio(0.9, 0.8, 0.98, 5, True, noise_floor=1.02), 0.04933777800473493),
+        (Ratio(1.3, 1.1, 1.5, 2, True), 0.03187524710762024),
+    ):
+        assert compare.chance(None, None, row) == pytest.approx(p, rel=1e-12)
 
 
 # --------------------------------------------------------------------------------------

@@ -291,6 +291,7 @@ def test_make_help_lists_every_target():
             "[report,peers]",
         ),
         ("profiles", "torch", ""),
+        ("compare A=cpu B=cpu", "torch, scipy", "[report]"),
         ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
         ("test", "torch, papermill, nbconvert, pandas, pytest, xdist", "[report,test]"),
         ("lint", "ruff", "[test]"),
@@ -452,7 +453,7 @@ def test_all_but_reports_need_torch_alone(tmp_path):
     """
     absent = [
         *PROBED,
-        *"numpy pandas matplotlib seaborn papermill nbconvert nbformat nbclient yaml".split(),
+        *"numpy pandas matplotlib scipy papermill nbconvert nbformat nbclient yaml".split(),
     ]
     code = f"""
 import sys
@@ -480,7 +481,7 @@ assert cli.main(["compare", "nowhere", "cpu"]) == 2
         "matplotlib, nbclient, nbconvert, " in done.stderr
         and "; pip install -e './lib[report]'" in done.stderr
     )
-    assert "no rows of 'nowhere'" in done.stderr
+    assert "comparisons need scipy, not installed here; pip" in done.stderr
     assert done.stderr.count("ringlab: ") == 2 and "Traceback" not in done.stderr
 
 

@@ -6,8 +6,7 @@ and options. Two runs took no turns, so the interval of a ratio comes from the s
 of either side and from how unevenly either machine ran (``Study.pace``). A row is
 called different only where all agree: its 95 % interval, two tests of its samples, and
 Holm's step-down over all rows. As in a report, no factor counts that the same work
-differed by in its run (``Study.noise_floor``). It needs torch alone, so the tests are
-written out here and not taken from SciPy.
+differed by in its run (``Study.noise_floor``).
 """
 
 from __future__ import annotations
@@ -19,9 +18,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median, stdev
+
+from scipy.stats import mannwhitneyu, t
 
 from .. import measure
 from ..advise import columns
@@ -373,7 +374,7 @@ def chance(a: Result, b: Result, ratio: Ratio) -> float:
     if beyond <= 0 or ratio.rounds < 2:
         return 1.0
     df = ratio.rounds - 1
-    found = student(quantile(df) * beyond / reach, df) if reach else 0.0
+    found = 2 * float(t.sf(quantile(df) * beyond / reach, df)) if reach else 0.0
     return (
         max(found, _by_ranks(a.seconds, b.seconds, ratio)) if _ranked(ratio) else found
     )
@@ -424,38 +425,14 @@ def holm(chances: Sequence[float]) -> list[float]:
     return found
 
 
-def student(t: float, df: int) -> float:
-    """P(abs(T) > t) for Student's t with ``df`` degrees of freedom (Abramowitz and
-    Stegun 26.7.3 and 26.7.4).
-
-    >>> round(student(12.706, 1), 4), round(student(2.306, 8), 4)
-    (0.05, 0.05)
-    """
-    angle, odd = math.atan(t / math.sqrt(df)), df % 2
-    term, total = math.cos(angle) if odd else 1.0, 0.0
-    for k in range(1, df // 2 + 1):
-        total, term = (
-            total + term,
-            term * math.cos(angle) ** 2 * (2 * k - 1 + odd) / (2 * k + odd),
-        )
-    inside = math.sin(angle) * total
-    return max(0.0, 1 - (2 / math.pi * (angle + inside) if odd else inside))
-
-
-@cache
 def quantile(df: int, level: float = 1 - stats.LEVEL) -> float:
-    """The t beyond which a part ``level`` lies, both sides together.
+    """The t beyond which a part ``level`` of Student's t with ``df`` degrees of freedom
+    lies, both sides together.
 
     >>> round(quantile(3), 3), round(quantile(9, 0.01), 3)
     (3.182, 3.25)
     """
-    low, high = 0.0, 1.0
-    while student(high, df) > level:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student(middle, df) > level else (low, middle)
-    return high
+    return float(t.isf(level / 2, df))
 
 
 def _by_ranks(x: Sequence[float], y: Sequence[float], ratio: Ratio) -> float:
@@ -464,26 +441,10 @@ def _by_ranks(x: Sequence[float], y: Sequence[float], ratio: Ratio) -> float:
     """
     if ratio.value < 1:
         x, y = y, x
-    wins = sum(one > other * ratio.noise_floor for one in x for other in y)
-    ways = _ways(len(x), len(y))
-    return min(1.0, 2 * sum(ways[wins:]) / sum(ways))
-
-
-@cache
-def _ways(n: int, m: int) -> list[int]:
-    """By u: the orders of n and m samples in which u pairs have the first above (the
-    Gaussian binomial's coefficients).
-
-    >>> _ways(2, 2)
-    [1, 1, 2, 1, 1]
-    """
-    found = [1] + [0] * (n * m)
-    for i in range(1, n + 1):
-        for k in range(n * m, m + i - 1, -1):
-            found[k] -= found[k - m - i]
-        for k in range(i, n * m + 1):
-            found[k] += found[k - i]
-    return found
+    x = [math.nextafter(one, 0) for one in x]  # SciPy would count a tie as half a win
+    y = [other * ratio.noise_floor for other in y]
+    found = mannwhitneyu(x, y, alternative="greater", method="exact")
+    return min(1.0, 2 * float(found.pvalue))
 
 
 def geometric_mean(pairs: Iterable[Pair]) -> Ratio | None:
