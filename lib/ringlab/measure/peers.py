@@ -3,19 +3,18 @@ function that it documents.
 
 A package is imported when one of its points is built, and never required: ``make report
 PEERS=1`` installs them. The option ``version`` of a point makes each version another
-point. A kernel that a package imports and that needs a GPU is replaced on a CPU by
-torch's, inside the package's own algorithm; ``PEERS`` says which.
+point. Where a package imports a kernel that needs a GPU, its algorithm runs on a CPU
+with torch's kernel, in a copy of the package's module; ``PEERS`` says which.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
-from contextlib import nullcontext
+from functools import partial
 from importlib import metadata
 from types import SimpleNamespace
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
@@ -105,15 +104,13 @@ def _flash(q, k, v, causal: bool):
     return out.transpose(1, 2), lse
 
 
-def _replaced(module, name: str, value, device):
-    """A context in which ``value`` has a name of a module; on a GPU nothing is
-    replaced.
-    """
-    return (
-        mock.patch.object(module, name, value)
-        if torch.device(device).type == "cpu"
-        else nullcontext()
-    )
+def _copy_with(module, **values):
+    """A copy of a module in which names have other values; the module stays as it is."""
+    spec = importlib.util.find_spec(module.__name__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    vars(copy).update(values)
+    return copy
 
 
 def dilated_attention_pytorch(point: Point, device) -> System:
@@ -128,20 +125,19 @@ def dilated_attention_pytorch(point: Point, device) -> System:
         raise Refused(
             f"{point.system} needs whole segments of {rest[0]}, got {point.seq_len} positions"
         )
-    attention = module.DilatedAttention(
-        list(pattern.segment_lengths), list(pattern.dilation_rates)
-    )
 
     def kernel(query, key, value, op=None, attn_bias=None):
         return _flash(query, key, value, attn_bias is not None)[0]
 
-    ours = SimpleNamespace(
-        memory_efficient_attention=kernel, LowerTriangularMask=object
+    if torch.device(device).type == "cpu":
+        ours = {"memory_efficient_attention": kernel, "LowerTriangularMask": object}
+        module = _copy_with(module, xops=SimpleNamespace(**ours))
+    attention = module.DilatedAttention(
+        list(pattern.segment_lengths), list(pattern.dilation_rates)
     )
 
     def forward(q, k, v):
-        with _replaced(module, "xops", ours, device):
-            return attention(q, k, v, is_causal=point.causal), None
+        return attention(q, k, v, is_causal=point.causal), None
 
     system = System(point, device, forward)
     system.divided_by = len(pattern.dilation_rates)
@@ -155,9 +151,6 @@ def torchscale_dilated(point: Point, device) -> System:
     On the CPU torch's kernel replaces that of flash-attn.
     """
     module = _module(point, "torchscale.component.dilated_attention")
-    kernels = _module(
-        point, "torchscale.component.multihead_attention"
-    )  # it looks its kernel up there
     pattern = _dilated(point, "lse", "block")
     arguments = SimpleNamespace(
         segment_length=list(pattern.segment_lengths),
@@ -169,20 +162,24 @@ def torchscale_dilated(point: Point, device) -> System:
         xpos_rel_pos=False,
         xpos_scale_base=512,
     )
+
+    def kernel(q, k, v, dropout=0.0, bias=None, softmax_scale=None, is_causal=False):
+        return _flash(q, k, v, is_causal)
+
     attention = module.DilatedAttention(
         arguments, point.heads * point.head_dim, point.heads, self_attention=True
     )
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         setattr(attention, name, torch.nn.Identity())
-
-    def kernel(q, k, v, dropout=0.0, bias=None, softmax_scale=None, is_causal=False):
-        return _flash(q, k, v, is_causal)
+    if torch.device(device).type == "cpu":  # the method of its base calls the kernel
+        base = _module(point, "torchscale.component.multihead_attention")
+        base = _copy_with(base, flash_attn_func=kernel).MultiheadAttention
+        attention.attention_ops = partial(base.attention_ops, attention)
 
     def forward(q, k, v):
-        with _replaced(kernels, "flash_attn_func", kernel, device):
-            out, _ = attention(
-                *(t.flatten(2) for t in (q, k, v)), is_causal=point.causal
-            )  # (b, n, h * d)
+        out, _ = attention(
+            *(t.flatten(2) for t in (q, k, v)), is_causal=point.causal
+        )  # (b, n, h * d)
         return out.unflatten(2, (point.heads, point.head_dim)), None
 
     return System(point, device, forward)
