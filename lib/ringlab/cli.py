@@ -60,6 +60,7 @@ REPORT_PACKAGES = (
     "pandas",
     "papermill",
     "scipy",
+    "seaborn",
 )
 DTYPES = [dtype_name(dtype) for dtype in FLOATS]
 UNITS = {

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import nbformat
 import pytest
+import seaborn
 from bs4 import BeautifulSoup
 from nbconvert import HTMLExporter, MarkdownExporter
 from reporting import CPU, figure, notebook, run_in_this_process, write_two_rows
@@ -85,6 +86,13 @@ def test_figures_of_a_page_share_no_names():
     names = [set(re.findall(r' id="([^"]+)"', svg)) for svg in found]
     used = [set(re.findall(r'(?:url\(|href=")#([^")]+)', svg)) for svg in found]
     assert names == used and names[0] and not names[0] & names[1]
+
+
+def test_colours_are_seaborns():
+    safe = seaborn.color_palette("colorblind").as_hex()[:5]
+    assert [
+        theme.COLORS[n][0] for n in ("blue", "orange", "green", "red", "purple")
+    ] == safe
 
 
 @pytest.mark.parametrize(

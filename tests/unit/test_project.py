@@ -453,7 +453,7 @@ def test_all_but_reports_need_torch_alone(tmp_path):
     """
     absent = [
         *PROBED,
-        *"numpy pandas matplotlib scipy papermill nbconvert nbformat nbclient yaml".split(),
+        *"numpy pandas matplotlib scipy seaborn papermill nbconvert nbformat nbclient yaml".split(),
     ]
     code = f"""
 import sys
