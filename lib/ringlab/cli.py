@@ -28,7 +28,7 @@ from .engine import Execution
 from .estimate import NETWORK_REMOVED, Estimate, estimate, longest
 from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
-from .measure import provenance, quality, suites
+from .measure import provenance, suites
 from .patterns import Dense, Dilated, Pattern, from_dict
 from .report.evidence import stored
 from .report.places import ReportError, UsageError, plan, reports_folder
@@ -37,6 +37,7 @@ PDF_REMOVED = (
     "pdf was removed; open a page of reports/ in a browser and print it to PDF"
 )
 STOPPED = "interrupted: what is done is kept; run again to go on"
+QUALITY_WENT = "the trainings went to notebooks/quality: run make report QUALITY=1, or its trainings.py"
 CALL = (
     ValueError,
     NotImplementedError,
@@ -92,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(NETWORK_REMOVED)
     if "pdf" in argv[:1]:
         return _refuse(PDF_REMOVED)
+    if "quality" in argv[:1]:
+        return _refuse(QUALITY_WENT)
     given = parser.parse_args(argv)
     try:
         code = given.run(given) or OK
@@ -212,21 +215,6 @@ def _parser() -> argparse.ArgumentParser:
         "--force",
         action="store_true",
         help="measure again what is there already (default: no)",
-    )
-
-    about = "train small models that differ in their attention alone, for the page `quality` (torch alone)"
-    add = command("quality", _quality, about, (ValueError,))
-    add(
-        "--minutes",
-        type=float,
-        metavar="N",
-        help="stop after so long; a rerun goes on (default: none, all runs)",
-    )
-    add(
-        "--data",
-        type=folder,
-        metavar="DIR",
-        help="where rows go (default: reports/<profile>/data)",
     )
 
     add = command(
@@ -559,20 +547,6 @@ def _profiles(given) -> None:
             (marked, here.title, hardware.sm(here.capability), memory, dtype, told)
         )
     print(*columns(rows), "", "* matches this machine (GPU=auto)", sep="\n")
-
-
-def _quality(given) -> None:
-    if given.minutes is not None and not given.minutes > 0:
-        raise UsageError(f"--minutes must be positive, got {given.minutes:g}")
-    asked = plan(given.profile, hardware.detect(), strict=True)
-    data = given.data or reports_folder() / asked.folder / "data"
-    rows = quality.run(data, device=asked.device, minutes=given.minutes, progress=True)
-    there = sum(row["kind"] == "trained" for row in rows)
-    print(
-        f"{there} of {len(quality.runs(quality.SIZES[asked.device]))} runs are there",
-        file=sys.stderr,
-    )
-    _show([data / quality.NAME])
 
 
 def _measure(given) -> None:

@@ -1,11 +1,10 @@
-"""Modules for models: attention with its projections, rotary embedding, a decoder block
-and a language model.
+"""Modules for models: attention with its projections, rotary embedding, a decoder
+block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,6 @@ from .ring.group import Group
 from .ring.layout import layout_named
 
 KINDS = Pattern | PerHead | Adaptive
-PREFILL = 8192  # tokens of a prompt that are computed together
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
@@ -602,167 +600,11 @@ class DecoderBlock(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-class LanguageModel(nn.Module):
-    """A small causal language model: embedding, ``DecoderBlock``s, RMSNorm, and the
-    embedding again as output layer.
-
-    ``pattern`` is one for all layers, or a list with one for each; ``options`` are
-    those of ``DecoderBlock``. Raises ValueError for sizes that do not fit and a list of
-    another length.
-
-    >>> from ringlab.patterns import Dilated
-    >>> model = LanguageModel(100, 64, 4, Dilated([32, 64], [1, 2]), num_layers=2)
-    >>> tokens = torch.randint(100, (1, 50))
-    >>> model(tokens, cu_seqlens=[0, 20, 50]).shape, model.loss(tokens, cu_seqlens=[0, 20, 50]).shape
-    (torch.Size([1, 50, 100]), torch.Size([]))
-    """
-
-    def __init__(
-        self,
-        vocabulary: int,
-        embed_dim: int,
-        num_heads: int,
-        pattern: Pattern | Sequence[Pattern],
-        *,
-        num_layers: int = 4,
-        **options,
-    ):
-        super().__init__()
-        vocabulary, num_layers = (
-            check_int("vocabulary", vocabulary),
-            check_int("num_layers", num_layers),
-        )
-        patterns = (
-            list(pattern)
-            if isinstance(pattern, list | tuple)
-            else [pattern] * num_layers
-        )
-        if len(patterns) != num_layers:
-            raise ValueError(
-                f"pattern must be one, or {num_layers} for the layers, got {len(patterns)}"
-            )
-        made = {"device": options.get("device"), "dtype": options.get("dtype")}
-        self.embedding = nn.Embedding(vocabulary, embed_dim, **made)
-        self.blocks = nn.ModuleList(
-            DecoderBlock(embed_dim, num_heads, p, **options) for p in patterns
-        )
-        self.norm = nn.RMSNorm(embed_dim, eps=1e-5, **made)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-
-    def forward(self, tokens: Tensor, *, cu_seqlens=None, lengths=None) -> Tensor:
-        """Logits (b, n, vocabulary) of ``tokens`` (b, n)."""
-        return F.linear(
-            self.hidden(tokens, cu_seqlens=cu_seqlens, lengths=lengths),
-            self.embedding.weight,
-        )
-
-    def hidden(
-        self, tokens: Tensor, *, caches: Sequence[KVCache] | None = None, **how
-    ) -> Tensor:
-        """The states (b, n, embed_dim) before the output layer; ``caches``: one for
-        each layer, of earlier tokens.
-        """
-        x = self.embedding(tokens)
-        for i, block in enumerate(self.blocks):
-            x = block(x, cache=caches and caches[i], **how)
-        return self.norm(x)
-
-    @torch.no_grad()
-    def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        lengths=None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """``tokens`` (b, n) and ``max_new_tokens`` more, each drawn from those before
-        it: (b, n + max_new_tokens).
-
-        ``temperature`` divides the logits; 0 takes the most likely token. ``top_k``
-        draws from the k most likely ones. ``lengths`` (b,): how many tokens of each
-        prompt are no padding; new ones follow these, then zeros. Memory is that of the
-        caches (``ringlab.cache_bytes``, for each layer) and of ``PREFILL`` tokens at a
-        time. Over a group every rank takes all tokens, with a ``generator`` of one
-        seed, and keeps its part of the caches.
-        """
-        if (
-            not isinstance(tokens, Tensor)
-            or tokens.dim() != 2
-            or not tokens.numel()
-            or tokens.is_floating_point()
-        ):
-            raise ValueError(
-                f"tokens must be integers (batch, seq), got {checks.short_repr(tokens)}"
-            )
-        tokens, (b, n) = tokens.long(), tokens.shape
-        if not checks.is_real(temperature) or not 0 <= temperature < float("inf"):
-            raise ValueError(
-                f"temperature must be a number of at least 0, got {checks.short_repr(temperature)}"
-            )
-        count = check_int("max_new_tokens", max_new_tokens)
-        top_k = (
-            top_k
-            if top_k is None
-            else min(check_int("top_k", top_k), self.embedding.num_embeddings)
-        )
-        at = [n] * b if lengths is None else integers("lengths", lengths, tokens)
-        if len(at) != b or not all(1 <= length <= n for length in at):
-            raise ValueError(
-                f"lengths must be {b} numbers of 1 to {n} tokens, got {checks.short_repr(at)}"
-            )
-        caches = [
-            block.attention.make_cache(b, max(at) + count) for block in self.blocks
-        ]
-        at = torch.tensor(at, device=tokens.device)
-        out = F.pad(tokens, (0, count)) * (
-            torch.arange(n + count, device=tokens.device) < at[:, None]
-        )
-        last = self.embedding.weight.new_empty(b, self.norm.normalized_shape[0])
-        for start in range(0, n, PREFILL):
-            some = tokens[:, start : start + PREFILL]
-            here = (at - start).clamp(0, some.shape[1])  # (b,)
-            x = self.hidden(some, caches=caches, lengths=here)
-            ends = (here > 0) & (at <= start + PREFILL)
-            last[ends] = x[ends, here[ends] - 1]
-        for i in range(count):
-            logits = F.linear(last, self.embedding.weight)  # (b, vocabulary)
-            if top_k is not None:
-                logits = logits.masked_fill(
-                    logits < logits.topk(top_k).values[:, -1:], -torch.inf
-                )
-            if temperature == 0:
-                new = logits.argmax(-1, keepdim=True)
-            else:
-                logits = (
-                    logits - logits.amax(-1, keepdim=True)
-                ).double() / temperature  # no overflow at the largest
-                new = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-            out.scatter_(1, (at + i)[:, None], new)
-            if i + 1 < count:
-                last = self.hidden(new, caches=caches)[:, 0]
-        return out
-
-    def loss(self, tokens: Tensor, *, cu_seqlens=None, lengths=None) -> Tensor:
-        """The mean cross-entropy of each token after those before it in its document; 0
-        if there is none.
-
-        The first token of a document and padding are not predicted. Needs whole
-        sequences, so no process group.
-        """
-        if (
-            ring.length_of(
-                tokens, self.blocks[0].attention.options["group"], "contiguous"
-            )
-            != tokens.shape[1]
-        ):
-            raise NotImplementedError(
-                "loss needs whole sequences: take mean_loss of shards and their next_tokens"
-            )
-        logits = self(tokens, cu_seqlens=cu_seqlens, lengths=lengths)
-        return mean_loss(logits, next_tokens(tokens, cu_seqlens, lengths))
+def __getattr__(name: str):
+    if name == "LanguageModel":
+        # An AttributeError would lose its message in ``from ringlab.nn import ...``.
+        raise ImportError("LanguageModel went to notebooks/quality/model.py")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _weight(projection: nn.Module) -> Tensor | None:

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from ringlab import Dilated
 from ringlab.nn import (
-    LanguageModel,
+    DecoderBlock,
     average_gradients,
     mean_loss,
     next_tokens,
     shard_sequence,
 )
 from ringlab.ring import joined
+from torch import nn
 
 checkpoint, steps = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40
 
@@ -34,9 +35,10 @@ with joined(
 ):  # a rank, host or link that fails ends all ranks, so that torchrun can start anew
     group, rank = dist.group.WORLD, dist.get_rank()
     torch.manual_seed(0)  # the same weights on every rank
-    model = LanguageModel(
-        64, 64, 4, Dilated([64, 256], [1, 4]), num_layers=2, group=group
-    )
+    pattern = Dilated([64, 256], [1, 4])
+    blocks = [DecoderBlock(64, 4, pattern, group=group) for _ in range(2)]
+    ends = nn.Embedding(64, 64), nn.Linear(64, 64)  # of tokens, and to logits
+    model = nn.Sequential(ends[0], *blocks, nn.RMSNorm(64), ends[1])
     optimizer, first = torch.optim.AdamW(model.parameters(), 1e-3), 0
     if checkpoint.exists():
         saved = torch.load(checkpoint)

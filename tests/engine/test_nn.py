@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from matrix import apart
+from model import LanguageModel, generate
 from ring_cases import (
     copies,
     layer_gradients,
@@ -27,7 +28,7 @@ from ringlab import (
 )
 from ringlab.block_patterns import PerHead
 from ringlab.memory import MemoryPool
-from ringlab.nn import LanguageModel, MultiheadAttention, rotary
+from ringlab.nn import MultiheadAttention, mean_loss, next_tokens, rotary
 from ringlab.ring import SCHEMES
 from ringlab.ring.launch import launch
 from ringlab.tracking import LiveStorageTracker
@@ -292,10 +293,10 @@ def test_a_default_device_changes_nothing():
     def each():
         with torch.no_grad():
             return [
-                model.generate(tokens, 3, temperature=0, lengths=[20, 9]),
+                generate(model, tokens, 3, lengths=[20, 9]),
                 layer(x, cache=layer.make_cache(2, 20), is_causal=True),
-                model.loss(tokens, lengths=[20, 9]),
-                model.loss(packed, cu_seqlens=[0, 3, 20]),
+                loss_of(model, tokens, lengths=[20, 9]),
+                loss_of(model, packed, cu_seqlens=[0, 3, 20]),
                 layer(x, x, x, key_padding_mask=hidden, attn_mask=mask)[0],
                 rotary(x.unflatten(-1, (4, 8)), where),
                 nn.positions(packed, [0, 3, 20], Simulated(2)),
@@ -393,11 +394,14 @@ def small(seed: int = 0, **options) -> LanguageModel:
         32,
         4,
         [PATTERN, Dense()],
-        num_layers=2,
         num_kv_heads=2,
         dtype=torch.float64,
         **options,
     )
+
+
+def loss_of(model, tokens, **documents):
+    return mean_loss(model(tokens, **documents), next_tokens(tokens, **documents))
 
 
 def test_rotary_turns_pairs_and_scores_depend_on_distance_alone():
@@ -429,7 +433,7 @@ def test_packed_documents_are_learned_as_one_by_one(more):
     """Logits, loss and gradients; padded too."""
     model, alone = small(**more), small()
     some = [torch.randint(50, (1, n)) for n in (9, 30, 30, 1, 44)]
-    losses = [(alone.loss(x), x.shape[1] - 1) for x in some if x.shape[1] > 1]
+    losses = [(loss_of(alone, x), x.shape[1] - 1) for x in some if x.shape[1] > 1]
     want = sum(loss * count for loss, count in losses) / sum(
         count for _, count in losses
     )
@@ -441,7 +445,7 @@ def test_packed_documents_are_learned_as_one_by_one(more):
         (padded, {"lengths": borders.diff()}),
     ):
         model.zero_grad()
-        loss = model.loss(tokens, **how)
+        loss = loss_of(model, tokens, **how)
         loss.backward()
         torch.testing.assert_close(loss, want)
         got, wanted = ([p.grad for p in m.parameters()] for m in (model, alone))
@@ -454,7 +458,7 @@ def test_far_positions_are_exact_and_a_batch_without_targets_has_loss_0():
     t, at = torch.randn(1, 3, 1, 64), torch.tensor([10**4, 10**6, 10**7])
     assert reference.error(rotary(t, at), rotary(t.double(), at), 1.0) < 1e-6
     model = small()
-    loss = model.loss(torch.randint(50, (1, 4)), cu_seqlens=[0, 1, 2, 3, 4])
+    loss = loss_of(model, torch.randint(50, (1, 4)), cu_seqlens=[0, 1, 2, 3, 4])
     loss.backward()
     assert loss == 0 and not model.embedding.weight.grad.isnan().any()
 
@@ -490,7 +494,7 @@ def by_hand(model, tokens, lengths, count):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_generation_takes_the_tokens_of_whole_forwards(kv_heads, monkeypatch):
+def test_generation_takes_the_tokens_of_whole_forwards(kv_heads):
     """Dense and dilated layers with rotary positions, prompts of different length, cut
     into pieces or not.
     """
@@ -502,15 +506,14 @@ def test_generation_takes_the_tokens_of_whole_forwards(kv_heads, monkeypatch):
         blocks.sliding_window(1, block_size=16),
     ]
     model = LanguageModel(
-        50, 32, 4, patterns, num_layers=4, num_kv_heads=kv_heads, dtype=torch.float64
+        50, 32, 4, patterns, num_kv_heads=kv_heads, dtype=torch.float64
     )
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     tokens, lengths = torch.randint(50, (3, 60)), [60, 1, 33]
     want = by_hand(model, tokens, lengths, 14)
     for piece in (8192, 16):
-        monkeypatch.setattr(nn, "PREFILL", piece)
-        got = model.generate(tokens, 14, temperature=0, lengths=lengths)
+        got = generate(model, tokens, 14, lengths=lengths, piece=piece)
         assert got.shape == (3, 74) and not got[1, 15:].any()
         assert all(
             torch.equal(row[: len(whole)], whole) for row, whole in zip(got, want)
@@ -518,57 +521,20 @@ def test_generation_takes_the_tokens_of_whole_forwards(kv_heads, monkeypatch):
     assert len({tuple(row[-14:].tolist()) for row in want}) == 3
 
 
-def test_drawn_tokens_follow_temperature_and_top_k():
+def test_generation_under_autocast():
     torch.manual_seed(0)
-    model = LanguageModel(8, 16, 2, PATTERN, num_layers=1, dtype=torch.float64)
-    torch.nn.init.normal_(model.embedding.weight, std=1.0)
-    prompt = torch.tensor([[1, 2, 3]])
-    logits = model(prompt)[0, -1]
-    for temperature, top_k in ((1.0, None), (0.5, 3)):
-        kept = (
-            logits
-            if top_k is None
-            else logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-        )
-        want = (kept / temperature).softmax(-1)
-        drawn = model.generate(
-            prompt.expand(8000, 3), 1, temperature=temperature, top_k=top_k
-        )[:, -1]
-        share = drawn.bincount(minlength=8) / 8000
-        assert (share - want).abs().max() < 0.02 and not share[want == 0].any()
-    one, other = (
-        model.generate(prompt, 20, generator=torch.Generator().manual_seed(3))
-        for _ in range(2)
-    )
-    assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"temperature": -1}, "temperature must be a number of at least 0"),
-        ({"top_k": 0}, "top_k must be a positive"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer"),
-        ({"lengths": [0]}, "numbers of 1 to 3"),
-    ],
-)
-def test_generate_refuses_in_one_line(change, words):
-    model = LanguageModel(8, 16, 2, PATTERN, num_layers=1)
-    with pytest.raises(ValueError, match=words):
-        model.generate(
-            **{"tokens": torch.tensor([[1, 2, 3]]), "max_new_tokens": 1} | change
-        )
-
-
-def test_generation_under_autocast_and_from_other_integers():
-    torch.manual_seed(0)
-    model = LanguageModel(50, 32, 4, PATTERN, num_layers=2)
-    tokens = torch.randint(50, (2, 20), dtype=torch.int32)
-    want = model.generate(tokens.long(), 5, temperature=0)
-    assert torch.equal(model.generate(tokens, 5, temperature=0), want)
-    assert torch.equal(model.generate(tokens, 5, temperature=1e-300), want)
+    model = LanguageModel(50, 32, 4, [PATTERN] * 2)
     with torch.autocast("cpu", torch.bfloat16):
-        assert model.generate(tokens, 5).shape == (2, 25)
-    for wrong in (tokens[0], tokens.float(), tokens[:, :0], None):
-        with pytest.raises(ValueError, match="tokens must be integers"):
-            model.generate(wrong, 5)
+        assert generate(model, torch.randint(50, (2, 20)), 5).shape == (2, 25)
+
+
+def test_the_language_model_says_in_one_line_where_it_went():
+    for ask in (
+        lambda: nn.LanguageModel,
+        lambda: exec("from ringlab.nn import LanguageModel"),
+    ):
+        with pytest.raises(
+            ImportError, match="^LanguageModel went to notebooks/quality/model.py$"
+        ):
+            ask()
+    assert not hasattr(nn, "Other")

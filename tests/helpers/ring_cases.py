@@ -12,6 +12,7 @@ import ringlab
 import torch
 import torch.distributed as dist
 from matrix import Case, apart, drawn
+from model import LanguageModel, generate
 from ringlab import (
     Adaptive,
     Execution,
@@ -21,11 +22,11 @@ from ringlab import (
     attention,
     kernels,
 )
+from ringlab.block_patterns import sliding_window
 from ringlab.cache import PatternCache
 from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.kernels.torch_kernels import Eager
 from ringlab.nn import (
-    LanguageModel,
     MultiheadAttention,
     average_gradients,
     mean_loss,
@@ -88,13 +89,11 @@ def generated(pattern, group="world"):
     """What a small model generates, with the ranks' caches or (group None) its own."""
     torch.manual_seed(0)
     group = group and dist.group.WORLD
-    model = LanguageModel(
-        50, 32, 4, pattern, num_layers=2, group=group, dtype=torch.float64
-    )
+    model = LanguageModel(50, 32, 4, [pattern] * 2, group=group, dtype=torch.float64)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     tokens = torch.arange(60).reshape(2, 30) % 50
-    return model.generate(tokens, 20, temperature=0, lengths=[30, 11])
+    return generate(model, tokens, 20, lengths=[30, 11])
 
 
 BORDERS = [0, 20, 32, 64]
@@ -117,9 +116,8 @@ def trained(how: str, kind: str = "ours", steps: int = 20) -> list[float]:
     torch.manual_seed(1)
     pattern = Dilated([8, 32], [1, 2])
     if kind == "ours":
-        model = LanguageModel(
-            40, 32, 4, pattern, num_layers=2, group=groups.get("sequence")
-        )
+        patterns = [pattern, sliding_window(2, block_size=8)]
+        model = LanguageModel(40, 32, 4, patterns, group=groups.get("sequence"))
         layers = model.blocks
     else:
         model = llama(pattern)
@@ -281,7 +279,6 @@ def two_steps(names: tuple[str, ...] = ()):
         32,
         4,
         [Dilated([8, 32], [1, 2]), Dense()],
-        num_layers=2,
         num_kv_heads=2,
         group=mesh["sequence"] if "sequence" in names else None,
         hidden_dim=64,

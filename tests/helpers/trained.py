@@ -3,8 +3,7 @@ name.
 """
 
 import torch
-import torch.distributed as dist
-from ringlab.measure.learning import Run, Sizes, train
+from train import Run, Sizes, train
 
 
 def small(
@@ -15,20 +14,16 @@ def small(
     held_out: int = 256,
 ) -> Run:
     """A run of a few steps of tiny models."""
-    blocks = {task: 16}
-    return Run(
-        task,
-        pattern,
-        seed,
-        Sizes(
-            16, 4, 4, 1e-2, held_out, blocks, {task: phases or ((32, 4, 6), (64, 2, 4))}
-        ),
+    sizes = Sizes(
+        dim=16,
+        heads=4,
+        layers=4,
+        rate=1e-2,
+        held_out=held_out,
+        blocks={task: 16},
+        phases={task: phases or ((32, 4, 6), (64, 2, 4))},
     )
-
-
-def on_a_rank(run: Run) -> list[float]:
-    torch.set_num_threads(1)
-    return train(run, group=dist.group.WORLD)["losses"]
+    return Run(task, pattern, seed, sizes)
 
 
 def with_checkpoints(channel, run: Run, folder) -> None:

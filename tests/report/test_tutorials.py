@@ -11,8 +11,9 @@ import nbformat
 import pytest
 from reporting import page, run_in_this_process
 from ringlab import Dense
-from ringlab.measure import learning, provenance, session, timing
+from ringlab.measure import provenance, session, timing
 from size import size_of
+from train import SIZES
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "tutorials"
 TUTORIALS = sorted(FOLDER.glob("*.ipynb"))
@@ -99,9 +100,7 @@ def test_which_attention_learns(run, monkeypatch):
     """With fewer steps and fewer held-out sequences than a reader has, for these take
     most of the time.
     """
-    monkeypatch.setitem(
-        learning.SIZES, "cpu", replace(learning.SIZES["cpu"], held_out=1024)
-    )
+    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], held_out=1024))
     told = run("06-which-attention-learns", scale=0.02)
     assert told["reach"][128] == 1 and told["reach"][508] == 0, (
         "four layers of three blocks of 16"

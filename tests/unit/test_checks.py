@@ -24,7 +24,7 @@ from ringlab import (
     patterns,
     ring,
 )
-from ringlab.nn import LanguageModel, MultiheadAttention
+from ringlab.nn import DecoderBlock, MultiheadAttention
 
 PACKAGE = Path(checks.__file__).parent
 
@@ -587,14 +587,9 @@ REFUSED = [
         "needs an even head_dim, got 3",
     ),
     (
-        lambda: LanguageModel(9, 16, 4, [Dense()], num_layers=2),
+        lambda: DecoderBlock(16, 4, Dense(), hidden_dim=0),
         ValueError,
-        "one, or 2 for the layers, got 1",
-    ),
-    (
-        lambda: LanguageModel(9, 16, 4, Dense(), num_layers=0),
-        ValueError,
-        "num_layers must be a positive",
+        "hidden_dim must be a positive",
     ),
     (
         lambda: MultiheadAttention(16, 4, Dense(), batch_first=False),
@@ -654,9 +649,7 @@ REFUSED = [
         "takes a torch.nn.MultiheadAttention",
     ),
     (
-        lambda: LanguageModel(9, 16, 4, Dense())(
-            torch.ones(1, 8).int(), cu_seqlens=[0, 9]
-        ),
+        lambda: DecoderBlock(16, 4, Dense())(torch.ones(1, 8, 16), cu_seqlens=[0, 9]),
         ValueError,
         "ascend from 0",
     ),

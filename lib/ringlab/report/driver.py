@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__, hardware, measure
-from ..measure import provenance, quality, suites
+from ..measure import provenance, suites
 from . import index, render
 from .first_screen import first_screen
 from .places import Plan, ReportError, home, locked, note, plan
@@ -30,6 +31,7 @@ REPORTS = {d.report: d.suite for d in DOCUMENTS.values()} | {
     "quality": "",
     "claims": "",
 }
+TRAININGS = "quality.jsonl"  # the rows of the page of quality
 # Suites whose rows a report shows in an appendix.
 BESIDE = {"optimization_results": ("kernels",)}
 # A page changes with these, as it does with the code of this package.
@@ -67,15 +69,10 @@ def run(
     """
     reports = home() / "reports" if reports is None else Path(reports)
     asked = plan(name, machine or hardware.detect(), reports, strict=strict)
-    trained = (
-        reports / asked.folder / "data" / quality.NAME
-    ).is_file()  # this command trains nothing
+    # This command trains nothing.
+    trained = (reports / asked.folder / "data" / TRAININGS).is_file()
     names = [n for n in REPORTS if n != "quality" or trained]
-    sources = (
-        [home() / "notebooks" / f"{n}.ipynb" for n in names]
-        if notebooks is None
-        else notebooks
-    )
+    sources = [notebook_of(n) for n in names] if notebooks is None else notebooks
     pages = Pages(
         asked, reports / asked.folder, sources, notebooks is None, cell_timeout_s
     )
@@ -111,6 +108,13 @@ def run(
         raise ReportError(
             f"cannot use {error.filename or pages.folder}: {error.strerror or error}"
         ) from error
+
+
+def notebook_of(name: str) -> Path:
+    """The notebook of a page: in a folder of its name, if modules stand beside it."""
+    folder = home() / "notebooks"
+    beside = folder / name / f"{name}.ipynb"
+    return beside if beside.is_file() else folder / f"{name}.ipynb"
 
 
 def _suite(notebooks: Sequence[Path]) -> Callable:
@@ -201,7 +205,8 @@ class Pages:
                     )
                 entries.append(entry)
         if self.first_screen:
-            screen = first_screen(study)
+            learned = next((e for e in entries if e["name"] == "quality"), {})
+            screen = first_screen(study, learned.get("headline", ""))
             images = (
                 (f"{f.name}.{x}", data)
                 for f in screen.figures
@@ -228,16 +233,13 @@ class Pages:
         self, source: Path, study: Study, about: dict, kernel: render.Kernel
     ) -> tuple[dict, list[Path]]:
         """(entry for the manifest, files) of one notebook, run and rendered."""
-        if source.stem == "quality" and (
-            rows := quality.read(self.data)
-        ):  # it is of rows of its own
-            newest = max(
-                (row["origin"] for row in rows), key=lambda origin: origin["utc"]
-            )
-            named = {"measured": "utc", "device": "device_name"}
+        trainings = self.data / TRAININGS
+        if source.stem == "quality" and trainings.is_file():  # it has rows of its own
+            newest = _newest(trainings)
             about = about | {
-                key: newest.get(named.get(key, key))
-                for key in (*named, "commit", "dirty", "torch")
+                "measured": newest.get("utc"),
+                "device": newest.get("device_name"),
+                **{key: newest.get(key) for key in ("commit", "dirty", "torch")},
             }
         subtitle, by = (
             " · ".join([study.profile.name, *index.facts(about)]),
@@ -294,10 +296,16 @@ class Pages:
         )
         rows = [
             p
-            for p in (self.data / "samples.jsonl", self.data / quality.NAME)
+            for p in (self.data / "samples.jsonl", self.data / TRAININGS)
             if p.is_file()
         ]
-        return _digest(said, [*rows, *self.notebooks, *sorted(other)])
+        beside = [
+            module
+            for notebook in self.notebooks
+            if notebook.parent.name == notebook.stem
+            for module in sorted(notebook.parent.glob("*.py"))
+        ]
+        return _digest(said, [*rows, *self.notebooks, *beside, *sorted(other)])
 
     def _made(self) -> str:
         """Digest of the pages that are there, so that one edited or removed by hand is
@@ -316,6 +324,14 @@ def _digest(text: str, paths: Sequence[Path]) -> str:
     for path in paths:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def _newest(rows: Path) -> dict:
+    """The origin of the newest of the rows in a file of JSON lines."""
+    for line in reversed(rows.read_text(encoding="utf-8").splitlines()):
+        with suppress(ValueError):  # the line at which a writer was killed
+            return json.loads(line)["origin"]
+    return {}
 
 
 def _about(study: Study) -> dict:

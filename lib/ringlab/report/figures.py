@@ -226,9 +226,19 @@ def _draw(
                     capsize=3.5,
                 )
         ends.append((x[-1], y[-1], name, color))
+    at = {p[0] for points in series.values() for p in points}
+    label_ends(ax, ends, at, linear)
+
+
+def label_ends(
+    ax, ends: Sequence[tuple[float, float, str, str]], at: set[float], linear: bool
+) -> None:
+    """Make x logarithmic to base 2 with ticks ``at`` points, y too unless ``linear``,
+    and name each line behind its end (x, y, name, color).
+    """
     ax.set_xscale("log", base=2)
     ax.set_yscale("linear" if linear else "log")
-    ticks = _apart(sorted({p[0] for points in series.values() for p in points}))
+    ticks = _apart(sorted(at))
     ax.set_xticks(ticks, [tokens(t) for t in ticks])
     if not linear:
         low, high = ax.get_ylim()

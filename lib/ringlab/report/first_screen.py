@@ -7,6 +7,7 @@ come from ``advise`` and ``longest``, so that the page says what the commands sa
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import quantiles
@@ -17,12 +18,10 @@ from ..cost import far_queries
 from ..estimate import longest
 from ..hardware import Profile
 from ..kernels.base import accumulation_dtype
-from ..measure import quality as trainings
 from ..patterns import Dense, Dilated, Pattern
 from . import figures
 from .columns import beyond
 from .documents import landscape as field
-from .documents import quality
 from .documents.session import percent
 from .figures import Figure
 from .findings import trust_line
@@ -74,8 +73,10 @@ class FirstScreen:
         }
 
 
-def first_screen(study: Study) -> FirstScreen:
-    """The first screen of a profile. It takes several seconds, to estimate memory."""
+def first_screen(study: Study, learned: str = "") -> FirstScreen:
+    """The first screen of a profile; ``learned`` is the finding of the page of quality,
+    where small models were trained. It takes several seconds, to estimate memory.
+    """
     ask = partial(advise, with_rates(study), memory_bytes=study.memory_bytes, **SHAPE)
     advised = {
         (n, passes): _try(ask, n, passes=passes) for n in LENGTHS for passes in WORDS
@@ -95,7 +96,7 @@ def first_screen(study: Study) -> FirstScreen:
         fastest(study) if measured else _roofline(bounded),
         _memory(study, most),
         _trust(study),
-        *_learned(study),
+        *([re.sub(r"^[^,:]+", r"**\g<0>**", learned)] if learned else []),
         _call(known),
         *([_there(study, known)] if study.rehearsal else []),
     ]
@@ -110,12 +111,6 @@ def first_screen(study: Study) -> FirstScreen:
         found,
         [_overview(study, n, advised) for n in OVERVIEW if n in LENGTHS],
     )
-
-
-def _learned(study: Study) -> list[str]:
-    """What was found of recall and text, where small models were trained."""
-    rows = quality.Quality(trainings.read(study.folder))
-    return quality.lines(rows)[:1] if rows.rows else []
 
 
 def _device(study: Study) -> str:
