@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ import trainings
 from model import patterns
 from ringlab import nn as layers
 from ringlab.measure.store import Store
-from ringlab.ring import launch
 from tasks import HIDDEN, TASKS
 from torch.nn import functional as F
 from train import SIZES, Run, Sizes, build, rate_at, step, train
@@ -270,28 +270,37 @@ def test_a_model_learns_to_recall_and_a_window_does_not_see_beyond_its_layers():
     )  # 2 layers of 48 keys: at most 96 back
 
 
+SPAWN = multiprocessing.get_context("spawn")
+
+
 def test_a_training_that_is_killed_three_times_ends_with_the_same_numbers(tmp_path):
-    run, rng = (
-        trained.small("recall", "BigBird", (32, 8, 60), (128, 4, 40)),
-        random.Random(0),
-    )
-    wanted = trained_alone(run, tmp_path / "whole")
-    kills = 0
-    while kills < 3:
-        process = launch.Process(trained.with_checkpoints, run, tmp_path / "killed")
-        time.sleep(rng.uniform(0.3, 0.9))
-        kills += process.pid is not None and not process.channel.poll()
-        process.end()
-    assert trained_alone(run, tmp_path / "killed") == wanted
-    assert len(wanted["losses"]) == 100 and len(wanted["scores"]) == 2
+    """Each time some moments after a new checkpoint."""
+    run = trained.small("recall", "BigBird", (32, 8, 200), (128, 4, 40))
+    path, rng, seen = tmp_path / "killed" / f"{run.id}.pt", random.Random(0), 0
+    for _ in range(3):
+        _, process = started(run, path.parent)
+        while not path.exists() or path.stat().st_mtime_ns == seen:
+            assert process.is_alive()
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        seen = path.stat().st_mtime_ns
+    channels = [started(run, tmp_path / name)[0] for name in ("whole", "killed")]
+    wanted, found = (channel.recv() for channel in channels)
+    assert found == wanted
+    assert len(wanted["losses"]) == 240 and len(wanted["scores"]) == 2
 
 
-def trained_alone(run, folder) -> dict:
-    process = launch.Process(trained.with_checkpoints, run, folder)
-    try:
-        return process.receive()
-    finally:
-        process.end()
+def started(run, folder):
+    """(channel of its result, process) of a training."""
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    job = theirs, run, folder
+    process = SPAWN.Process(target=trained.with_checkpoints, args=job, daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
 
 
 def test_time_that_is_over_stops_at_a_checkpoint_and_a_loss_that_is_no_number_ends_the_run(
@@ -322,26 +331,27 @@ def test_the_sizes_of_each_device_begin_where_every_pattern_sees_all():
 STORED = Path(__file__).resolve().parents[2] / "reports" / "cpu" / "data"
 
 
-@pytest.mark.parametrize("pattern", patterns(16, 512))
-def test_stored_rows_count_as_those_of_this_code_and_have_its_losses(pattern):
+@pytest.mark.parametrize(
+    "task, pattern", zip(cycle(["recall", "copy", "lists"]), patterns(16, 512))
+)
+def test_stored_rows_count_as_those_of_this_code_and_have_its_losses(task, pattern):
     """The mean of the first ten. Later ones differ by the instructions of the CPU: a
     difference of rounding grows in training.
     """
     rows = {row["id"]: row for row in trainings.read(STORED)}
     if not rows:
         pytest.skip("no rows are there")
-    for task in ("recall", "copy", "lists"):
-        run = Run(task, pattern, 0, SIZES["cpu"])
-        row = rows[run.id]
-        assert trainings.key(row["origin"])[0] == trainings.code()
-        model, optimizer = build(run)
-        seq, batch, _ = run.phases[0]
-        total, losses = sum(steps for *_, steps in run.phases), []
-        for i in range(trainings.AVERAGED):
-            data = TASKS[task].batch(batch, seq, f"0 {i}")
-            losses.append(step(model, optimizer, data, 1e-2 * rate_at(i, total)))
-        mean = sum(losses) / len(losses)
-        assert mean == pytest.approx(row["losses"][0], abs=1.5e-5, rel=0)
+    run = Run(task, pattern, 0, SIZES["cpu"])
+    row = rows[run.id]
+    assert trainings.key(row["origin"])[0] == trainings.code()
+    model, optimizer = build(run)
+    seq, batch, _ = run.phases[0]
+    total, losses = sum(steps for *_, steps in run.phases), []
+    for i in range(trainings.AVERAGED):
+        data = TASKS[task].batch(batch, seq, f"0 {i}")
+        losses.append(step(model, optimizer, data, 1e-2 * rate_at(i, total)))
+    mean = sum(losses) / len(losses)
+    assert mean == pytest.approx(row["losses"][0], abs=1.5e-5, rel=0)
 
 
 def test_what_has_no_row_is_trained_and_timed_once(tmp_path):
