@@ -187,7 +187,7 @@ def other_inputs(config, main: str) -> list[dict]:
         "input_features": [(2, bins, frames), (2, 64, bins)],
         "input_values": [(2, 4000), (2, 1, 4000), (2, 64, 128)],
     }
-    small = [shape for shape in shapes[main] if math.prod(shape) <= 2**18]
+    small = [shape for shape in shapes[main] if math.prod(shape) <= 2**20]
     return [{main: drawn(*shape)} for shape in small]
 
 
