@@ -267,20 +267,24 @@ def seconds_of(
     """(run, seconds of each step of training) in turns, with all threads of the machine
     for one pattern at a time.
     """
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    made = [build(run, device) for run in some]
-    seconds: list[list[float]] = [[] for _ in some]
-    for number in range(ROUNDS + 1):  # the first warms up
-        for run, (model, optimizer), taken in zip(some, made, seconds):
-            run.set_length(model, seq)
-            data = TASKS[run.task].batch(batch, seq, "timed")
-            begin = time.perf_counter()
-            step(
-                model, optimizer, data, run.sizes.rate
-            )  # it reads the loss: a GPU is done
-            if number:
-                taken.append(time.perf_counter() - begin)
-    return list(zip(some, seconds))
+    try:
+        made = [build(run, device) for run in some]
+        seconds: list[list[float]] = [[] for _ in some]
+        for number in range(ROUNDS + 1):  # the first warms up
+            for run, (model, optimizer), taken in zip(some, made, seconds):
+                run.set_length(model, seq)
+                data = TASKS[run.task].batch(batch, seq, "timed")
+                begin = time.perf_counter()
+                step(
+                    model, optimizer, data, run.sizes.rate
+                )  # it reads the loss: a GPU is done
+                if number:
+                    taken.append(time.perf_counter() - begin)
+        return list(zip(some, seconds))
+    finally:
+        torch.set_num_threads(before)
 
 
 # --------------------------------------------------------------------------------------
