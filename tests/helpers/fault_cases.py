@@ -1,8 +1,7 @@
 """Faults of ranks: one rank misbehaves at an exchange, or makes another call than the
 others.
 
-``inject`` runs on every rank, of ``launch`` or, with this file as a script, of
-torchrun.
+``inject`` runs on every rank.
 """
 
 import os
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from matrix import Case
 from ringlab.patterns import Dilated
-from ringlab.ring import Problem, comm, contiguous, joined, zigzag
+from ringlab.ring import Problem, comm, contiguous, zigzag
 
 STEPS = 3  # forward and backward each
 
@@ -87,17 +86,12 @@ COUNT = ("more", "fewer")  # calls
 KINDS = (*AT_EXCHANGE, *OTHER_CALL, *COUNT)
 
 
-def happens() -> None:
-    """Called on the culprit when the fault happens."""
-
-
 def inject(
     kind: str,
     case: Case,
     culprit: int = 1,
     at: int = 0,
     path: str = "",
-    pause_s: float = 0.0,
 ):
     """Three steps on this rank, a fault of ``kind`` on rank ``culprit``: at its
     exchange ``at``, or from the second step on. Returns the last results.
@@ -110,7 +104,6 @@ def inject(
 
         def acts(*args):
             if next(count) == at:
-                happens()
                 AT_EXCHANGE[kind]()
             return post(*args)
 
@@ -127,26 +120,7 @@ def inject(
         right = Problem.listed
         Problem.listed = lambda self, needed, source: right(self, needed, source)[:-1]
     results = None
-    for i, each in enumerate(calls):
-        if ours and kind == "more" and i == STEPS - 1:
-            happens()
+    for each in calls:
         results = each.run(*each.shards(rank), dist.group.WORLD)
-        time.sleep(pause_s)
     others = {"unsendable": threading.Lock, "unreadable": lambda: TwoParts(1, 2)}
     return others[kind]() if ours and kind in others else results
-
-
-if __name__ == "__main__":
-    kind, scheme, culprit, at, timeout_s, folder, steps, pause_s = sys.argv[1:]
-    STEPS, happens = int(steps), Path(folder, "fault").touch
-    with joined("gloo", timeout_s=float(timeout_s)):
-        rank = dist.get_rank()
-        (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
-        case = case_of(dist.get_world_size(), scheme)
-        case.run(*case.shards(rank), dist.group.WORLD)
-        dist.barrier()
-        (Path(folder) / f"ready-{rank}").write_text("")
-        torch.save(
-            inject(kind, case, int(culprit), int(at), pause_s=float(pause_s)),
-            Path(folder) / f"result-{rank}",
-        )

@@ -27,17 +27,11 @@ def gone(pids, within_s: float) -> bool:
     return not any(map(alive, pids))
 
 
-def torchrun(
-    channel, arguments: list[str], env: dict[str, str], hosts=None, host: int = 0
-) -> None:
-    """torchrun in a process of ``launch``, which has imported torch; on one of
-    ``two_hosts.Hosts`` if they are given.
-    """
+def torchrun(channel, arguments: list[str], env: dict[str, str]) -> None:
+    """torchrun in a process of ``launch``, which has imported torch."""
     from torch.distributed.run import main
 
     os.environ |= env
-    if hosts is not None:
-        hosts.enter(host)
     main(list(map(str, arguments)))
 
 

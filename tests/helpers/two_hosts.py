@@ -1,5 +1,5 @@
 """Two hosts in this machine: network namespaces with names of their own, joined by a
-link that can be cut, lose packets and become slow.
+link.
 
 Each side has a TUN device in its own namespace; one process passes packets between
 them. Namespaces and devices go with the last process in them. It needs Linux, root and
@@ -10,19 +10,13 @@ import ctypes
 import fcntl
 import os
 import pickle
-import random
 import select
-import signal
 import socket
 import struct
-import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from ringlab.ring.launch import Process
-from started import torchrun
 
 HOSTS, ADDRESSES = ("host-0", "host-1"), ("10.77.0.1", "10.77.0.2")
 DEVICE = "link0"
@@ -34,11 +28,6 @@ TUN, NO_HEADER, OFFLOAD_HEADER, CHECKSUMS, SEGMENTS = 0x1, 0x1000, 0x4000, 0x1, 
 UP, RUNNING = 0x1, 0x40
 PACKET_BYTES = 1 << 17
 QUEUE = 10_000  # packets that a device holds for the relay: none is lost
-SOUND = {
-    "open": (True, True),
-    "loss": 0.0,
-    "latency_s": 0.0,
-}  # open: for packets from each host
 
 
 class NotAllowed(Exception):
@@ -63,62 +52,20 @@ class Hosts:
 
 
 class TwoHosts:
-    """``with TwoHosts() as hosts``: start torchrun by ``run(0 or 1, arguments)``,
-    change the link by ``link``.
+    """``with TwoHosts() as hosts``: ranks go there by ``Hosts.enter``.
 
-    Raises NotAllowed where they cannot be made. All that was started ends with them.
+    Raises NotAllowed where they cannot be made.
     """
-
-    def __init__(self):
-        self.started = []
 
     def __enter__(self):
         self.joins = Process(_join)
         if isinstance(made := self.joins.receive(), str):
             self.joins.end()
             raise NotAllowed(made)
-        self.hosts = Hosts(self.joins.pid, made)
-        self.names = [
-            os.stat(f"/proc/{self.joins.pid}/fd/{namespace}").st_ino
-            for namespace in made
-        ]
-        return self
+        return Hosts(self.joins.pid, made)
 
     def __exit__(self, *_):
-        for host in range(2):
-            self.kill(host)
-        for process in self.started:
-            process.end()
         self.joins.end()
-
-    def link(self, **how) -> None:
-        """Change what ``SOUND`` has."""
-        self.joins.send(SOUND | how)
-
-    def run(self, host: int, arguments: list, env: dict[str, str], log) -> None:
-        said = (log.fileno(),) * 2
-        self.started.append(
-            Process(torchrun, arguments, env, self.hosts, host, output=said)
-        )
-
-    def pids(self, host: int) -> list[int]:
-        """The processes of a host, without zombies."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if (
-                    int(path.name) != self.joins.pid
-                    and os.stat(path / "ns" / "net").st_ino == self.names[host]
-                ):
-                    found.append(int(path.name))
-        return found
-
-    def kill(self, host: int) -> None:
-        while pids := self.pids(host):
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
 
 
 def kernel(function: str, *arguments: int) -> None:
@@ -150,7 +97,7 @@ def _host(address: str) -> tuple[int, int]:
 
 def _join(channel) -> None:
     """Make the hosts, tell their namespaces or why there are none, and pass packets
-    between them for ever, over a link that changes as it is told over the channel.
+    between them for ever.
     """
     try:
         made = [_host(address) for address in ADDRESSES]
@@ -159,23 +106,8 @@ def _join(channel) -> None:
         channel.send_bytes(pickle.dumps(why))
         return
     channel.send_bytes(pickle.dumps(tuple(namespace for namespace, _ in made)))
-    devices, link, waiting = (
-        [device for _, device in made],
-        SOUND,
-        deque(),
-    )  # (when, device, packet)
+    devices = [device for _, device in made]
     while True:
-        left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        for source in select.select([channel, *devices], [], [], left)[0]:
-            if source is channel:
-                link = pickle.loads(channel.recv_bytes())
-                continue
-            side, packet = devices.index(source), os.read(source, PACKET_BYTES)
-            if link["open"][side] and random.random() >= link["loss"]:
-                waiting.append(
-                    (time.monotonic() + link["latency_s"], devices[1 - side], packet)
-                )
-        while waiting and waiting[0][0] <= time.monotonic():
-            _, device, packet = waiting.popleft()
+        for source in select.select(devices, [], [])[0]:
             with suppress(OSError):
-                os.write(device, packet)
+                os.write(devices[source == devices[0]], os.read(source, PACKET_BYTES))

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from multiprocessing import resource_tracker, spawn
 from pathlib import Path
 from statistics import median
 
@@ -370,15 +371,15 @@ def test_a_point_that_never_ends_is_timed_out(tmp_path):
 
 
 def test_a_server_of_processes_that_cannot_start(tmp_path, monkeypatch):
-    script = (
-        "import sys; print('no', file=sys.stderr); sys.exit('ImportError: no torch')"
-    )
     monkeypatch.setattr(launch, "_server", None)
-    monkeypatch.setattr(launch.ForkServer, "COMMAND", [sys.executable, "-c", script])
+    resource_tracker.ensure_running()
+    false = os.fsencode(shutil.which("false"))
+    monkeypatch.setattr(spawn, "get_executable", lambda: false)
     results = measure([Group("g", [TINY, sgemm(8)])], tmp_path)
     assert [r.status for r in results] == ["crashed"] * 2 and not results[0].final
     assert (
-        results[0].reason == "the worker ended with exit code 1: ImportError: no torch"
+        results[0].reason
+        == "the worker ended with exit code 1: the server of processes could not run"
     )
 
 
@@ -390,8 +391,8 @@ def test_a_server_of_processes_that_is_killed_is_started_again(tmp_path, monkeyp
     def kill(command):
         begun.append(command)
         if command in ("start", "sample") and begun.count(command) == 2:
-            launch._server.process.kill()
-            launch._server.process.wait()
+            os.kill(server := launch._server._forkserver_pid, signal.SIGKILL)
+            assert gone([server], 10.0)
 
     class Mortal(OneProbe):
         def __init__(self, *settings):

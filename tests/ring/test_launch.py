@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from fault_cases import case_of, inject
 from ring_cases import late_rank
+from ringlab import ring
 from ringlab.ring import launch
 from ringlab.ring.launch import RankFailed
 from started import gone
@@ -77,8 +78,8 @@ def test_as_many_ranks_as_memory_and_open_files_allow(monkeypatch):
     assert launch.most_ranks() > 2
     for memory, files, most in (
         (1 << 30, 1024, 128),
-        (1 << 30, 64, 32),
-        (None, 64, 32),
+        (1 << 30, 66, 22),
+        (None, 66, 22),
         (1 << 30, -1, 128),
     ):
         monkeypatch.setattr(launch, "ram_bytes", lambda read, memory=memory: memory)
@@ -86,6 +87,17 @@ def test_as_many_ranks_as_memory_and_open_files_allow(monkeypatch):
             launch.resource, "getrlimit", lambda which, files=files: (files, files)
         )
         assert launch.most_ranks() == most
+
+
+def test_the_server_of_processes_ends_after_its_user(monkeypatch):
+    """A process has the environment of its time, from that server and the next one."""
+    launch.launch(dist.get_rank, 1)
+    server = launch._server._forkserver_pid
+    monkeypatch.setenv("SET_LATER", "yes")
+    monkeypatch.setattr(launch, "IDLE_S", 0.0)
+    assert launch.launch(os.getenv, 1, "SET_LATER") == ["yes"]
+    assert gone([server], 60.0)
+    assert launch.launch(os.getenv, 1, "SET_LATER") == ["yes"]
 
 
 BARE = "import torch.distributed as dist\nfrom ringlab.ring.launch import launch\nprint(launch(dist.get_rank, 2))\n"
@@ -151,6 +163,11 @@ def test_a_result_that_cannot_come_back_names_its_rank_and_why(kind, why):
     with pytest.raises(RankFailed, match=why) as failure:
         launch.launch(inject, 2, kind, case_of(2, "plan"))
     assert failure.value.rank == 1 and "\n" not in str(failure.value)
+
+
+def test_joined_says_where_it_went():
+    with pytest.raises(NotImplementedError, match="^joined went: .*train_elastic.py$"):
+        ring.joined("gloo", timeout_s=60)
 
 
 def test_what_a_rank_has_started_ends_with_it(tmp_path):

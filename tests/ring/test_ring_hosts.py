@@ -394,8 +394,8 @@ def test_attention_between_hosts_is_that_of_simulated_ranks(tmp_path):
         for scheme in ("plan", "ring", "all_gather", "ulysses")
     ]
     try:
-        with two_hosts.TwoHosts() as pair:
-            everyone = launch(on_two_hosts, 2, pair.hosts, str(tmp_path), cases)
+        with two_hosts.TwoHosts() as hosts:
+            everyone = launch(on_two_hosts, 2, hosts, str(tmp_path), cases)
     except two_hosts.NotAllowed as why:
         pytest.skip(str(why))
     names, results = zip(*everyone)

@@ -2,6 +2,11 @@
 them.
 """
 
+# Its functions keep, as a default, the group that is there when they are imported.
+# torch's operators would import it at our first call; then destroy_process_group ended
+# no thread of the group, which aborted some processes at their end.
+import torch.distributed.nn  # noqa: F401
+
 from .comm import Traffic, counting
 from .exchange import Problem, RankPlan, StridedRows, plan_rank
 from .group import (
@@ -13,7 +18,6 @@ from .group import (
     group_size,
     length_of,
 )
-from .launch import joined
 from .layout import Layout, contiguous, hilbert, striped, uneven, zigzag
 from .schemes import SCHEMES, Choice, choose
 from .watch import RankFailed
@@ -37,10 +41,17 @@ __all__ = [
     "counting",
     "group_size",
     "hilbert",
-    "joined",
     "length_of",
     "plan_rank",
     "striped",
     "uneven",
     "zigzag",
 ]
+
+
+def joined(*_, **__):
+    """Went, and says where its work is done now."""
+    raise NotImplementedError(
+        "joined went: torchrun's agent and torch.distributed.elastic's record do it, "
+        "see notebooks/tutorials/train_elastic.py"
+    )

@@ -1,50 +1,41 @@
 """Functions in other processes of this machine: single ones, and the ranks of a group.
 
-One server process imports torch once and forks all others, within milliseconds. A
-``Process`` has a channel for messages. It ends when the channel closes, however its
-caller ended. ``launch`` runs a function on p ranks and returns what each returned, or
-raises which rank failed, and how. ``measure`` runs its workers by the same parts.
-``joined`` is for ranks that torchrun started: a fault ends all of them in time, on
-every host.
+A server process of multiprocessing imports torch once and forks all others, within
+milliseconds; it ends when none has been there for IDLE_S. A ``Process`` has a channel
+for messages. It ends when the channel closes, however its caller ended. ``launch`` runs
+a function on p ranks and returns what each returned, or raises which rank failed, and
+how. ``measure`` runs its workers by the same parts.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
-import json
 import os
 import pickle
 import resource
-import secrets
 import select
 import signal
 import socket
-import struct
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-# Its functions keep, as a default, the group that is there when they are imported.
-# torch's operators would import it at our first call; then destroy_process_group ended
-# no thread of the group, which aborted some processes at their end.
-import torch.distributed.nn  # noqa: F401
-
 from ..checks import LARGEST, check_int, is_real, short_repr
 from ..hardware import Probe
 from ..hardware.detect import ram_bytes
-from . import comm, watch
+from . import comm
 from .group import PlanMismatch
 from .watch import (
     GRACE_S,
@@ -57,13 +48,11 @@ from .watch import (
     how_ended,
 )
 
-STARTUP_S = 180.0  # for a first import of torch from a cold disk
+IDLE_S = 30.0  # that the server of processes waits for another one
 JOIN_S = 60.0  # for all ranks to join; the time of the call begins after that
 LONGEST_S = 1_000_000  # poll(2), with which processes are waited for, counts milliseconds in 32 bits
-RANK_BYTES, RANK_FILES = (
-    8 << 20,
-    2,
-)  # what each rank needs at least: its memory, and open files of the caller
+# What each rank needs at least: its memory, and open files of the caller.
+RANK_BYTES, RANK_FILES = 8 << 20, 3
 COMPILER = "torch._dynamo"  # a custom operator imports it at its first call, which takes seconds
 
 # --------------------------------------------------------------------------------------
@@ -83,65 +72,65 @@ class Ended(RuntimeError):
         self.code, self.said = code, said
 
 
-class ForkServer:
-    """A fresh interpreter that imports torch and forks; it runs no operator, for
-    threads and CUDA survive no fork.
+class Server(forkserver.ForkServer):
+    """multiprocessing's server of forks, which ends IDLE_S after the last of ``users``.
 
-    A request is a line of JSON: a number, a process to wait for or None to fork one,
-    and the modules to import first. The three files of a process to fork (channel,
-    stdout, stderr) come along as descriptors.
+    An own one, for what multiprocessing has for all is not to be ended, and its
+    ``Process`` runs the caller's script once more in each fork. ``modules`` are imported
+    once, and no operator is run: threads and CUDA survive no fork.
     """
 
-    COMMAND = [
-        sys.executable,
-        "-c",
-        "from ringlab.ring.launch import serve_forks; serve_forks()",
-    ]
-    REPLY = struct.Struct(
-        "=qq"
-    )  # the number of the request, and the process id or the exit code
+    def __init__(self, modules: set[str]):
+        super().__init__()
+        self.modules, self.owner = modules, os.getpid()
+        self.users: WeakSet[Process] = WeakSet()
+        self.idle = threading.Timer(0, self.stop)
+        self.set_forkserver_preload(sorted(modules))
 
-    def __init__(self):
-        ours, theirs = socket.socketpair()
-        paths = [
-            str(Path(__file__).resolve().parents[2]),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]
-        self.stderr, self.socket, self.number = tempfile.TemporaryFile(), ours, 0
-        self.owner, self.lock = os.getpid(), threading.Lock()
-        with theirs:
-            self.process = subprocess.Popen(
-                self.COMMAND,
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                stderr=self.stderr,
-                start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            )
+    def ensure_running(self) -> None:
+        given = os.environ.get("PYTHONPATH")
+        # Before Python 3.12.8 the server does not take over ``sys.path``.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        try:
+            super().ensure_running()
+        finally:
+            del os.environ["PYTHONPATH"]
+            if given is not None:
+                os.environ["PYTHONPATH"] = given
 
-    def ask(
-        self, pid: int | None, modules: tuple[str, ...] = (), descriptors=()
-    ) -> int:
-        """The id of a new process, or the exit code of process ``pid``; raises Ended
-        where the server has ended.
-        """
-        with self.lock, suppress(OSError):
-            self.number += 1
-            request = json.dumps([self.number, pid, modules]).encode() + b"\n"
-            self.socket.settimeout(STARTUP_S)
-            socket.send_fds(self.socket, [request], descriptors)
-            while reply := self.socket.recv(self.REPLY.size):
-                number, value = self.REPLY.unpack(reply)
-                if (
-                    number == self.number
-                ):  # an earlier request may have been interrupted
-                    return value
-        self.process.kill()
-        raise Ended(self.process.wait(), last_line(self.stderr))
+    def leave(self, process: Process) -> None:
+        """``process`` is over."""
+        with _lock:
+            self.users.discard(process)
+            if not self.users:
+                self.idle = threading.Timer(IDLE_S, self.stop)
+                self.idle.daemon = True
+                with suppress(RuntimeError):  # the caller ends, and the server with it
+                    self.idle.start()
+
+    def stop(self) -> None:
+        """End, unless it has users."""
+        global _server
+        with _lock:
+            if self.users:
+                return
+            if _server is self:
+                _server = None
+        self._stop()
 
 
-_server: ForkServer | None = None
-_starting = threading.Lock()
+_server: Server | None = None
+_lock = threading.RLock()
+
+
+def _server_with(modules: set[str]) -> Server:
+    """A server of this process that has imported ``modules``."""
+    global _server
+    known = _server.modules if _server else set()
+    if not _server or _server.owner != os.getpid() or not modules <= known:
+        _server = Server(known | modules)
+    _server.idle.cancel()
+    return _server
 
 
 class Process:
@@ -160,22 +149,20 @@ class Process:
         modules: tuple[str, ...] = (),
         output: tuple[int, int] = (1, 2),
     ):
-        global _server
-        with _starting:
-            if (
-                _server is None
-                or _server.owner != os.getpid()
-                or _server.process.poll() is not None
-            ):
-                _server = ForkServer()
-            self.server = _server
-        ours, theirs = socket.socketpair()
-        self.channel = Connection(ours.detach())
-        with theirs:
-            self.pid = self.server.ask(None, modules, (theirs.fileno(), *output))
-        self.send(
-            (sys.path, dict(os.environ), os.getcwd(), pickle.dumps((target, args)))
-        )
+        job = {"sys_path": sys.path, "dir": os.getcwd()}, Forked(target, args)
+        self.channel, theirs = Pipe()
+        with theirs, _lock:
+            self.server = _server_with({__name__, *modules})
+            try:
+                self.status, write = self.server.connect_to_new_process(
+                    [theirs.fileno(), *output]
+                )
+                with suppress(BrokenPipeError), open(write, "wb") as file:
+                    file.writelines(map(pickle.dumps, job))
+                self.pid = forkserver.read_signed(self.status)
+            except (OSError, EOFError):
+                raise Ended(1, "the server of processes could not run") from None
+            self.server.users.add(self)
 
     def send(self, message) -> None:
         with suppress(
@@ -200,12 +187,44 @@ class Process:
                     kill(self.pid, signal.SIGKILL)
                     break
             self.channel.close()
-            pid, self.pid = self.pid, None
-            try:
-                self.code = self.server.ask(pid)
-            except Ended:  # the server itself has gone, and nobody knows
-                self.code = -signal.SIGKILL
+            self.pid, self.code = None, -signal.SIGKILL
+            # Nobody knows its code where the server was killed.
+            with suppress(EOFError), open(self.status, "rb") as status:
+                self.code = forkserver.read_signed(status.fileno())
+            self.server.leave(self)
         return self.code
+
+
+class Forked:
+    """A function and its arguments, for multiprocessing's server: it calls
+    ``_bootstrap`` in the process that it has forked, and leaves with what it returns.
+    """
+
+    def __init__(self, target: Callable, args: tuple):
+        self.environment = dict(os.environ)
+        self.job = pickle.dumps((target, args))
+
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        gc.freeze()  # collecting what was imported takes 0.1 s and copies its pages
+        os.setsid()  # a group, so that a kill takes its children too
+        channel, *output = forkserver.get_inherited_fds()
+        for source, target in zip(output, (1, 2)):
+            os.dup2(source, target)
+        threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
+        try:
+            os.environ.clear()
+            os.environ.update(self.environment)
+            target, args = pickle.loads(self.job)
+            target(Connection(channel), *args)
+            return 0
+        except SystemExit as stop:
+            return stop.code if isinstance(stop.code, int) else stop.code is not None
+        except BaseException:  # noqa: BLE001  the server reports no failure to its caller
+            traceback.print_exc()
+            return 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
 
 
 def last_line(file) -> str:
@@ -217,64 +236,6 @@ def last_line(file) -> str:
         if line.strip()
     ]
     return lines[-1][:300] if lines else ""
-
-
-def serve_forks() -> None:
-    """The server: fork and wait as its stdin asks, until its owner has gone."""
-    owner = socket.socket(fileno=0)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the owner, which then ends the processes
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(owner, 1 << 16, 3)
-        if not data:
-            return
-        for number, pid, modules in map(json.loads, data.splitlines()):
-            if pid is None:
-                for name in modules:
-                    importlib.import_module(name)
-                gc.freeze()  # collecting what was imported takes 0.1 s and copies its pages
-                value = os.fork() or _run_forked(owner, *descriptors)
-                for descriptor in descriptors:
-                    os.close(descriptor)
-            else:
-                value = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            owner.sendall(ForkServer.REPLY.pack(number, value))
-
-
-def _run_forked(owner: socket.socket, channel: int, stdout: int, stderr: int) -> None:
-    """Run what comes over the channel, in the forked process, and leave it."""
-    code = 1
-    try:
-        os.setsid()  # a group, so that a kill takes its children too
-        owner.close()
-        for source, target in (
-            (os.open(os.devnull, os.O_RDONLY), 0),
-            (stdout, 1),
-            (stderr, 2),
-        ):
-            os.dup2(source, target)
-        threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
-        channel = Connection(channel)
-        sys.path[:], environment, folder, job = pickle.loads(channel.recv_bytes())
-        os.environ.clear()
-        os.environ.update(environment)
-        os.chdir(folder)
-        target, args = pickle.loads(job)
-        target(channel, *args)
-        code = 0
-    except SystemExit as stop:
-        code = _exit_code(stop)
-    except BaseException:  # noqa: BLE001  a fork may not return into the server's loop
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _exit_code(stop: SystemExit) -> int:
-    return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
 
 
 def _end_with(channel: int) -> None:
@@ -349,7 +310,7 @@ def launch(
     whole call and for every exchange. Raises RankFailed that names the rank which
     raised, died, left early or hangs, and ValueError for what cannot run in other
     processes, as a function of a notebook or script, and for more ranks than this
-    machine has memory for, at 8 MiB each, or may open files for, at two each. Nothing
+    machine has memory for, at 8 MiB each, or may open files for, at three each. Nothing
     is left running, what the ranks have started included.
 
     >>> launch(torch.distributed.get_rank, 2)
@@ -484,110 +445,3 @@ def progress_of(folder: str, processes: list[Process]) -> list[Progress]:
         Progress.read(Path(folder, f"{rank}.beat"), process.pid)
         for rank, process in enumerate(processes)
     ]
-
-
-# --------------------------------------------------------------------------------------
-# ranks of torchrun
-
-
-@contextmanager
-def joined(backend: str = "gloo", timeout_s: float = 60.0) -> Iterator[None]:
-    """Join torch's default group inside, in place of ``init_process_group``, and leave
-    it at the end.
-
-    If a rank, a host or a link fails, the ranks of all hosts end within ``timeout_s`` +
-    2 seconds, and torchrun if it starts none anew. An exchange may take ``timeout_s`` -
-    1 seconds, and so long may a link be cut; the rest is for ending. Ranks that wait
-    for the failed one raise RankFailed, which names it (``rank`` is None if a host does
-    not answer, or nobody can know which rank is right). Those that do not wait get
-    SIGTERM, then SIGKILL. A small process beside each rank watches it, by Linux's
-    /proc. Raises ValueError for a ``timeout_s`` below 2.
-
-    >>> with joined():                                      # doctest: +SKIP
-    ...     out = ringlab.attention(q, k, v, pattern, group=torch.distributed.group.WORLD)
-    """
-    if not is_real(timeout_s) or not 2 <= timeout_s <= LONGEST_S:
-        raise ValueError(
-            f"timeout_s must be seconds from 2 to {LONGEST_S:,}, got {short_repr(timeout_s)}"
-        )
-    limit_s = timeout_s - 1
-    dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    family = (
-        {"family": socket.AF_INET6, "dualstack_ipv6": True}
-        if socket.has_dualstack_ipv6()
-        else {}
-    )
-    listener = (
-        socket.create_server(("", 0), backlog=ranks, **family) if rank == 0 else None
-    )
-    told = [None] * ranks
-    where = listener and (listener.getsockname()[1], secrets.token_hex(8))
-    dist.all_gather_object(told, (socket.gethostname(), where))
-    hosts, ((port, token), *_) = zip(*told)
-    (ours, theirs), file = socket.socketpair(), tempfile.TemporaryFile()
-    comm.beat = Beat(file)
-    comm.beat.begins()  # with the first exchange, which is done
-    about = {
-        "rank": rank,
-        "hosts": hosts,
-        "pid": os.getpid(),
-        "timeout_s": limit_s,
-        "token": token,
-        "port": port,
-        "channel": theirs.fileno(),
-        "progress": file.fileno(),
-        "listener": listener and listener.fileno(),
-        "launcher": os.getppid()
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() > 1
-        else None,
-    }
-    passed = [
-        about[name]
-        for name in ("channel", "progress", "listener")
-        if about[name] is not None
-    ]
-    command = [sys.executable, "-I", "-S", watch.__file__]
-    with ours:
-        with theirs, listener or theirs:
-            monitor = subprocess.Popen(
-                command, pass_fds=passed, stdin=subprocess.PIPE, start_new_session=True
-            )
-            with (
-                monitor.stdin
-            ):  # its command everybody can read, and the token is secret
-                monitor.stdin.write(json.dumps(about).encode())
-        try:
-            yield
-            comm.beat.does("is done")
-            dist.barrier()  # none leaves while another still talks to it
-        except SystemExit as stop:
-            _found(ours, End("died", how_ended(_exit_code(stop))), timeout_s)
-            raise
-        except BaseException as error:
-            own = end_of(error)
-            found = _found(ours, own, timeout_s)
-            if found is None or own.kind == "error" and found[0] in (rank, None):
-                raise
-            failure = RankFailed(*found[:2])
-            failure.add_note(found[2])
-            raise failure from error
-        finally:
-            comm.beat = None
-        with suppress(OSError):  # the monitor was ended, and nothing else is wrong
-            ours.sendall(b'{"kind": "ok"}\n')
-    dist.destroy_process_group()
-
-
-def _found(channel: socket.socket, end: End, timeout_s: float) -> list | None:
-    """Tell the monitor how this rank ended; the rank that it found, the message and the
-    traceback there.
-    """
-    channel.settimeout(timeout_s + 2)
-    try:
-        channel.sendall(
-            json.dumps(vars(end) | {"trace": end.trace[-20_000:]}).encode() + b"\n"
-        )
-        return json.loads(channel.makefile().readline() or "null")
-    except OSError:
-        return None
