@@ -42,13 +42,16 @@ store, rank, ranks = next(dist.rendezvous("env://"))
 
 
 @contextmanager
-def step_in_time(step):
+def step_in_time(step, control):
     """End this step on every rank, and say which rank failed, where one has."""
     with timer.expires(after=3 * LIMIT_S + 5):  # a rank that hangs is killed then
         try:
             yield
         except RuntimeError:  # an exchange failed: name the ranks that are not here
-            barrier(store, ranks, f"{step}", LIMIT_S, rank, trace_timeout=LIMIT_S)
+            try:
+                dist.monitored_barrier(control, wait_all_ranks=True)
+            finally:  # and by the store, where a rank has left the group
+                barrier(store, ranks, f"{step}", LIMIT_S, rank, trace_timeout=LIMIT_S)
             raise
 
 
@@ -61,6 +64,7 @@ def main():
         "gloo", store=store, rank=rank, world_size=ranks, timeout=limit
     )
     group = dist.group.WORLD
+    control = dist.new_group(backend="gloo", timeout=limit)  # after a failure
     torch.manual_seed(0)  # the same weights on every rank
     pattern = Dilated([64, 256], [1, 4])
     blocks = [DecoderBlock(64, 4, pattern, group=group) for _ in range(2)]
@@ -73,7 +77,7 @@ def main():
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"]
     for step in range(first, steps):
-        with step_in_time(step):
+        with step_in_time(step, control):
             # (1, 512), by the step and not by the rank
             tokens = torch.arange(512)[None] * (1 + step % 3) % 64
             targets = shard_sequence(next_tokens(tokens), group)  # (1, 512 / ranks)
@@ -91,7 +95,7 @@ def main():
             }
             torch.save(state, checkpoint.with_suffix(".new"))
             checkpoint.with_suffix(".new").replace(checkpoint)  # never half a file
-    with step_in_time("end"):
+    with step_in_time("end", control):
         dist.barrier()  # none leaves while another still talks to it
     dist.destroy_process_group()
 

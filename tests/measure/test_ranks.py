@@ -5,6 +5,7 @@ culprit is named.
 import pytest
 from hosts import measure, misbehaving
 from ringlab.measure import Group, Point
+from ringlab.measure.timing import FEWEST_LONG
 from ringlab.patterns import Dense, Dilated
 from started import rows_of
 
@@ -66,7 +67,7 @@ def found(measured, point, group="ranks"):
 @pytest.mark.parametrize("point", [*POINTS[:9], SLOW], ids=Point.label)
 def test_a_right_point_is_checked_and_timed(measured, point):
     row = found(measured, point)
-    assert row.status == "ok" and len(row.seconds) >= 10, row.reason
+    assert row.status == "ok" and len(row.seconds) >= FEWEST_LONG, row.reason
     assert all(row.errors[name] <= row.tolerance[name] for name in row.errors)
     assert row.ranks["threads"] == 1 and not row.ranks["oversubscribed"], (
         "equal in all rows, one rank or two"
@@ -109,14 +110,14 @@ def test_a_rank_that_is_killed_costs_its_point_and_is_named(measured):
         not killed.final
         and killed.median is None
         and other.status == "ok"
-        and len(other.seconds) >= 10
+        and len(other.seconds) >= FEWEST_LONG
     )
     again = measured[0], measure(GROUPS, measured[0])
     killed = found(again, KILLED, "killed")
     assert (
         found(again, TINY, "killed") == other
         and killed.status == "ok"
-        and len(killed.seconds) >= 10
+        and len(killed.seconds) >= FEWEST_LONG
     )
 
 

@@ -31,6 +31,7 @@ from ringlab.measure import (
     sgemm,
     store,
 )
+from ringlab.measure.timing import FEWEST_LONG
 from ringlab.ring import launch
 from started import alive, gone, rows_of
 
@@ -108,7 +109,7 @@ def test_a_right_system_is_checked_then_timed(measured):
     row, gemm = found(measured, "table", TINY, GEMM)
     assert row.status == "ok" and 0 < row.errors["out"] <= row.tolerance["out"] == 5e-6
     assert (
-        len(row.seconds) >= 10
+        len(row.seconds) >= FEWEST_LONG
         and row.median == median(row.seconds)
         and row.warmups >= 2
     )
