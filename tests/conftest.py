@@ -26,10 +26,12 @@ MEASURED_ONCE = (
     "test_first_screen.py",
     "test_fused_merge.py",
     "test_landscape.py",
+    "test_optimization.py",
     "test_predicted.py",
     "test_ranks.py",
     "test_report.py",
     "test_runs.py",
+    "test_session.py",
     "test_triton.py",
 )
 

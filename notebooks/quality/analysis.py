@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
-import seaborn
 import torch
 from ringlab import Adaptive
-from ringlab.report import figures
 from ringlab.report.compare import quantile
 from ringlab.report.tables import Cell, number
 from ringlab.report.theme import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY
@@ -31,7 +29,6 @@ COLORS = {
     "LongNet and window": PURPLE,
 }
 MIXED = [name for name in COLORS if ", " in name or " and window" in name]
-MARKERS = dict(zip(COLORS, "osD^vPX*hd"))
 
 # --------------------------------------------------------------------------------------
 # rows as frames
@@ -95,12 +92,6 @@ def mean_and_half(values: Iterable[float]) -> tuple[float, float]:
     if few == 1:
         return mean, math.nan
     return mean, quantile(few - 1) * statistics.stdev(known) / math.sqrt(few)
-
-
-def percent_interval(values: Iterable[float]) -> tuple[float, float]:
-    """(low, high) of a mean in percent, for an error bar."""
-    mean, half = mean_and_half(values)
-    return max(0.0, mean - half), min(100.0, mean + half)
 
 
 def score_cell(table: pd.DataFrame, pattern: str, scale: float = 1.0) -> Cell | None:
@@ -186,40 +177,12 @@ def connected(
     return found
 
 
-def draw(panels: Mapping[str, pd.DataFrame], x: str, y: str, xlabel: str):
-    """A panel for each title: a line for each ``pattern`` of a frame, the mean of ``y``
-    over ``x``, with its interval over seeds where there are several.
+def means(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+    """The mean of ``y`` over seeds by ``pattern`` and ``x``, with its interval where
+    there are several seeds, as ``figures.lines`` draws it.
     """
-    with figures.drawing(**{"axes.grid": True}):
-        size = figures.WIDTH, 2.5 * len(panels)
-        fig, axes = figures.plt.subplots(len(panels), figsize=size, squeeze=False)
-        for ax, (title, frame) in zip(axes[:, 0], panels.items()):
-            seaborn.lineplot(
-                frame,
-                x=x,
-                y=y,
-                hue="pattern",
-                style="pattern",
-                palette=COLORS,
-                markers=MARKERS,
-                dashes={name: (3, 2) if name in MIXED else "" for name in COLORS},
-                errorbar=percent_interval,
-                err_style="bars",
-                err_kws={"elinewidth": 1.2, "capsize": 3.5},
-                legend=False,
-                lw=2,
-                ms=5,
-                mew=0,
-                ax=ax,
-            )
-            ax.set_title(title, loc="left", fontsize=10)
-            ax.set(xlabel="", ylabel="")
-            means = frame.groupby(["pattern", x])[y].mean().reset_index()
-            last = means.groupby("pattern").tail(1)
-            ends = [
-                (row[x], row[y], row["pattern"], COLORS[row["pattern"]])
-                for _, row in last.iterrows()
-            ]
-            figures.label_ends(ax, ends, {*frame[x]}, linear=True)
-        axes[-1, 0].set_xlabel(xlabel)
-        return fig
+    found = []
+    for (pattern, at), part in frame.groupby(["pattern", x], sort=False):
+        mean, half = mean_and_half(part[y])
+        found.append((pattern, at, mean, mean - half, mean + half))
+    return pd.DataFrame(found, columns=["pattern", x, "y", "low", "high"])

@@ -2,11 +2,11 @@
 them, changes of rows, pages.
 """
 
+import ast
 import atexit
 import functools
 import hashlib
 import random
-import re
 import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,14 +15,13 @@ import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from ringlab import hardware, patterns
-from ringlab.measure import Group, Point, stats, suites
+from ringlab import hardware, patterns, report
+from ringlab.measure import Group, Point, stats, suites, validity
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
 from ringlab.report import claims_code, figures, tables
-from ringlab.report.documents import optimization, ring, session
 from ringlab.report.published import DOCUMENTS, published
-from ringlab.report.study import Study, cost_of
+from ringlab.report.study import Source, Study, cost_of
 from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,12 +274,31 @@ def _made(number: str, profile: str, rehearsal: bool) -> tuple[Result, ...]:
     return tuple(row(p, g, rehearsal, device) for g in groups for p in g.points)
 
 
+@functools.cache
+def code_of(name: str) -> list[tuple[str, object, object]]:
+    """(tag, statements, last expression or None) of each code cell of a notebook."""
+    found = []
+    for cell in nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells:
+        if cell.cell_type == "code":
+            tree, last = ast.parse(cell.source), None
+            if tree.body and isinstance(tree.body[-1], ast.Expr):
+                last = compile(ast.Expression(tree.body.pop().value), name, "eval")
+            tag = "".join(cell.metadata.get("tags", ()))
+            found.append((tag, compile(tree, name, "exec"), last))
+    return found
+
+
 class Shown:
     """All that a page shows of a study: displayed values as Markdown, figures by what
     is drawn and said.
+
+    The cells of the notebook ``name`` are run in this process, with other
+    ``parameters`` if given; ``points`` is what its cell of points shows, ``names`` what
+    the cells define. Nothing is measured: it gets the rows of ``page``, and of
+    ``beside`` for what it asks for next.
     """
 
-    def __init__(self, document, page, names):
+    def __init__(self, name: str, page: Study, *beside: Study, **parameters):
         self.tables, self.texts, self.labels, self.drawn, self.stamps = (
             [],
             [],
@@ -288,12 +306,35 @@ class Shown:
             [],
             [],
         )
+        here = Source(
+            page.profile, page.folder, page.device_type, page.rehearsal, False
+        )
+        pages = iter((page, *beside))
+
+        def source(*asked):
+            self.asked = asked
+            return here
+
+        fakes = {
+            "source": source,
+            "measured": lambda *_: next(pages, page),
+            "bars": self._draw_bars,
+            "lines": self._draw_lines,
+            "show": self._show,
+        }
+        self.names: dict = {"__name__": name}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(figures, "bars", self._draw_bars)
-            patch.setattr(figures, "lines", self._draw_lines)
-            patch.setattr(figures, "show", self._show)
-            for name in names:
-                self._keep(getattr(document, name)(page))
+            for known, fake in fakes.items():
+                patch.setattr(report, known, fake, raising=False)
+            for tag, statements, last in code_of(name):
+                exec(statements, self.names)
+                value = last and eval(last, self.names)
+                if tag == "parameters":
+                    self.names |= {"profile": page.profile.name} | parameters
+                elif tag == "points":
+                    self.points = value
+                else:
+                    self._keep(value)
         self.text = "\n".join(self.texts)
 
     def table(self, words: str):
@@ -310,12 +351,15 @@ class Shown:
         self.labels.append([b.label for b in items])
         self.drawn += [b.value for b in items]
 
-    def _draw_lines(self, each, **_) -> None:
+    def _draw_lines(self, each, *, colors=(), by="variant", **_) -> None:
         for series in each.values():
-            self.labels.append([*series])
-            self.drawn += [
-                y for points in series.values() for _, y, *_ in points if y is not None
-            ]
+            if isinstance(series, dict):
+                points = [p for found in series.values() for p in found]
+                self.labels.append([*series])
+                self.drawn += [y for _, y, *_ in points if y is not None]
+            else:
+                self.labels.append([x for x in colors if x in {*series[by]}])
+                self.drawn += series.y.dropna().tolist()
 
     def _show(self, fig, name, caption, alt, data=None, *, stamp=""):
         assert alt.strip() and caption.strip()
@@ -324,9 +368,6 @@ class Shown:
         self._keep(data)
         if fig is not None:
             figures.plt.close(fig)
-
-
-PAGES = {"000": optimization, "001": ring, "002": session, "003": ring, "004": ring}
 
 
 def study_of(
@@ -352,17 +393,79 @@ def page(
 
 @functools.cache
 def shown(
-    number: str, change=None, profile: str = "cpu", rehearsal: bool = False, without=()
+    number: str, change=None, profile: str = "cpu", rehearsal: bool = False
 ) -> Shown:
-    """All that a document's page shows, ``without`` some of its parts."""
-    text = (ROOT / "notebooks" / f"{DOCUMENTS[number].report}.ipynb").read_text()
-    names = [
-        name
-        for name in re.findall(r"document\.(\w+)\(study\)", text)
-        if name not in ("provenance", *without)
-    ]
-    found = Shown(PAGES[number], page(number, change, profile, rehearsal), names)
-    found._keep(claims_code.ledger(page(number, change, profile, rehearsal)))
+    """All that a document's page shows."""
+    about = page(number, change, profile, rehearsal)
+    return Shown(DOCUMENTS[number].report, about)
+
+
+# What may not be quoted: rows with numbers that nothing else has, and a flaw
+BAD = {
+    "incorrect": {"status": "incorrect", "reason": "out is off"},
+    "unchecked": {"errors": {}, "tolerance": {}},
+    "wrong": {"errors": {"out": 0.1}},
+    "without a bound": {"tolerance": {}},
+    "too fast": {"bound_seconds": 1.0},
+    "too small": {"memory": {"floor_bytes": 2**30, "tracked_peak_bytes": 123}},
+    "no time": {"median": 0.0},
+}
+FAST = 0.000797123  # seconds; 0.797 ms, 797 us
+LEAN = {
+    "floor_bytes": 2**30,
+    "tracked_peak_bytes": int(4.321 * 2**30),
+    "high_water_bytes": int(5.432 * 2**30),
+}
+LEAN |= {"operator_calls": 98765, "view_calls": 0}
+SENT = [987654321]
+MARKS = ("0.797", "4.32", "5.43", "4,640", "98,765", "942 MiB")
+
+
+def spoiled(r, kind: str):
+    """The row with numbers that nothing else has, and a flaw for which none of them may
+    be quoted.
+    """
+    if r.status != "ok" or (not r.seconds and kind in ("too fast", "no time")):
+        return r
+    times = dict.fromkeys(("median", "q1", "q3"), FAST) | {
+        "seconds": (FAST,) * 10,
+        "ci": (FAST, FAST),
+    }
+    sent = {"ranks": r.ranks | {"bytes_sent": SENT}} if r.ranks else {}
+    return replace(
+        r,
+        **{
+            **(times if r.seconds else {}),
+            "memory": LEAN,
+            "share": 0.797,
+            **sent,
+            **BAD[kind],
+        },
+    )
+
+
+def spoiling(number: str, kinds, every: int = 1, first: int = 0):
+    """A change that spoils one in ``every`` rows of a document, by these kinds in turn."""
+    order = {id(r): i for i, r in enumerate(made(number))}
+    return lambda r: (
+        spoiled(r, kinds[order[id(r)] % len(kinds)])
+        if order[id(r)] % every == first
+        else r
+    )
+
+
+def shows_no_marks(number: str, change):
+    """What the page shows but for its lists of reasons, which say how fast is too fast."""
+    found, about = shown(number, change), page(number, change)
+    marked = [r for r in about.results if r.median == FAST or r.memory == LEAN]
+    assert (
+        len(marked) > 10
+        and all(map(validity.objection, marked))
+        and len(about.failed) >= len(marked)
+    )
+    said = [x for x in found.texts if "rows are not shown" not in x]
+    assert not [m for m in MARKS if m in "".join(said)]
+    assert not [v for v in found.drawn if v in (FAST, FAST * 1e3) or 4.3 < v < 4.33]
     return found
 
 

@@ -19,11 +19,10 @@ from ringlab.measure.model_systems import STEPS
 from ringlab.measure.points import Result
 from ringlab.measure.systems import build
 from ringlab.measure.workers import Worker
-from ringlab.report import study, tables
-from ringlab.report.documents import landscape as document
+from ringlab.report import cells, study, tables
 
 NAME = "landscape"
-ENTRIES = {e.name: e for e in document.FIELD}
+SYSTEMS = suites.landscape_systems()
 SPEEDS = {
     "BigBird": 2.2,
     "Local and global": 1.3,
@@ -94,7 +93,6 @@ FILES = {
     "local_attention": ("local_attention/__init__.py", LOCAL),
     "ring_attention_pytorch": ("ring_attention_pytorch/ring_flash_attention.py", RING),
 }
-SHOWN = [name for name in document.__all__ if name != "provenance"]
 
 
 @pytest.fixture
@@ -312,7 +310,7 @@ def test_the_suite_holds_the_field_at_a_like_number_of_keys(name, device):
             patterns.Dense().to_dict(),
             ladder(p.seq_len).to_dict(),
         )  # what is advised is as it is
-        assert not like or 270 <= document.density(p) * p.seq_len <= 460, p.label()
+        assert not like or 270 <= cells.density(p) * p.seq_len <= 460, p.label()
 
 
 @pytest.mark.parametrize("rehearsal", [False, True])
@@ -407,15 +405,24 @@ def page(change=None, *names: str) -> study.Study:
 
 @functools.cache
 def shown(change=None, *names: str) -> Shown:
-    return Shown(document, page(change, *names), SHOWN)
+    return Shown(NAME, page(change, *names))
 
 
 def of(name: str):
     """Whether a row is one of a system of the page."""
-    entry = ENTRIES[name]
+    system, pattern = SYSTEMS[name]
     return lambda r: (
-        r.point.system == entry.system
-        and r.point.pattern == entry.pattern(r.point.seq_len).to_dict()
+        r.point.system == system
+        and r.point.pattern == pattern(r.point.seq_len).to_dict()
+    )
+
+
+def at(about: study.Study, name: str, n: int, group: str = suites.LANDSCAPE):
+    """The row of a system at a length."""
+    return next(
+        r
+        for r in about.rows(group=group)
+        if of(name)(r) and r.point.seq_len == n and r.median
     )
 
 
@@ -424,7 +431,7 @@ def as_fast():
     a thousandth.
     """
     window, other = (
-        ENTRIES[name].at(page(), 16384).median
+        at(page(), name, 16384).median
         for name in ("Sliding window", "Local and global")
     )
     return slower(1.001 * window / other, of("Local and global"))
@@ -443,7 +450,13 @@ def wrong(name: str, passes: str = "fwd"):
 
 
 def order(change=None, *names: str, n: int = 16384) -> list[tuple[int, str]]:
-    return [(rank, e.name) for rank, e, _ in document.standing(page(change, *names), n)]
+    found = shown(change, *names).names["each"][n]
+    return [*zip(found["rank"], found.variant)]
+
+
+def finding(change=None) -> list[str]:
+    """The lines of the page's finding."""
+    return shown(change).texts[0].replace("- ", "", 1).split("\n- ")
 
 
 def test_the_ranking_follows_the_rows():
@@ -473,37 +486,29 @@ def test_the_ranking_follows_the_rows():
 
 
 def test_the_answer_follows_the_rows():
-    first = document.answer(page()).lines
-    assert len(first) == 6 and first[0].startswith(
+    first = finding()
+    assert len(first) == 8 and first[0].startswith(
         "**16,384 tokens, forward, measured: Sliding window takes "
     )
     assert first[0].endswith("Sliding window computes 1.9 % of the query–key pairs.")
-    other = document.answer(page(slower(10, of("Sliding window")))).lines
+    other = finding(slower(10, of("Sliding window")))
     assert "16,384 tokens, forward, measured: Local and global takes" in other[0]
-    tied = document.answer(page(as_fast())).lines[0]
+    tied = finding(as_fast())[0]
     assert "Local and global is within noise of it" in tied
-    dear = page(
-        slower(
-            3, lambda r: not any(of(name)(r) for name in ("Dense, ours", "Dense SDPA"))
-        )
-    )
-    assert "(Dense, ours; within noise)" in document.answer(dear).lines[1]
-    costs = {line[0]: line[5] for line in document.ranking(page()).rows}
-    assert costs["Dense, ours"].sub == "within noise" and not costs["Dense SDPA"].sub
+    costs = {line[0].text: line[5] for line in shown().table("Ranked").rows}
+    assert "within noise" in costs["Dense, ours"].sub
+    assert costs["Dense SDPA"] is None
     assert re.search(
         r"\*\*A visible pair\*\* costs .* what it costs in dense SDPA, at 16,384 tokens",
-        first[1],
+        first[3],
     )
-    assert (
-        document.answer(page(lambda r: replace(r, status="crashed", reason="gone")))
-        .lines[0]
-        .endswith("was timed.")
-    )
+    none = finding(lambda r: replace(r, status="crashed", reason="gone"))
+    assert none[0].endswith("was timed.")
 
 
 def test_training_times_are_those_of_the_right_systems_beside_dense():
     lines = shown(wrong("BigBird")).table("Training").rows
-    assert [line[1] for line in lines] == [1024] * 6 + [4096] * 6
+    assert [line[1] for line in lines] == [1024] * 5 + [4096] * 6
     sparse = {
         "Sliding window",
         "Local and global",
@@ -513,24 +518,20 @@ def test_training_times_are_those_of_the_right_systems_beside_dense():
     assert {line[0] for line in lines} == {"Dense SDPA", "Dense, ours"} | sparse
     there = page(wrong("BigBird"))
     dense, window = (
-        next(
-            r
-            for r in ENTRIES[name].rows(there, group=suites.LANDSCAPE_TRAINING)
-            if r.point.seq_len == 4096
-        )
+        at(there, name, 4096, suites.LANDSCAPE_TRAINING)
         for name in ("Dense SDPA", "Sliding window")
     )
-    line = next(line for line in lines if line[:2] == ["Sliding window", 4096])
+    line = next(line for line in lines if line[:2] == ("Sliding window", 4096))
     assert line[2].text == tables.number(window.median * 1e3)
     assert line[4].text == f"{tables.number(there.ratio(dense, window).value)}×"
-    assert next(line for line in lines if line[:2] == ["Dense SDPA", 4096])[4] is None
+    assert next(line for line in lines if line[:2] == ("Dense SDPA", 4096))[4] is None
 
 
 def test_a_wrong_system_is_named_with_its_error_and_has_no_rank():
     change = wrong("BigBird")
     assert "BigBird" not in dict(map(reversed, order(change)))
     found = shown(change)
-    assert "wrong: BigBird" in document.answer(page(change)).lines[2]
+    assert "wrong: BigBird" in finding(change)[4]
     line = next(r for r in found.table("Without a rank").rows if r[0] == "BigBird")
     assert (
         line[1].text == "wrong" and "out is off by 1.3e+00, allowed 5.0e-06" in line[2]
@@ -645,7 +646,7 @@ def test_generation_and_documents_follow_the_rows():
     assert len(ratios) == 3 and all(ratio.text.startswith("1.1") for ratio in ratios)
     models, crashed = ("generation", "packed"), LOST | {"status": "crashed"}
     lost = shown(lambda r: replace(r, **crashed) if r.point.system in models else r)
-    assert "No step of generation was measured." in lost.text
+    assert "One layer of" not in lost.text and len(lost.labels) == 1
 
     def without_the_longest(r):
         gone = (
@@ -663,22 +664,19 @@ def test_generation_and_documents_follow_the_rows():
 
 def test_density_and_cost_of_a_pair_are_counted():
     there = page()
-    row = ENTRIES["Sliding window"].at(there, 4096)
+    row, dense = (at(there, name, 4096) for name in ("Sliding window", "Dense SDPA"))
     count = cost.count_pairs(suites.LANDSCAPE_WINDOW, 4096, 8)[1]
-    assert document.density(row.point) == count / (8 * 4096**2)
-    ratio = there.ratio(row, document.DENSE.at(there, 4096)).value * 8 * 4096**2 / count
-    assert document.over_dense(there, row).value == pytest.approx(ratio)
-    lost = page(
+    assert cells.density(row.point) == count / (8 * 4096**2)
+    ratio = there.ratio(row, dense).value * 8 * 4096**2 / count
+    assert cells.pair_cost(there, row, dense).value == pytest.approx(ratio)
+    lost = shown(
         lambda r: replace(r, **LOST | {"status": "oom"}) if of("Dense SDPA")(r) else r
     )
-    assert (
-        document.over_dense(lost, ENTRIES["Sliding window"].at(lost, 4096)) is None
-    ), "dense was not timed there"
-    note = document.ranking(there).note
+    assert {line[5] for line in lost.table("Ranked").rows} == {None}
+    note = shown().table("Ranked").note
     pairs = cost.count_pairs(suites.landscape_ladder(16384), 16384, 8)
     assert (
-        f"LongNet from 256 shows {100 * (pairs[0] / pairs[1] - 1):.1f} % more, counting those of several"
-        in note
+        f"LongNet from 256 shows {100 * (pairs[0] / pairs[1] - 1):.1f} % more" in note
     )
     ladder = suites.landscape_ladder(4096)
     assert (ladder.segment_lengths, ladder.dilation_rates) == (
@@ -687,17 +685,24 @@ def test_density_and_cost_of_a_pair_are_counted():
     )
 
 
-def test_a_rehearsal_is_stamped_and_a_page_without_rows_stands():
+def test_a_rehearsal_is_stamped():
     rehearsed = study_of(
         [replace(r, rehearsal=True) for r in made()], "gtx1080", True, NAME
     )
-    assert {*Shown(document, rehearsed, SHOWN).stamps} == {"rehearsal"}
-    assert (
-        "computed for NVIDIA GeForce GTX 1080 in fp32"
-        in document.answer(rehearsed).lines[0]
-    )
-    found = Shown(document, study_of([], suite=NAME), SHOWN)
-    assert (
-        "none, no system that passed its checks was timed" in found.text
-        and not found.labels
-    )
+    found = Shown(NAME, rehearsed)
+    assert {*found.stamps} == {"rehearsal"}
+    assert "computed for NVIDIA GeForce GTX 1080 in fp32" in found.texts[0]
+
+
+@pytest.mark.parametrize(
+    "given, changed",
+    [
+        ({"windows": [1024]}, lambda p: set(p.group) - set(shown().points.group)),
+        ({"seq_lens": [2048]}, lambda p: {2048} & set(p.seq_len[p.group == NAME])),
+        ({"heads": 4}, lambda p: set(p.heads) == {4}),
+        ({"head_dim": 128}, lambda p: set(p.head_dim) == {128}),
+        ({"dtype": "bfloat16"}, lambda p: set(p.dtype) == {"bfloat16"}),
+    ],
+)
+def test_each_parameter_changes_the_points(given, changed):
+    assert changed(Shown(NAME, page(), **given).points)

@@ -2,8 +2,6 @@
 follows what it is computed from.
 """
 
-import importlib
-import json
 import math
 import re
 from collections import Counter
@@ -13,12 +11,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bs4 import BeautifulSoup
-from reporting import NOTEBOOK, lean, longer, made, page, slower, study_of, system, way
+from reporting import (
+    Shown,
+    lean,
+    longer,
+    made,
+    page,
+    slower,
+    study_of,
+    system,
+    way,
+)
 from ringlab import compat, hardware
 from ringlab.measure import Result, stats, suites
 from ringlab.measure.suites import CORRECT, HILBERT, ROBUST, V2_COLLECTIVE
 from ringlab.report import claims, claims_code, driver, rows, tables
-from ringlab.report.documents import claims as ledger
 from ringlab.report.published import BETWEEN, DOCUMENTS, published
 
 CLAIMS = {f"{n} {c['key']}": (n, c) for n in DOCUMENTS for c in published(n)["claims"]}
@@ -339,7 +346,10 @@ def test_another_device_and_a_rehearsal_decide_no_times(
         c["key"]: claims_code.verdict(page(number, None, profile, rehearsal), number, c)
         for c in published(number)["claims"]
     }
-    assert {found[key].word for key in keys.split()} <= set(ledger.OPEN)
+    assert {found[key].word for key in keys.split()} <= {
+        "not reproduced here",
+        "untested",
+    }
     assert not [
         k for k in keys.split() if (found[k].word == "untested") != (not found[k].ours)
     ]
@@ -623,7 +633,13 @@ def whole():
     return study_of(r for number in DOCUMENTS for r in made(number))
 
 
-def test_the_ledger_judges_as_each_report_does(whole):
+@pytest.fixture(scope="module")
+def told(whole):
+    """The page of claims."""
+    return Shown("claims", whole)
+
+
+def test_the_ledger_judges_as_each_report_does(whole, told):
     found = {}
     for number, document in DOCUMENTS.items():
         own = whole.of(document.suite)
@@ -632,7 +648,7 @@ def test_the_ledger_judges_as_each_report_does(whole):
             f"{number} {claim['key']}": verdict
             for _, claim, verdict in claims_code.judged(own, number)
         }
-        table = claims_code.ledger(own)
+        table = claims_code.ledger(own, number)
         assert [tables.cell(line[0]).text for line in table.rows] == [
             found[f"{number} {c['key']}"].word for c in published(number)["claims"]
         ]
@@ -644,123 +660,58 @@ def test_the_ledger_judges_as_each_report_does(whole):
             and "open" not in closed.attrs
             and sum(counts) == len(table.rows)
         )
-    assert {
-        f"{e.document} {e.claim['key']}": e.verdict for e in ledger.judged(whole)
-    } == found
+    entries = told.names["entries"]
+    assert {f"{e.document} {e.claim['key']}": e.verdict for e in entries} == found
     named = {claim["code"] for _, claim in CLAIMS.values() if "code" in claim}
     assert claims_code.FINDERS.keys() == named, "no function without a claim"
 
 
-def test_every_claim_stands_once_on_the_page_by_its_verdict_the_strongest_first(whole):
-    entries, words = ledger.judged(whole), [*claims.WORDS]
-    groups = [
-        ledger.claims(whole, *ledger.PRINTED),
-        *(ledger.claims(whole, w) for w in words[2:]),
-    ]
-    assert [t.folded for t in groups] == [False] + [True] * 5 and sum(
-        len(t.rows) for t in groups
-    ) == 69
-    texts = [line[1].text for t in groups for line in t.rows]
-    assert (
-        sorted(texts) == sorted(e.claim["text"] for e in entries)
-        and groups[0].columns[0] == "Verdict"
-    )
-    apart = {e.claim["text"]: e.verdict.apart for e in entries}
-    for word in ledger.PRINTED:
-        shown = [apart[line[1].text] for line in groups[0].rows if line[0].text == word]
+def test_every_claim_stands_once_on_the_page_by_its_verdict_the_strongest_first(told):
+    first, _, *others, _ = told.tables
+    assert not first.folded and all(t.folded for t in others)
+    verdicts = [[line[0].text for line in t.rows] for t in others]
+    assert all(len({*each}) == 1 for each in verdicts) and first.columns[0] == "Verdict"
+    assert [each[0] for each in verdicts] == [*claims.WORDS][2:]
+    lines = [line for t in (first, *others) for line in t.rows]
+    apart = {e.claim["text"]: e.verdict.apart for e in told.names["entries"]}
+    assert len(lines) == 69 and sorted(x[1].text for x in lines) == sorted(apart)
+    for word in [*claims.WORDS][:2]:
+        shown = [apart[x[1].text] for x in first.rows if x[0].text == word]
         assert shown == sorted(shown, reverse=True) and len(shown) > 2
-    assert groups[0].rows[0][0] == tables.Cell(
-        "impossible as printed", "169× apart", "bad"
-    )
-    for table in groups[-2:]:
-        assert table.columns[-1] == "Decided by" and all(
-            line[-1] for line in table.rows
-        )
-    every = "".join(t.html for t in groups)
-    assert (
-        all(f'href="{d.report}.html"' in every for d in DOCUMENTS.values())
-        and 'class="table cards"' in every
-    )
-    needed = "".join(t.markdown for t in groups[-2:])
-    assert "make report GPU=t4" in needed and "make report GPU=gtx1080" in needed
+    assert first.rows[0][0] == tables.Cell("impossible as printed", "169× apart", "bad")
+    for table in others[-2:]:
+        assert table.columns[-1] == "Decided by" and all(x[-1] for x in table.rows)
+    every = "".join(t.html for t in (first, *others))
+    assert all(f'href="{d.report}.html"' in every for d in DOCUMENTS.values())
+    assert 'class="table cards"' in every
+    assert "make report GPU=t4" in every and "make report GPU=gtx1080" in every
 
 
-def test_the_page_counts_every_claim_and_answers_in_five_lines(whole):
-    entries, answer = ledger.judged(whole), ledger.answer(whole)
-    words = Counter(e.verdict.word for e in entries)
-    assert (
-        1 <= len(answer.lines) <= 5
-        and answer.lines[0]
-        == "**69 claims of five documents**: "
-        + ", ".join(
-            f"{words[w]} {w if words[w] == 1 else claims.WORDS[w][1]}"
-            for w in claims.WORDS
-            if words[w]
-        )
-        + "."
-    )
-    assert "1,177 ms" in answer.lines[1] and "569×" in answer.lines[2]
-    twice = ledger.contradicting(whole)
-    assert (
-        len(twice.rows) == 10
-        and twice.rows[0][2] == "569×"
-        and "Compute capability" in twice.rows[-1][0]
-    )
-    assert twice.rows[-1][2] is None, "versions are no amounts"
+def test_the_page_counts_every_claim_and_answers_in_five_lines(told):
+    words = Counter(e.verdict.word for e in told.names["entries"])
+    each = [
+        f"{n} {w if n == 1 else claims.WORDS[w][1]}"
+        for w in claims.WORDS
+        if (n := words[w])
+    ]
+    lines = told.texts[0].splitlines()
+    assert lines[0] == f"- **69 claims of five documents**: {', '.join(each)}."
+    assert len(lines) == 5 and "1,177 ms" in lines[1] and "569×" in lines[2]
+    twice = told.table("printed twice").rows
+    assert len(twice) == 10 and twice[0][2] == "569×"
+    assert "Compute capability" in twice[-1][0]
+    assert twice[-1][2] is None, "versions are no amounts"
 
 
 def test_a_rehearsal_is_decided_by_its_own_device_and_no_rows_decide_nothing():
-    about = study_of(
-        [r for number in ("000", "002") for r in made(number, "gtx1080", True)],
-        "gtx1080",
-        True,
-    )
-    assert about.rehearsal
-    wanted = {
-        ledger.decider(about, e)
-        for e in ledger.judged(about)
-        if e.verdict.word in ledger.OPEN
+    results = [r for number in ("000", "002") for r in made(number, "gtx1080", True)]
+    found = Shown("claims", study_of(results, "gtx1080", True)).names["runs"]
+    assert found["`make report GPU=gtx1080` on a machine with that device"] > 1
+    assert not [x for x in found.index if "remeasure" in x]
+    rest = {
+        f"{n} {e.claim['key']}": e.verdict.word
+        for n in DOCUMENTS
+        for e in claims_code.judged(study_of([]), n)
+        if e.verdict.word not in ("untested", *[*claims.WORDS][:2])
     }
-    assert "`make report GPU=gtx1080` on a machine with that device" in wanted
-    assert not [x for x in wanted if "remeasure" in x]
-    words = {
-        f"{e.document} {e.claim['key']}": e.verdict.word
-        for e in ledger.judged(study_of([]))
-    }
-    rest = {k: w for k, w in words.items() if w not in ("untested", *ledger.PRINTED)}
     assert rest == {"002 hit-rate": "holds", "000 flash-dtype": "not reproduced here"}
-
-
-def document_of(report: str) -> str:
-    """The module that fills a notebook's tables, as the notebook imports it."""
-    found = re.search(
-        r"from ringlab.report.documents import (\w+) as document",
-        NOTEBOOK.with_stem(report).read_text(),
-    )
-    return found[1]
-
-
-# The analysis of `quality` stands in its own cells.
-CALLING = [report for report in driver.REPORTS if report != "quality"]
-
-
-@pytest.mark.parametrize("report", CALLING)
-def test_a_notebook_is_short_and_calls_the_library_alone(report):
-    module = document_of(report)
-    document = importlib.import_module(f"ringlab.report.documents.{module}")
-    cells = json.loads(NOTEBOOK.with_stem(report).read_text())["cells"]
-    source = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
-    assert max(text.count("\n") for text in source) <= 7 and len(cells) < 60
-    same = [
-        NOTEBOOK.with_stem(other).read_text()
-        for other in CALLING
-        if document_of(other) == module
-    ]
-    called = {
-        name for text in same for name in re.findall(r"\bdocument\.(\w+)\(", text)
-    }
-    assert called == set(document.__all__)
-    if report == "claims":
-        assert [w for text in source for w in re.findall(r'"([a-z ()]+)"', text)][
-            1:
-        ] == [*claims.WORDS]

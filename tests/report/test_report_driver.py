@@ -137,7 +137,7 @@ def test_two_points_measured_run_rendered_and_then_left_alone(tmp_path, monkeypa
     )
     assert (
         manifest["made_by"]["dirty"] in (True, False, "unknown")
-        and manifest["reports"][0]["headline"]
+        and manifest["reports"][0]["finding"]
     )
 
     before = state(reports)
@@ -295,25 +295,21 @@ def test_failures_are_told_apart(tmp_path, monkeypatch, capfd, cell, said):
     assert capfd.readouterr().err == ""
 
 
-def test_notebooks_share_a_kernel_but_no_names_and_a_failed_one_ends_it(tmp_path):
-    ids = f"import os\nprint(os.getpid(), 'kept' in dir(), file=open('{tmp_path}/ran', 'a'))\nkept = 1"
+def test_a_notebook_has_a_kernel_of_its_own_and_a_failed_one_is_kept(tmp_path):
+    ids = f"import os\nprint(os.getpid(), file=open('{tmp_path}/ran', 'a'))\n"
     good, bad = (
         notebook(tmp_path / "good.ipynb", ids),
-        notebook(tmp_path / "bad.ipynb", "1 / 0"),
+        notebook(tmp_path / "bad.ipynb", f"{ids}x = 1 / 0"),
     )
-    with render.Kernel(tmp_path) as kernel:
-        render.execute(good, {}, kernel)
-        render.execute(good, {}, kernel)
-        with pytest.raises(render.NotebookFailed, match="division by zero"):
-            render.execute(bad, {}, kernel)
-        render.execute(good, {}, kernel)
-    ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
-    assert (
-        ran[0] == ran[1]
-        and ran[2][0] != ran[0][0]
-        and {known for _, known in ran} == {"False"}
-    )
-    assert gone({int(pid) for pid, _ in ran}, 10)
+    kept, before = tmp_path / "kept.ipynb", dict(os.environ)
+    with pytest.raises(render.NotebookFailed, match="division by zero"):
+        render.execute(bad, {"profile": "cpu"}, tmp_path, kept)
+    assert 'profile = \\"cpu' in kept.read_text()
+    done = render.execute(good, {"profile": "h200"}, tmp_path, kept)
+    assert done.metadata.papermill.parameters == {"profile": "h200"}
+    assert not kept.exists() and dict(os.environ) == before
+    pids = {int(line) for line in (tmp_path / "ran").read_text().split()}
+    assert len(pids) == 2 and gone(pids, 10)
 
 
 def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_run(

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 
 import nbformat
+import pandas
 import pytest
 import seaborn
 from bs4 import BeautifulSoup
@@ -30,10 +31,14 @@ ITEMS = [
 ]
 
 
-LINES = {
-    "a": [(1024, 1.0, 0.9, 1.1), (2048, 2.0, 1.9, 2.1)],
-    "b": [(1024, 3.0, None, None)],
-}
+LINES = pandas.DataFrame(
+    [
+        ("a", 1024, 1.0, 0.9, 1.1),
+        ("a", 2048, 2.0, 1.9, 2.1),
+        ("b", 1024, 3.0, None, None),
+    ],
+    columns=["variant", "seq_len", "y", "low", "high"],
+)
 COLORS = {"a": theme.BLUE, "b": theme.ORANGE}
 
 
@@ -176,7 +181,7 @@ def test_a_dry_run_is_folded_under_its_head(executed, tmp_path):
 
 
 def manifest(**more) -> dict:
-    report = {"name": "page", "title": "A page", "headline": "It is fast.", **more}
+    report = {"name": "page", "title": "A page", "finding": ["It **is** fast."], **more}
     about = {
         "profile": "x",
         "device": "a CPU",

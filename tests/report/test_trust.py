@@ -9,7 +9,7 @@ from reporting import made_up, sampled, write_rows
 from ringlab import hardware, measure
 from ringlab.measure import Group, Point
 from ringlab.patterns import Dense, Dilated
-from ringlab.report import columns, compare, findings, study, trust
+from ringlab.report import cells, compare, findings, study, trust
 
 CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 128)] + [
     Point("dense_sdpa", Dense())
@@ -248,6 +248,6 @@ def test_rows_with_few_rounds_in_common_are_compared_by_all_their_samples(tmp_pa
         and found.value == pytest.approx(2)
     )
     few = shown.ratio(sampled(apart, apart.seconds[:3]), slow)
-    assert (few.low, few.high) == (0.0, math.inf) and columns.times(
+    assert (few.low, few.high) == (0.0, math.inf) and cells.times(
         few
     ).sub == "fewer than 5 samples; unpaired"

@@ -27,6 +27,7 @@ from .points import Group, Point, Result
 from .stats import summary, unsteady
 from .store import Run, Store, latest, read, result_row, unfinished, warn, warn_once
 from .timing import POINT_S, Bounds, available_bytes, rounds_for
+from .validity import objection
 from .workers import Workers
 
 TIMEOUT_S = 120.0  # that one point may take, all its rounds included
@@ -546,7 +547,7 @@ class Session:
                     "oversubscribed": oversubscribed,
                 } | row.get("ranks", {})
             if member.alive:
-                row |= self._judged(member, rate, others.high)
+                row |= self._statistics(member, rate, others.high)
             samples = member.samples if row.get("median") is not None else {}
             result = Result(
                 point=member.point,
@@ -560,25 +561,16 @@ class Session:
                 provenance=origin | {"seed": member.point.id},
                 **row,
             )
+            if result.status == "ok" and (why := objection(result)):
+                status, _, reason = why.partition(": ")
+                result = replace(result, status=status, reason=reason)
             self.store.append(**result_row(result, member.spent))
             self.results.append(result)
             self.progress.result(result)
 
-    def _judged(self, member: Member, rate: float | None, crowded: bool) -> dict:
-        cost, memory, doubts, row = (
-            Cost(**member.row["cost"]),
-            member.row["memory"],
-            [],
-            {},
-        )
-        peak, floor = (
-            memory["tracked_peak_bytes"],
-            memory["floor_bytes"],
-        )  # of one rank's tensors
-        if peak < floor:
-            doubts.append(
-                f"a peak of {peak} bytes is smaller than its own tensors, {floor} bytes"
-            )
+    def _statistics(self, member: Member, rate: float | None, crowded: bool) -> dict:
+        """Of the samples of a point, with its roofline."""
+        cost, row = Cost(**member.row["cost"]), {}
         if member.samples:
             found = summary([*member.samples.values()])
             gpus = (
@@ -589,20 +581,14 @@ class Session:
                 folded_flops=cost.folded_flops // gpus,
                 floor_bytes=cost.floor_bytes // gpus,
             )
-            bound, below = self.bounds.below(mine, member.point.dtype, found.median)
+            bound, _ = self.bounds.below(mine, member.point.dtype, found.median)
             share = cost.flops / found.median / rate if rate else None
             row = asdict(found) | {
                 "bound_seconds": bound,
                 "share": share,
                 "unstable": found.unstable or crowded,
             }
-            if below:
-                doubts.append(
-                    f"{found.median * 1e3:.3g} ms is below its bound of {bound * 1e3:.3g} ms"
-                )
-        return row | (
-            {"status": "suspect", "reason": "; ".join(doubts)} if doubts else {}
-        )
+        return row
 
 
 class Interrupted(KeyboardInterrupt):

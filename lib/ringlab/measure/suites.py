@@ -8,7 +8,8 @@ which shows the noise floor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from .. import block_patterns, hardware, kernels
@@ -65,6 +66,25 @@ def dense(point: Point) -> Point:
 def again(point: Point) -> Point:
     """The A/A control of a point."""
     return point.but(options=dict(point.options) | TWIN)
+
+
+def vary(groups: list[Group], *, longest: int = 0, **fields) -> list[Group]:
+    """The groups with other values of these fields of every point, and without points
+    beyond ``longest`` tokens; 0, "" and None keep what a suite has.
+
+    >>> [group] = vary([Group("g", [sgemm(8)])], dtype="float64", heads=0)
+    >>> group.points[0].dtype, group.points[0].heads
+    ('float64', 1)
+    """
+    fields = {name: value for name, value in fields.items() if value}
+    if "heads" in fields:
+        fields.setdefault("kv_heads", fields["heads"])
+    found = []
+    for group in groups:
+        kept = (p for p in group.points if not longest or p.seq_len <= longest)
+        if points := dict.fromkeys(p.but(**fields) if fields else p for p in kept):
+            found.append(replace(group, points=tuple(points)))
+    return found
 
 
 def _lengths(rehearsal: bool, *lengths: int) -> list[int]:
@@ -475,8 +495,8 @@ RUNG_PATTERN = Dilated([2048, 4096, 8192], [1, 2, 4])
 RUNG_TOKENS, RUNG_HEADS, RUNG_HEAD_DIMS = 65536, 16, (128, 64)
 RUNG_LONGER = (262_144, 1_048_576)
 RUNG_MASK = a_tenth(128, RUNG_TOKENS)
-# Each way of this library by the options of the system "ringlab"; report/rungs.py
-# describes each.
+# Each way of this library by the options of the system "ringlab"; the notebook
+# optimization_results describes each.
 RUNG_WAYS: dict[str, dict] = {
     "default": {},
     "lists": {"backend": "triton"},
@@ -580,6 +600,7 @@ def kernel_suite(
 # differ in which keys, not in how many. Beside them stands LongNet's own ladder, which
 # `advise` proposes.
 LANDSCAPE, LANDSCAPE_TRAINING = "landscape", "landscape training"
+LANDSCAPE_ADDED = "landscape, added"
 LANDSCAPE_WINDOW = WINDOW  # five blocks: 320 keys
 BIGBIRD = bigbird(1, 1, 1, block_size=64)  # three, a global and a random one
 LOCAL_GLOBAL = local_global(1, 2, block_size=64)  # three and two global ones
@@ -597,6 +618,25 @@ def landscape_ladder(seq_len: int, **how) -> Dilated:
     """
     rates = [4**i for i in range(20) if ROWS_KEPT * 4**i <= seq_len] or [1]
     return Dilated([ROWS_KEPT * r for r in rates], rates, **how)
+
+
+ADVISED = "LongNet from 2,048"  # what `advise` proposes
+
+
+def landscape_systems() -> dict[str, tuple[str, Callable[[int], Pattern]]]:
+    """The systems of the landscape by the names that readers see: (system of a point,
+    its pattern at a length).
+    """
+    return {
+        "Dense SDPA": ("dense_sdpa", lambda n: Dense()),
+        "Dense, ours": ("ringlab", lambda n: Dense()),
+        "Sliding window": ("ringlab", lambda n: LANDSCAPE_WINDOW),
+        "BigBird": ("ringlab", lambda n: BIGBIRD),
+        "Local and global": ("ringlab", lambda n: LOCAL_GLOBAL),
+        "LongNet from 256": ("ringlab", landscape_ladder),
+        ADVISED: ("ringlab", ladder),
+        "FlexAttention": ("flex", lambda n: LOCAL_GLOBAL),
+    }
 
 
 BESIDE, BESIDE_CAUSAL = "beside", "beside, causal"
@@ -679,36 +719,57 @@ def model_groups(point: Point, cpu: bool, rehearsal: bool) -> list[Group]:
 
 
 def landscape(
-    profile: hardware.Profile, *, device: str, rehearsal: bool = False
+    profile: hardware.Profile,
+    *,
+    device: str,
+    rehearsal: bool = False,
+    seq_lens: Sequence[int] = (),
+    systems: Mapping[str, tuple[str, Callable[[int], Pattern]]] | None = None,
 ) -> list[Group]:
     """The field on one page, about three minutes on two CPU cores, most of them dense
     attention at the longest.
 
-    ``landscape``: each system over three lengths, forward; FlexAttention at the longest
-    only, because it compiles for ten seconds. ``landscape training``: forward and
-    backward at the two shorter ones. ``advised``: the pattern that ``advise`` proposes,
-    at lengths of the first screen's table. Then those of ``model_groups``. The other
-    packages that are installed have groups of their own, by ``peer_groups``; they take
-    about a minute.
+    ``seq_lens`` (default: three for this kind of device) and ``systems`` (default:
+    ``landscape_systems``, to which a reader may add). ``landscape``: each system over
+    the lengths, forward; FlexAttention at the longest only, because it compiles for ten
+    seconds. ``landscape training``: forward and backward at the two shorter ones.
+    ``landscape, added``: systems besides the default ones, beside dense attention.
+    ``advised``: the pattern that ``advise`` proposes, at lengths of the first screen's
+    table. Then those of ``model_groups``. The other packages that are installed have
+    groups of their own, by ``peer_groups``; they take about a minute.
     """
-    ns = _lengths(
-        rehearsal, *([1024, 4096, 16384] if device == "cpu" else [4096, 16384, 65536])
+    own, known = [1024, 4096, 16384], landscape_systems()
+    ns = sorted(seq_lens) or _lengths(
+        rehearsal, *(own if device == "cpu" else [4096, 16384, 65536])
     )
     window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile, device))
+    systems = known if systems is None else systems
+
+    def points_at(n: int, names) -> list[Point]:
+        return [
+            window.but(system=system, seq_len=n, pattern=pattern(n))
+            for system, pattern in (systems[name] for name in names)
+        ]
+
+    ours = [
+        name
+        for name in systems
+        if name in known and systems[name][0] not in ("dense_sdpa", "flex")
+    ]
     points = [dense(window.but(seq_len=n)) for n in ns]
     for n in ns:
-        here = [Dense(), LANDSCAPE_WINDOW, BIGBIRD, LOCAL_GLOBAL, landscape_ladder(n)]
-        here += [ladder(n)] if n > PAPER else []
-        points += [window.but(seq_len=n, pattern=pattern) for pattern in here]
+        points += points_at(n, [x for x in ours if x != ADVISED or n > PAPER])
     points.append(window.but(seq_len=ns[0], options=TWIN))
-    if not rehearsal:
+    if not rehearsal and "FlexAttention" in systems:
         # Its mask is made from all pairs: 4 GiB at 65,536.
-        n = by_size(profile, device, ns[-1], ns[-2], ns[-1])
-        points.append(window.but(system="flex", pattern=LOCAL_GLOBAL, seq_len=n))
+        n = by_size(profile, device, ns[-1], ns[len(ns) > 1 and -2], ns[-1])
+        points += points_at(n, ["FlexAttention"])
     trained = [
         p for p in points if p.seq_len in ns[:2] and p.system != "flex" and p == p.first
     ]
     trained = [p.but(passes="fwd+bwd") for p in trained]
+    more = [name for name in systems if name not in known]
+    added = [p for n in ns for p in (dense(window.but(seq_len=n)), *points_at(n, more))]
     half = 2048 if device == "cpu" else 8192
     advised = [
         window.but(seq_len=n, pattern=ladder(n))
@@ -722,6 +783,7 @@ def landscape(
     return [
         Group(LANDSCAPE, dict.fromkeys(points), rounds=8),
         Group(LANDSCAPE_TRAINING, trained, rounds=8),
+        *([Group(LANDSCAPE_ADDED, dict.fromkeys(added))] if more else []),
         *([] if rehearsal else [Group("advised", advised, rounds=5)]),
         *model_groups(window, device == "cpu", rehearsal),
         *peer_groups(window, half, SHORTEST if rehearsal else 8 * half),

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from .. import hardware
 from ..measure import Ratio
-from .columns import beyond, peak_bytes, per_token, sent_bytes, timed
+from ..measure.validity import objection, status
+from .cells import beyond, peak_bytes, per_token, sent_bytes, timed
 from .published import BETWEEN, DOCUMENTS, SIZES, published
 from .study import Study, best
 from .tables import Cell, interval, number
-from .trust import objection, status
 
 # word: (class of its style, the word for several claims, meaning)
 WORDS = {
@@ -542,20 +542,27 @@ COLUMNS = ["Verdict", "Claim", "Printed, tolerance", "Measured here", "Why"]
 
 
 def cells(claim: dict, verdict: Verdict, document: str = "") -> list[Cell | str | None]:
-    """A claim with its verdict, for the columns in ``COLUMNS``."""
+    """A claim with its verdict, for the columns in ``COLUMNS``; of a named document also
+    which rows of which page test it.
+    """
     low, high = claim.get("low", -math.inf), claim.get("high", math.inf)
     tolerance = claim.get("rule") or span(low, high, claim.get("unit", "×"))
     tolerance = (
         "" if verdict.kind == "odd" else tolerance.replace(";", ",")
     )  # rows decide nothing there
     apart = f"{number(verdict.apart)}× apart" if verdict.apart > 1 else ""
-    where = f"{document}, {claim['where']}" if document else claim["where"]
+    where, tested = claim["where"], []
+    if document:
+        where = f"{document}, {where}"
+        rows = ", ".join(claim.get("points", [claim.get("by", "printed figures")]))
+        tested = [Cell(rows, page=DOCUMENTS[document].report)]
     return [
         Cell(verdict.word, apart, verdict.kind),
         Cell(claim["text"], where.replace(";", ",")),
         Cell(claim["printed"], tolerance),
         verdict.ours,
         verdict.why,
+        *tested,
     ]
 
 

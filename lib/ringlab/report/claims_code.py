@@ -14,11 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from .. import compat, hardware
+from .. import compat, cost, hardware, patterns
 from ..cache import PatternCache
 from ..measure import Ratio
 from ..measure import suites as suite
+from ..measure.suites import ROBUST, V2_COLLECTIVE
+from ..measure.validity import objection
 from . import rows as r
+from .cells import floor_bytes, peak_bytes, sent_bytes, shown, timed
 from .claims import (
     COLUMNS,
     NO_PAIR,
@@ -31,15 +34,11 @@ from .claims import (
     in_words,
     judge,
     printed,
+    select,
 )
-from .columns import peak_bytes, rows_of, sent_bytes, timed
-from .documents import optimization as single
-from .documents import ring
-from .documents import session as sparse
-from .published import MB, SIZES, number_of, published
-from .study import Study, best, pattern_of
+from .published import MB, SIZES, published
+from .study import Study, best
 from .tables import Table, number, size
-from .trust import objection
 
 
 class Entry(NamedTuple):
@@ -62,11 +61,9 @@ def judged(study: Study, document: str) -> list[Entry]:
     ]
 
 
-def ledger(study: Study) -> Table:
-    """Every claim of the document whose suite a study is about, drawn closed under a
-    count of the verdicts.
-    """
-    found = judged(study, number_of(study.suite))
+def ledger(study: Study, document: str) -> Table:
+    """Every claim of a document, drawn closed under a count of the verdicts."""
+    found = judged(study, document)
     return Table(
         counted((e.verdict for e in found), "claim"),
         COLUMNS,
@@ -103,15 +100,19 @@ def verdict(study: Study, document: str, claim: dict) -> Verdict:
 # document 000: optimizations
 
 
+def _document_row(study: Study, test: Callable, dtype: str):
+    """The document's call in a dtype: the fastest of the rows that pass a test."""
+    return best([x for x in r.document_rows(study, dtype=dtype) if test(x)])
+
+
 def _effects(study: Study) -> dict[str, Ratio]:
     """What fp32 gains over fp16 without optimizations, and what all optimizations gain
     in fp32, where measured.
     """
     half, plain = (
-        single.document_row(study, r.is_plain, dtype)
-        for dtype in ("float16", "float32")
+        _document_row(study, r.is_plain, dtype) for dtype in ("float16", "float32")
     )
-    optimised = single.document_row(study, r.is_optimised, "float32")
+    optimised = _document_row(study, r.is_optimised, "float32")
     both = {
         "by fp32 alone": study.ratio(half, plain),
         "by optimizations alone": study.ratio(plain, optimised),
@@ -156,19 +157,51 @@ def quotient(a: Ratio, b: Ratio) -> Ratio:
     )
 
 
+def _building(study: Study) -> float | None:
+    """The largest part of a call of the document's pattern that building its plan
+    takes.
+    """
+    names, shares = ("seq_len", "pattern", "heads", "head_dim", "batch"), []
+    built = {"pattern": r.pattern().to_dict(), "options": {"warm": False}}
+    for cold in study.rows(system="plan_build", **built):
+        wanted = {"gather": bool(cold.option("gather")), "backend": "auto"}
+        wanted |= {"cache": True}
+        alike = {name: getattr(cold.point, name) for name in names}
+        calls = study.rows(system="ringlab", passes="fwd", world_size=1, **alike)
+        call = best(
+            [
+                x
+                for x in calls
+                if timed(x)
+                and not x.point.causal
+                and wanted.items() <= r.switches(x.point).items()
+            ]
+        )
+        if call and timed(cold):
+            shares.append(cold.median / call.median)
+    return max(shares, default=None)
+
+
+def _pool_rows(study: Study) -> list[tuple]:
+    """(row with a pool, how much longer the call takes without) of each length and
+    threshold, the least first.
+    """
+    ours = study.rows(system="ringlab", world_size=1)
+    swept = [x for x in ours if x.option("pool_threshold_mb") and x.point.batch > 1]
+    swept.sort(key=lambda x: x.option("pool_threshold_mb"))
+    found = []
+    for on in swept:
+        off = best([x for x in ours if x.point == on.point.but(options=())])
+        if ratio := study.ratio(off, on):
+            found.append((on, ratio))
+    return found
+
+
 def cache_gain(study: Study, claim: dict) -> Finding:
     """The pattern cache on and off; it saves at most the part of a call that building
     the plan takes.
     """
-    found = by_rows(study, claim)
-    share = next(
-        (
-            x
-            for cold, _, x in single.built(study)
-            if pattern_of(cold.point) == r.pattern()
-        ),
-        None,
-    )
+    found, share = by_rows(study, claim), _building(study)
     if share is None or 100 * (1 / (1 - share) - 1) >= claim["low"]:
         return found
     return replace(
@@ -181,7 +214,7 @@ def cache_gain(study: Study, claim: dict) -> Finding:
 
 def best_threshold(study: Study, claim: dict) -> Finding:
     """The published threshold against the others, at the longest length that has them."""
-    swept = [on for _, on, _ in single.pool_rows(study) if on.point.batch > 1]
+    swept = [on for on, _ in _pool_rows(study)]
     longest = max((on.point.seq_len for on in swept), default=0)
     by_size = {
         on.option("pool_threshold_mb"): on
@@ -203,9 +236,8 @@ def pool_by_length(study: Study, claim: dict) -> Finding:
     lengths.
     """
     found: dict[int, Ratio] = {}
-    for _, on, ratio in single.pool_rows(study):
-        if on.point.batch > 1:
-            found.setdefault(on.point.seq_len, ratio)
+    for on, ratio in _pool_rows(study):
+        found.setdefault(on.point.seq_len, ratio)
     ours = in_words(
         {f"at {n:,} tokens": found[n] for n in sorted(found)}, what="gain by the pool"
     )
@@ -274,7 +306,7 @@ def throughput(study: Study, claim: dict) -> Finding:
     if study.rehearsal:
         return Finding(missing="the call on that device", why=why)
     ours = f"at best {number(fastest.tokens_per_s)} tokens/s" if fastest else None
-    row = single.document_row(study, r.is_optimised, "float32")
+    row = _document_row(study, r.is_optimised, "float32")
     if row is None or objection(row) or not row.ci:
         return Finding(ours=ours, missing="the optimized call in fp32", why=why)
     theirs = printed("000", "rows.optimised.ms") / 1e3
@@ -313,17 +345,14 @@ def two_cards(study: Study, claim: dict) -> Finding:
 
 def passed(study: Study, claim: dict) -> Finding:
     """Rows as long as the claim says passed on several ranks; without lengths, any row."""
-    rows = rows_of(study, claim["system"], heads=lambda heads: True)
-    longest = max(
-        (k for k, row in rows.items() if k[1] > 1 and peak_bytes(row)), default=None
-    )
-    heads = ", with one head" if longest and rows[longest].point.heads == 1 else ""
-    ours = (
-        f"passed: {longest[0]:,} tokens on {longest[1]} ranks{heads}"
-        if longest
-        else None
-    )
-    if not longest or longest[0] < max(claim.get("seq_lens", [0])):
+    rows = study.rows(system=claim["system"], passes="fwd", causal=False)
+    held = [x.point for x in rows if x.point.world_size > 1 and peak_bytes(x)]
+    longest = max(held, key=lambda p: (p.seq_len, p.world_size), default=None)
+    if longest is None:
+        return Finding(missing=claim["missing"])
+    heads = ", with one head" if longest.heads == 1 else ""
+    ours = f"passed: {longest.seq_len:,} tokens on {longest.world_size} ranks{heads}"
+    if longest.seq_len < max(claim.get("seq_lens", [0])):
         return Finding(ours=ours, missing=claim["missing"])
     return Finding(
         ours=ours, holds="fails" not in claim, why="every row passed its check"
@@ -335,24 +364,77 @@ def passed(study: Study, claim: dict) -> Finding:
 
 
 def _row(name: str) -> dict:
-    return next(x for x in sparse.document()["ring"] if x["name"] == name)
+    return next(x for x in published("002")["ring"] if x["name"] == name)
+
+
+def stated_work(seq_len: int | None = None) -> cost.Cost:
+    """FLOPs and bytes of the function that the benchmark of document 002 states, at its
+    own length by default.
+    """
+    ring, shape = (published("002")[x] for x in ("ring_shape", "shape"))
+    pattern = patterns.Dilated(
+        ring["segment_lengths"], ring["dilation_rates"], "head_groups", "branch"
+    )
+    return cost.count(
+        pattern,
+        seq_len=seq_len or ring["seq_len"],
+        **shape | {"dtype": getattr(torch, shape["dtype"])},
+    )
+
+
+def _card() -> hardware.Profile:
+    return hardware.get_profile(published("002")["profile"])
+
+
+def least_ms() -> float:
+    """The shortest time of that work in ms that the printed rates of the document's GPU
+    allow.
+    """
+    work, dtype = stated_work(), published("002")["shape"]["dtype"]
+    return 1e3 * work.seconds(_card().peak(dtype), _card().bandwidth(work.floor_bytes))
+
+
+def _extreme(study: Study, seq_len: int):
+    return best(select(study, group=suite.EXTREME_LENGTHS, seq_len=seq_len))
+
+
+def _heads(point) -> str:
+    return "one head" if point.heads == 1 else f"{point.heads} heads"
+
+
+def _held(row) -> str | None:
+    """What a row holds as it is, and at the document's heads and dtype, as many times
+    q, k, v and out.
+    """
+    peak, floor = row and peak_bytes(row), row and floor_bytes(row)
+    if not peak or not floor:
+        return None
+    shape, p = published("002")["shape"], row.point
+    there = peak / floor * stated_work(p.seq_len).floor_bytes
+    return (
+        f"{number(peak / MB)} MB with {_heads(p)} in {r.SHORT[p.dtype]}, in proportion "
+        f"{number(there / MB)} MB with {shape['heads']} in {r.SHORT[shape['dtype']]}"
+    )
+
+
+def _operators(study: Study, system: str) -> int | None:
+    """Aten operators of one call in the document's table, views not counted."""
+    row = next(iter(select(study, group=suite.SPARSE_TABLE, system=system)), None)
+    count = row.memory.get("operator_calls") if shown(row) else None
+    return None if count is None else count - row.memory.get("view_calls", 0)
 
 
 def possible_time(study: Study, claim: dict) -> Finding:
     """A printed time against the least that the stated work takes on the printed
     device.
     """
-    theirs, n = _row(claim["row"]), sparse.document()["ring_shape"]["seq_len"]
-    least, mine, ours = (
-        sparse.least_ms(sparse.work()),
-        sparse.extreme_rows(study).get(n),
-        None,
-    )
+    theirs, n = _row(claim["row"]), published("002")["ring_shape"]["seq_len"]
+    least, mine, ours = least_ms(), _extreme(study, n), None
     if timed(mine):
-        ours = f"a window over {n:,} tokens, {sparse.heads(mine.point)}: {number(mine.median * 1e3)} ms"
+        ours = f"a window over {n:,} tokens, {_heads(mine.point)}: {number(mine.median * 1e3)} ms"
     source = f"according to its source code it computes {theirs['computes']}"
     if theirs["ms"] < least:
-        why = f"an {sparse.card().title} needs at least {number(least)} ms for the stated work; {source}"
+        why = f"an {_card().title} needs at least {number(least)} ms for the stated work; {source}"
         return Finding(ours=ours, impossible=why, apart=least / theirs["ms"])
     return Finding(
         ours=ours,
@@ -366,11 +448,8 @@ def possible_memory(study: Study, claim: dict) -> Finding:
     of another function.
     """
     unit, n = SIZES[claim["unit"]], claim["seq_len"]
-    row, floor = sparse.extreme_rows(study).get(n), sparse.work(seq_len=n).floor_bytes
-    ours, tensors = (
-        row and sparse.held(row),
-        f"q, k, v and out are {number(floor / MB)} MB in fp16",
-    )
+    ours, floor = _held(_extreme(study, n)), stated_work(n).floor_bytes
+    tensors = f"q, k, v and out are {number(floor / MB)} MB in fp16"
     if claim["high"] * unit < floor:
         why = (
             f"{tensors}, out alone {number(floor / 4 / MB)}, so the inputs are left out; according to its source "
@@ -387,9 +466,7 @@ def possible_memory(study: Study, claim: dict) -> Finding:
 
 
 def ring_sizes(study: Study, claim: dict) -> Finding:
-    found = {
-        x["ring_size"]: x["mb"] * x["ring_size"] for x in sparse.document()["ring"]
-    }
+    found = {x["ring_size"]: x["mb"] * x["ring_size"] for x in published("002")["ring"]}
     if len(found) < 2:
         return Finding(
             missing="a second ring size; the document prints one, on one device"
@@ -402,13 +479,27 @@ def ring_sizes(study: Study, claim: dict) -> Finding:
 
 
 def pattern_share(study: Study, claim: dict) -> Finding:
-    found = {f"({name})": 100 * x for name, x in sparse.shares(study).items()}
+    """Building a plan, as a part of the time of a first call, which builds and then
+    computes.
+    """
+    found = {}
+    for way in suite.BLOCK_WAYS:
+        ways = {
+            "plan_build": {"blocks": way, "warm": False},
+            "ringlab": {"blocks": way},
+        }
+        cold, call = (
+            best(select(study, group=suite.JOURNEY, system=name, options=options))
+            for name, options in ways.items()
+        )
+        if timed(cold) and timed(call):
+            found[f"({way})"] = 100 * cold.median / (cold.median + call.median)
     return Finding(found, "building, of a first call", timed=True)
 
 
 def hit_rate(study: Study, claim: dict) -> Finding:
     """Of as many identical calls as the document made, a cache hits all but the first."""
-    calls, cache = sparse.document()["source"]["calls"], PatternCache()
+    calls, cache = published("002")["source"]["calls"], PatternCache()
     for _ in range(calls):
         cache.get(("pattern",), list)
     hits = cache.stats().hits
@@ -419,10 +510,7 @@ def hit_rate(study: Study, claim: dict) -> Finding:
 
 
 def operations(study: Study, claim: dict) -> Finding:
-    before, after = (
-        sparse.operators(sparse.in_table(study, s), views=False)
-        for s in (suite.ORIGINAL, suite.OPTIMIZED)
-    )
+    before, after = (_operators(study, s) for s in (suite.ORIGINAL, suite.OPTIMIZED))
     if None in (before, after):
         return Finding(missing="operators counted in both rows")
     holds = (
@@ -436,29 +524,36 @@ def operations(study: Study, claim: dict) -> Finding:
 # document 003: all-gather, P2P ring and plan
 
 
+SCHEMES = {V2_COLLECTIVE: "all-gather", ROBUST: "ring", "ringlab": "plan"}
+
+
 def best_choice(study: Study, claim: dict) -> Finding:
     """Whether the plan is better than the all-gather in both memory and bytes, at some
     length on several ranks.
     """
-    both = peak_bytes, sent_bytes
-    lines = [x for x in ring.by_scheme(study) if x["ranks"] > 1 and not x["causal"]]
-    shared = [
-        x
-        for x in lines
-        if None not in [f(x.get(name)) for name in ring.SCHEMES for f in both]
-    ]
+    found: dict[tuple, dict] = {}  # by ranks and tokens: what each holds and sends
+    for system, name in SCHEMES.items():
+        for x in study.rows(system=system, passes="fwd", causal=False):
+            both, key = (
+                (peak_bytes(x), sent_bytes(x)),
+                (x.point.world_size, x.point.seq_len),
+            )
+            if x.point.world_size > 1 and None not in both:
+                found.setdefault(key, {})[name] = both
+    shared = {k: x for k, x in found.items() if len(x) == len(SCHEMES)}
     better = [
-        x for x in shared if all(f(x[ring.PLAN]) < f(x[ring.GATHER]) for f in both)
+        k
+        for k, x in shared.items()
+        if all(a < b for a, b in zip(x["plan"], x["all-gather"]))
     ]
     if not shared:
         return Finding(missing="all three schemes on several ranks")
-    last = (better or shared)[-1]
-    held = {name: last[name] for name in reversed(ring.SCHEMES)}
+    p, n = max(better or shared)
     each = [
-        f"{name} holds {size(peak_bytes(row))}, sends {size(sent_bytes(row))}"
-        for name, row in held.items()
+        f"{name} holds {size(held)}, sends {size(sent)}"
+        for name, (held, sent) in shared[p, n].items()
     ]
-    ours = f"at {last['tokens']:,} tokens on {last['ranks']} ranks: {'; '.join(each)}"
+    ours = f"at {n:,} tokens on {p} ranks: {'; '.join(each)}"
     if not better:
         return Finding(ours=ours, why="no scheme is better in both memory and bytes")
     return Finding(

@@ -30,11 +30,12 @@ from ..measure import stats, store
 from ..measure.points import Result
 from ..measure.stats import Ratio
 from ..measure.store import NAME
+from ..measure.validity import objection, threads
 from .places import UsageError, note
 from .rows import DEFAULTS
 from .study import Study, settle
 from .tables import Table, cell, counted, interval, number, size, some
-from .trust import apart, objection, threads
+from .trust import apart
 
 DEMANDED = (
     "machine",

@@ -43,6 +43,7 @@ MAKERS = (
     "ipykernel",
     "matplotlib",
     "pandas",
+    "seaborn",
 )
 
 
@@ -171,7 +172,10 @@ class Pages:
         study = read_study(self.asked.profile, self.data)
         if not study.results:
             raise ReportError(f"no rows in {self.data}: nothing was measured")
-        render.write(self.data / "summary.csv", study.frame().to_csv(index=False))
+        render.write(
+            self.data / "summary.csv",
+            study.frame().drop(columns="row").to_csv(index=False),
+        )
         made_from = self._made_from(study)
         if not force and before.get("digest") == f"{made_from} {self._made()}":
             index.write_manifest(self.folder, before, complete=True)
@@ -189,28 +193,28 @@ class Pages:
         manifest = _about(study) | {
             k: before[k] for k in ("reports", "first_screen") if k in before
         }
-        with render.Kernel(self.folder.parent) as kernel:
-            for source in self.notebooks:
-                try:
-                    entry, written = self._report(source, study, manifest, kernel)
-                    files += written
-                except render.NotebookFailed as failure:
-                    failures.append(str(failure))
-                    named = {
-                        "name": source.stem,
-                        "title": render.title_of(render.read(source)),
-                    }
-                    entry = (
-                        known.get(source.stem, {}) | named | {"failed": str(failure)}
-                    )
-                entries.append(entry)
+        drawn: dict[str, dict] = {}
+        for source in self.notebooks:
+            try:
+                entry, written, pictures = self._report(source, study, manifest)
+                files += written
+                drawn |= {f["name"]: f for f in pictures}
+            except render.NotebookFailed as failure:
+                failures.append(str(failure))
+                named = {
+                    "name": source.stem,
+                    "title": render.title_of(render.read(source)),
+                }
+                entry = known.get(source.stem, {}) | named | {"failed": str(failure)}
+            entries.append(entry)
         if self.first_screen:
-            learned = next((e for e in entries if e["name"] == "quality"), {})
-            screen = first_screen(study, learned.get("headline", ""))
+            findings = {e["name"]: e.get("finding", []) for e in entries}
+            screen = first_screen(study, findings, drawn)
             images = (
                 (f"{f.name}.{x}", data)
                 for f in screen.figures
                 for x, data in (("svg", f.svg), ("png", f.png))
+                if data
             )
             files += [
                 render.write(self.folder / "figures" / name, data)
@@ -230,9 +234,9 @@ class Pages:
         )
 
     def _report(
-        self, source: Path, study: Study, about: dict, kernel: render.Kernel
-    ) -> tuple[dict, list[Path]]:
-        """(entry for the manifest, files) of one notebook, run and rendered."""
+        self, source: Path, study: Study, about: dict
+    ) -> tuple[dict, list[Path], list[dict]]:
+        """(entry for the manifest, files, figures) of one notebook, run and rendered."""
         trainings = self.data / TRAININGS
         if source.stem == "quality" and trainings.is_file():  # it has rows of its own
             newest = _newest(trainings)
@@ -267,14 +271,19 @@ class Pages:
             made,
         )
         notebook = render.execute(
-            source, self.given, kernel, cell_timeout_s=self.cell_timeout_s
+            source,
+            self.given,
+            self.folder.parent,
+            self.folder / f"{source.stem}.failed.ipynb",
+            cell_timeout_s=self.cell_timeout_s,
         )
-        title, headline = render.title_of(notebook), render.headline_of(notebook)
-        return {
+        entry = {
             "name": source.stem,
-            "title": title,
-            "headline": headline,
-        }, render.render(notebook, page, self.folder)
+            "title": render.title_of(notebook),
+            "finding": render.finding_of(notebook),
+        }
+        files = render.render(notebook, page, self.folder)
+        return entry, files, render.figures_of(notebook)
 
     def _made_from(self, study: Study) -> str:
         """Digest of all that the pages are made from: rows, notebooks, templates, code

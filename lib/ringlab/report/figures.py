@@ -13,7 +13,7 @@ import base64
 import io
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -23,6 +23,7 @@ import matplotlib
 matplotlib.use("agg")  # no window, whatever the machine's default is
 
 import matplotlib.pyplot as plt  # noqa: E402
+import seaborn  # noqa: E402
 from matplotlib.ticker import LogLocator, MaxNLocator  # noqa: E402
 
 from .tables import PLAIN_ONLY, Table  # noqa: E402
@@ -149,24 +150,40 @@ def _rows(items: Sequence[Bar]):
     return fig, ax, at
 
 
+def in_ms(frame):
+    """Rows of a DataFrame as ``lines`` draws them: their times in ms."""
+    y, low, high = (1e3 * frame[x] for x in ("median_s", "ci_low_s", "ci_high_s"))
+    return frame.assign(y=y, low=low, high=high)
+
+
+def palette(names: Iterable[str]) -> dict[str, str]:
+    """A color of this project's for each name; the first is grey, as the one that
+    others are compared with.
+    """
+    order = (GREY, INK, BLUE, ORANGE, GREEN, SKY, PURPLE, RED)
+    return dict(zip(names, cycle(order)))
+
+
 def lines(
-    each: Mapping[
-        str, Mapping[str, list[tuple[float, float, float | None, float | None]]]
-    ],
+    each: Mapping,
     *,
     xlabel: str,
     colors: Mapping[str, str],
+    x: str = "seq_len",
+    by: str = "variant",
     dashed: Sequence[str] = (),
     linear: bool = False,
     limit: tuple[float, str] | None = None,
     height: float = 3.3,
 ):
-    """Panels one above the other over the same x, each titled by what its y is: a line
-    per name over (x, y, low, high).
+    """Panels one above the other over the same x, each titled by what its y is, with a
+    line for each name.
 
     Lines are labelled at their ends. x is logarithmic to base 2.
 
     Args:
+        each: title -> a DataFrame with the columns ``x``, ``by``, y, and low and high
+            where there are intervals.
         colors: by name; ``dashed`` names have no markers.
         linear: y is, instead of logarithmic.
         limit: where a vertical line stands in the first panel, and its label.
@@ -176,8 +193,12 @@ def lines(
         fig, axes = plt.subplots(
             len(each), 1, figsize=(WIDTH, height * len(each)), squeeze=False
         )
-        for ax, (title, series) in zip(axes[:, 0], each.items()):
-            _draw(ax, title, series, colors, dashed, linear)
+        for ax, (title, frame) in zip(axes[:, 0], each.items()):
+            _draw(ax, frame, x, by, colors, dashed)
+            ax.set_title(title, loc="left", fontsize=10)  # above, where it reads level
+            ends = frame.sort_values(x).drop_duplicates(by, keep="last")
+            ends = [(*p, colors[p[2]]) for p in zip(ends[x], ends.y, ends[by])]
+            label_ends(ax, ends, {*frame[x]}, linear)
         if limit:
             at, label = limit
             axes[0, 0].axvline(at, color=RED, lw=1.5, ls=":")
@@ -197,37 +218,31 @@ def lines(
         return fig
 
 
-def _draw(
-    ax,
-    title: str,
-    series: Mapping,
-    colors: Mapping[str, str],
-    dashed: Sequence[str],
-    linear: bool,
-) -> None:
-    ax.set_title(
-        title, loc="left", fontsize=10
-    )  # above, where it takes no width and reads level
-    ends = []
-    for (name, points), marker in zip(series.items(), cycle(MARKERS)):
-        color, (x, y, *_) = colors[name], zip(*sorted(points))
-        style = {"ls": "--"} if name in dashed else {"marker": marker}
-        ax.plot(x, y, color=color, lw=2, ms=5, **style)
-        for at, middle, low, high in points:
-            if low is not None and high < math.inf:
-                err = [[middle - low], [high - middle]]
-                ax.errorbar(
-                    at,
-                    middle,
-                    yerr=err,
-                    fmt="none",
-                    ecolor=color,
-                    elinewidth=1.2,
-                    capsize=3.5,
-                )
-        ends.append((x[-1], y[-1], name, color))
-    at = {p[0] for points in series.values() for p in points}
-    label_ends(ax, ends, at, linear)
+def _draw(ax, frame, x: str, by: str, colors: Mapping, dashed: Sequence[str]) -> None:
+    marks = zip(colors, cycle(MARKERS))
+    known = frame.reindex(columns=[x, by, "y", "low", "high"])
+    unsure = ~(known.high.astype(float) < math.inf)
+    known[["low", "high"]] = known[["low", "high"]].mask(unsure)
+    seaborn.lineplot(  # of a value and both ends of its interval the median is the value
+        known.melt([x, by]),
+        x=x,
+        y="value",
+        hue=by,
+        palette=colors,
+        style=by,
+        markers={name: "," if name in dashed else marker for name, marker in marks},
+        dashes={name: (3, 2) if name in dashed else "" for name in colors},
+        estimator="median",
+        errorbar=("pi", 100),
+        err_style="bars",
+        err_kws={"elinewidth": 1.2, "capsize": 3.5},
+        legend=False,
+        lw=2,
+        ms=6,
+        mew=0,
+        ax=ax,
+    )
+    ax.set(xlabel="", ylabel="")
 
 
 def label_ends(

@@ -7,14 +7,93 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
+from .. import cost, hardware, patterns
+from ..advise import dtype_name
+from ..estimate import longest
 from ..measure import suites
 from ..measure.peers import PEERS
 from ..measure.stats import UNSTABLE
+from ..measure.validity import objection, reason, status
 from .rows import SHORT, label, pass_of
 from .study import Study, pattern_of
-from .tables import Cell, Table, Text, counted, number, size, some
-from .trust import NORMAL, WIDEST, objection, reason, status
+from .tables import FINDING, Cell, Table, Text, counted, number, size, some
+from .trust import NORMAL, WIDEST
+
+_longest = cache(longest)
+HEADS = {"heads": 8, "head_dim": 64}  # of a call for which lengths are computed
+
+
+# --------------------------------------------------------------------------------------
+# the finding
+
+
+class Finding(Text):
+    """The finding of a page, its first line before all: as text, and as data for the
+    index.
+    """
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        return super()._repr_mimebundle_() | {FINDING: {"lines": list(self.lines)}}
+
+
+def finding(study: Study, *lines: str, computed: str = "") -> Finding:
+    """What a page found: its ``lines``, the strongest first, then how far to trust it
+    and what was not measured.
+
+    ``computed``: what was computed for a device that is not here. It comes first, and
+    one line holds all that was measured on another one.
+    """
+    lines = tuple(filter(None, lines))
+    if study.rehearsal:
+        here = " ".join(line for line in lines if line != computed).replace("**", "")
+        lines = computed, f"**Measured on {study.device}, not on that GPU**: {here}"
+    lines = [*lines, trust_line(study), gaps_line(study)]
+    return Finding(lines, kind="answer", bullets=True)
+
+
+def fits(study: Study, pattern, seq_len: int, ranks=(1,), **shape) -> str:
+    """A line of how long a sequence fits on one rank and on so many, by ``longest``; in
+    a rehearsal with the roofline of the device too. ``shape``: other ``HEADS``.
+    """
+    gpu, bound, ranks = study.profile, "", sorted({1, *ranks})
+    if study.rehearsal and (least := bounds(gpu, pattern, seq_len, **shape)):
+        dtype = SHORT[dtype_name(gpu.default_dtype())]
+        bound = f"computed for {gpu.title} in {dtype}, over {seq_len:,} tokens on one device: {pattern} takes {least}; "
+    if not study.memory_bytes:
+        return f"**How long a sequence fits**: {bound}not known, because the size of the memory is not."
+    how = {"dtype": gpu.default_dtype(), "profile": gpu.name, **HEADS, **shape}
+
+    def tokens(**more) -> str:
+        return f"{_longest(pattern, study.memory_bytes, **how, **more):,}"
+
+    if ranks == [1]:
+        said = f"hold {tokens(ranks=1)} tokens in a forward call, {tokens(passes='fwd+bwd')} in training"
+    else:
+        each = " or ".join(
+            f"{tokens(ranks=n)} tokens on {counted(n, 'rank')}" for n in ranks
+        )
+        said = f"a rank hold {each} in a forward call"
+    held = size(study.memory_bytes)
+    return f"**How long a sequence fits**: {bound}{held} {said}, by `ringlab.longest` for attention alone."
+
+
+def bounds(profile: hardware.Profile, pattern, seq_len: int, **shape) -> str:
+    """The rooflines of a pattern and of dense attention on a profile; empty for no
+    rates.
+    """
+    dtype = profile.default_dtype()
+    rate, bandwidth = profile.peak(dtype), profile.bandwidth_bytes_per_s
+    if not rate or not bandwidth:
+        return ""
+    how = {"batch": 1, "dtype": dtype, "seq_len": seq_len, **HEADS, **shape}
+    ours, dense = (
+        cost.count(p, **how).seconds(rate, bandwidth)
+        for p in (pattern, patterns.Dense())
+    )
+    return f"at least {number(ours * 1e3)} ms, dense attention {number(dense * 1e3)} ms"
+
 
 # --------------------------------------------------------------------------------------
 # trust, and what is missing
@@ -154,7 +233,8 @@ def _shape(point) -> str:
 def suite_points(study: Study) -> list:
     """(group, point) of all that is asked for on this profile."""
     names = [study.suite] if study.suite else suites.SUITES
-    return [(g.name, p) for name in names for g in study.asked(name) for p in g.points]
+    groups = study.groups or [g for name in names for g in study.asked(name)]
+    return [(g.name, p) for g in groups for p in g.points]
 
 
 def missing_points(study: Study) -> list:

@@ -7,10 +7,12 @@ come from ``advise`` and ``longest``, so that the page says what the commands sa
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import quantiles
+
+import pandas
 
 from .. import kernels
 from ..advise import Advice, Proposal, advise, dtype_name, ladder
@@ -18,18 +20,16 @@ from ..cost import far_queries
 from ..estimate import longest
 from ..hardware import Profile
 from ..kernels.base import accumulation_dtype
+from ..measure import suites
+from ..measure.validity import objection, roofline_s, threads
 from ..patterns import Dense, Dilated, Pattern
 from . import figures
-from .columns import beyond
-from .documents import landscape as field
-from .documents.session import percent
 from .figures import Figure
 from .findings import trust_line
 from .predicted import CLOSE, compared
 from .rows import SHORT
 from .study import Study, best, pattern_of, with_rates
-from .tables import Cell, Table, number, size
-from .trust import objection, roofline_s, threads
+from .tables import Cell, Table, number, percent, size
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
 OVERVIEW = (8192, 131072, 1048576)
@@ -38,7 +38,7 @@ SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}  # of a call, as in the landsca
 RANKS = 2  # for what moves between devices
 LINES = {
     "dense": ("Dense", figures.GREY),
-    "advised": (field.ADVISED, figures.PURPLE),
+    "advised": (suites.ADVISED, figures.PURPLE),
     "local": ("Window and global block", figures.BLUE),
 }
 
@@ -73,9 +73,11 @@ class FirstScreen:
         }
 
 
-def first_screen(study: Study, learned: str = "") -> FirstScreen:
-    """The first screen of a profile; ``learned`` is the finding of the page of quality,
-    where small models were trained. It takes several seconds, to estimate memory.
+def first_screen(
+    study: Study, findings: Mapping[str, Sequence[str]], drawn: Mapping[str, Mapping]
+) -> FirstScreen:
+    """The first screen of a profile, with what its pages found (by page, the strongest
+    line first) and drew (by name). It takes several seconds, to estimate memory.
     """
     ask = partial(advise, with_rates(study), memory_bytes=study.memory_bytes, **SHAPE)
     advised = {
@@ -83,7 +85,9 @@ def first_screen(study: Study, learned: str = "") -> FirstScreen:
     }
     known = next(a for a in advised.values() if isinstance(a, Advice))
     most = _longest(study, known)
-    measured = not study.rehearsal and bool(field.ranked(study))
+    ranked, learned = findings.get("landscape", []), findings.get("quality", [])
+    picture = drawn.get("landscape-time")
+    measured = not study.rehearsal and bool(ranked and picture)
     bounded = {
         n: a
         for (n, passes), a in advised.items()
@@ -93,14 +97,16 @@ def first_screen(study: Study, learned: str = "") -> FirstScreen:
         and a.proposals[0].bound_s
     }
     lines = [
-        fastest(study) if measured else _roofline(bounded),
+        f"{' '.join(ranked[:3])} This ranks speed, not how well a model learns."
+        if measured
+        else _roofline(bounded),
         _memory(study, most),
         _trust(study),
-        *([re.sub(r"^[^,:]+", r"**\g<0>**", learned)] if learned else []),
+        *learned[:1],
         _call(known),
         *([_there(study, known)] if study.rehearsal else []),
     ]
-    found = [_measured_figure(study)] if measured else []
+    found = [Figure(**picture, png=b"")] if measured else []  # which the page has
     if bounded:
         there = replace(study.profile, memory_bytes=study.memory_bytes)
         found.append(rooflines(there, bounded, most["fwd"][0] if most else None))
@@ -130,58 +136,6 @@ def _try(ask, n: int, **how) -> Advice | str:
         return ask(n, **how)
     except ValueError as error:
         return str(error)
-
-
-# --------------------------------------------------------------------------------------
-# measured
-
-
-def fastest(study: Study) -> str:
-    """The finding of the landscape, the same system in training, and what is advised."""
-    found = field.ranked(study)
-    said = field.fastest(study)
-    named = {entry.name: row for _, entry, row in found}
-    advised, dense = named.get(field.ADVISED), named.get(field.DENSE.name)
-    if ratio := study.ratio(dense, advised):
-        speed = f"{number(advised.median * 1e3)} ms, {number(ratio.value, 2)} times as fast as torch's dense attention"
-        speed += "" if beyond(ratio) else " (within noise)"
-        said += f" {field.ADVISED}, advised below, takes {speed}."
-    return f"{said}{_training(study)} This ranks speed, not how well a model learns."
-
-
-def _training(study: Study) -> str:
-    """The fastest in training, at the longest length that was timed, with all that the
-    run does not tell apart.
-    """
-    n = max(
-        (
-            r.point.seq_len
-            for e in field.FIELD
-            for r in e.timed(study, **field.TRAINING)
-        ),
-        default=0,
-    )
-    if not (found := field.standing(study, n, **field.TRAINING)):
-        return ""
-    dense = next(
-        (row for rank, entry, row in found if entry is field.DENSE and rank > 1), None
-    )
-    less = ""
-    if ratio := study.ratio(dense, found[0][2]):
-        less = f", {number(ratio.value, 2)} times as fast as torch's dense attention{', unstable' * ratio.unstable}"
-    first, *tied = [
-        f"{entry.name} ({number(row.median * 1e3)} ms{less if row is found[0][2] else ''})"
-        for rank, entry, row in found
-        if rank == 1
-    ]
-    beside = f", with {' and '.join(tied)} within noise of it" if tied else ""
-    return f" In training at {n:,} tokens {first} is the fastest{beside}."
-
-
-def _measured_figure(study: Study) -> Figure:
-    fig, ends = field.draw(study, "Measured: time of a forward call (ms)")
-    caption = f"Measured on {study.device}: time over length of every variant that passed its checks."
-    return Figure.of(fig, "first-screen-measured", caption, f"{caption} {ends}.")
 
 
 # --------------------------------------------------------------------------------------
@@ -230,7 +184,7 @@ def _memory(study: Study, most: dict[str, tuple[int, int]]) -> str:
     )
     sure = f" On {study.device} {right} of {len(found)} measured peaks, of calls up to {end:,} tokens, are as computed "
     return (
-        f"**{size(study.memory_bytes)} hold {said}** with {field.ADVISED}, computed with all of it free; dense "
+        f"**{size(study.memory_bytes)} hold {said}** with {suites.ADVISED}, computed with all of it free; dense "
         f"attention {dense}. "
         "Sparse patterns save time in such a call, not memory; in generation their cache is smaller."
         f"{f'{sure}to 1 %.' if found else ''}"
@@ -284,22 +238,21 @@ def _trust(study: Study) -> str:
     """How far the times are from their rooflines, and for measured ones the line of
     every page.
     """
-    named = {entry.name: row for _, entry, row in field.ranked(study)}
+    rows = study.frame(suites.landscape_systems())
+    rows = rows[(rows.group == suites.LANDSCAPE) & rows.timed & rows.bound_s.notna()]
+    pair = rows[rows.variant.isin([suites.ADVISED, "Dense SDPA"])]
     both = [
-        row
-        for name in (field.ADVISED, field.DENSE.name)
-        if (row := named.get(name)) and roofline_s(row)
-    ]
+        one.drop_duplicates("variant").sort_values("variant", ascending=False).row
+        for _, one in pair.groupby("seq_len")
+    ][-1:]
     above = sorted(
         r.median / roofline_s(r) for r in study.good if r.median and roofline_s(r)
     )
     over = "Too few of the times here have a roofline to set them beside"
-    if len(both) == 2:
-        (near, dense), n = (
-            (number(row.median / roofline_s(row), 2) for row in both),
-            both[0].point.seq_len,
-        )
-        over = f"On {study.device} {field.ADVISED} takes {near} times its roofline, the shortest time that the "
+    if both and len(both[0]) == 2:
+        near, dense = (number(row.median / roofline_s(row), 2) for row in both[0])
+        n = both[0].iloc[0].point.seq_len
+        over = f"On {study.device} {suites.ADVISED} takes {near} times its roofline, the shortest time that the "
         over += f"hardware allows, and dense attention {dense} times, at {n:,} tokens"
     elif len(above) > 3:
         low, middle, high = (number(x, 2) for x in quantiles(above, n=4))
@@ -482,13 +435,12 @@ def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> 
 
     Raises ValueError where no rate of the device is known.
     """
-    points: dict[str, list] = {}
-    for n, advice in advised.items():
-        for p in advice.proposals if advice.fits is not False else ():
-            if p.bound_s and p.name in LINES:
-                points.setdefault(LINES[p.name][0], []).append(
-                    (n, p.bound_s, None, None)
-                )
+    points = [
+        (n, p.bound_s, LINES[p.name][0])
+        for n, advice in advised.items()
+        for p in (advice.proposals if advice.fits is not False else ())
+        if p.bound_s and p.name in LINES
+    ]
     if not points:
         raise ValueError(
             f"no rate is known of {profile.title}, so there is no roofline"
@@ -498,7 +450,8 @@ def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> 
         if any(advice.call.passes != "fwd" for advice in advised.values())
         else "forward"
     )
-    panel = {f"Computed: shortest possible time of a {call} call (s)": points}
+    frame = pandas.DataFrame(points, columns=["seq_len", "y", "variant"])
+    panel = {f"Computed: shortest possible time of a {call} call (s)": frame}
     limit = (end, "memory full") if end else None
     fig = figures.lines(
         panel, xlabel="Tokens", colors=dict(LINES.values()), limit=limit
@@ -506,7 +459,7 @@ def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> 
     full = f" {size(profile.memory_bytes)} are full at {end:,} tokens." if end else ""
     caption = f"Computed for {profile.title}: rooflines over length, lower bounds of the time.{full}"
     ends = "; ".join(
-        f"{name} at least {_seconds(p[-1][1])} at {p[-1][0]:,} tokens"
-        for name, p in points.items()
+        f"{name} at least {_seconds(part.y.iloc[-1])} at {part.seq_len.iloc[-1]:,} tokens"
+        for name, part in frame.groupby("variant", sort=False)
     )
     return Figure.of(fig, "first-screen-computed", caption, f"{caption} {ends}.")

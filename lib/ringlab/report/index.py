@@ -10,8 +10,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 from ..advise import ladder
 from ..cost import far_queries
+from ..measure.suites import ADVISED
 from . import theme
-from .documents.landscape import ADVISED
 from .first_screen import OVERVIEW, SHAPE
 from .places import REHEARSAL, locked, note
 from .render import DATA, TEMPLATES, css, write
@@ -200,7 +200,7 @@ def _page(folder: Path, report: dict) -> dict:
     earlier = "earlier " if failed else ""  # pages of an earlier run, and whole
     return {
         "title": str(report.get("title") or report["name"]),
-        "answer": str(report.get("headline") or ""),
+        "answer": re.sub(r"\*\*|`", "", "".join(report.get("finding", [])[:1])),
         "failed": failed,
         "html": links.get("html"),
         "md": links.get("md") or links.get("html"),

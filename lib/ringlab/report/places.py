@@ -17,6 +17,9 @@ from pathlib import Path
 from .. import hardware
 
 REHEARSAL = "rehearsal"
+NO_MEASURING = (
+    "RINGLAB_NO_MEASURING"  # set where notebooks run on the rows that are there
+)
 
 
 class ReportError(Exception):

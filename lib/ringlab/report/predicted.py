@@ -19,9 +19,9 @@ from ..estimate import Estimate, estimate
 from ..measure.points import Point, Result
 from ..measure.systems import BLOCK_SPARSE, PUBLISHED
 from ..measure.timing import WARM_TOKENS
+from ..measure.validity import threads
 from .study import Study, pattern_of
 from .tables import Text, counted
-from .trust import threads
 
 ENGINE = ("ringlab", *PUBLISHED, *BLOCK_SPARSE)
 OPERATORS = (

@@ -7,30 +7,27 @@ The stock templates fetch scripts from the network and know no alt text; the two
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import re
 import sys
 import tempfile
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from html import unescape
 from pathlib import Path
-from unittest.mock import patch
 
 import nbformat
 import papermill
-from jupyter_client import AsyncKernelManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbconvert import HTMLExporter, MarkdownExporter
 from traitlets.config import Config
 
 from . import theme
-from .places import ReportError
-from .tables import PAGE_HTML
+from .places import NO_MEASURING, ReportError
+from .tables import FINDING, PAGE_HTML
 
 PACKAGE = Path(__file__).resolve().parents[2]  # the folder that holds ringlab
 KERNEL = (
@@ -39,13 +36,7 @@ KERNEL = (
 # What leads Jupyter to another's settings, and a kernel to another's figures.
 FOREIGN = ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "MPLBACKEND")
 TEMPLATES = Path(__file__).parent / "templates"
-ANSWER = '<div class="answer">'  # how the HTML of a page's answer begins
-RESET = "reset"  # the last cell, which forgets all names
-ADDED_TAGS = {
-    RESET,
-    "injected-parameters",
-    "papermill-error-cell-tag",
-}  # the others by papermill
+ADDED_TAGS = {"injected-parameters", "papermill-error-cell-tag"}  # by papermill
 DATA = ("samples.jsonl", "summary.csv", "manifest.json")
 for _logger in (
     "papermill",
@@ -87,80 +78,39 @@ def read(source: Path) -> nbformat.NotebookNode:
         raise ReportError(f"{source.name} is not a notebook: {_line(error)}") from error
 
 
-class Kernel(ExitStack):
-    """One kernel of this interpreter for several notebooks, in the folder ``cwd``; each
-    ends by forgetting its names.
-
-    It starts with the first notebook, and anew after one that failed. Leaving the
-    context kills it at once, so that nothing is left running when the caller is
-    stopped.
-    """
-
-    def __init__(self, cwd: Path):
-        super().__init__()
-        self.cwd, self._manager = cwd, None
-
-    @property
-    def manager(self) -> AsyncKernelManager:
-        """What starts the kernel, or holds the one that runs."""
-        if self._manager is None:
-            folder = self.enter_context(own_jupyter())
-            # A socket's path has 107 bytes; beyond, the default TCP.
-            sockets = (
-                {"transport": "ipc", "ip": str(folder / "kernel")}
-                if len(str(folder)) < 60
-                else {}
-            )
-            self._manager = AsyncKernelManager(kernel_name=KERNEL, **sockets)
-            self.callback(self._kill)
-        return self._manager
-
-    def _kill(self) -> None:
-        manager, self._manager = self._manager, None
-        if manager.has_kernel:
-            # In a new event loop: tasks of a notebook that was stopped would go on in
-            # its own.
-            asyncio.new_event_loop().run_until_complete(
-                manager.shutdown_kernel(now=True)
-            )
-
-
 def execute(
-    source: Path, parameters: dict, kernel: Kernel, *, cell_timeout_s: int = 300
+    source: Path,
+    parameters: dict,
+    cwd: Path,
+    failed: Path,
+    *,
+    cell_timeout_s: int = 300,
 ) -> nbformat.NotebookNode:
-    """Run ``source`` with ``parameters`` in ``kernel``.
+    """Run ``source`` with ``parameters``, which it then records, in a kernel of its own
+    in the folder ``cwd``.
 
     Raises NotebookFailed for a cell that raises, one that exceeds ``cell_timeout_s``
-    seconds, or a kernel that dies.
+    seconds, or a kernel that dies; what the notebook got to is then kept as ``failed``.
     """
     notebook = read(source)
-    notebook.cells.append(
-        nbformat.v4.new_code_cell("%reset -f", metadata={"tags": [RESET]})
-    )
-    with (
-        tempfile.TemporaryDirectory(prefix="ringlab-") as folder,
-        ExitStack() as failed,
-    ):
-        failed.callback(kernel.close)
-        partial = Path(folder, "notebook.ipynb")  # what a notebook that fails got to
+    failed.unlink(missing_ok=True)
+    with own_jupyter() as folder:
+        partial = folder / "notebook.ipynb"
         try:
-            done = papermill.execute_notebook(
+            return papermill.execute_notebook(
                 notebook,
                 partial,
                 parameters,
                 kernel_name=KERNEL,
                 language="python",
-                cwd=kernel.cwd,
+                cwd=cwd,
                 execution_timeout=cell_timeout_s,
                 progress_bar={
                     "desc": source.stem,
                     "leave": False,
                     "disable": not sys.stderr.isatty(),
                 },
-                km=kernel.manager,
             )
-            failed.pop_all()
-            return done
         except papermill.PapermillExecutionError as error:
             failure = f"raised {error.ename}: {_line(error.evalue)}"
         except CellTimeoutError:
@@ -171,6 +121,7 @@ def execute(
             RuntimeError
         ) as error:  # so says jupyter_client of a kernel that does not come up
             raise NotebookFailed(f"{source.name}: {_line(error)}") from error
+        write(failed, partial.read_bytes())
         raise NotebookFailed(f"{source.name}: {_where(read(partial))} {failure}")
 
 
@@ -178,11 +129,11 @@ def execute(
 def own_jupyter():
     """Jupyter with a kernel of this interpreter, without what else is installed or set;
     yields a temporary folder.
+
+    Notebooks measure nothing in it: whoever runs them has done so.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="ringlab-") as folder,
-        patch.dict(os.environ),
-    ):  # restored at the end
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
         spec = Path(folder, "kernels", KERNEL, "kernel.json")
         spec.parent.mkdir(parents=True)
         argv = [
@@ -200,19 +151,24 @@ def own_jupyter():
             str(PACKAGE),
             *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
         ]
-        for name in FOREIGN:
-            os.environ.pop(name, None)
-        os.environ.update(
-            JUPYTER_PREFER_ENV_PATH="1",
-            JUPYTER_PATH=folder,
-            JUPYTER_RUNTIME_DIR=f"{folder}/run",
-            IPYTHONDIR=f"{folder}/ipython",
-            PYDEVD_DISABLE_FILE_VALIDATION="1",
-            PYTHONPATH=os.pathsep.join(
-                map(os.path.abspath, paths)
-            ),  # this ringlab, wherever the kernel starts
-        )
-        yield Path(folder)
+        try:
+            for name in FOREIGN:
+                os.environ.pop(name, None)
+            os.environ.update(
+                JUPYTER_PREFER_ENV_PATH="1",
+                JUPYTER_PATH=folder,
+                JUPYTER_RUNTIME_DIR=f"{folder}/run",
+                IPYTHONDIR=f"{folder}/ipython",
+                PYDEVD_DISABLE_FILE_VALIDATION="1",
+                PYTHONPATH=os.pathsep.join(
+                    map(os.path.abspath, paths)
+                ),  # this ringlab, wherever the kernel starts
+            )
+            os.environ[NO_MEASURING] = "1"
+            yield Path(folder)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def _where(notebook: nbformat.NotebookNode) -> str:
@@ -336,24 +292,25 @@ def title_of(notebook: nbformat.NotebookNode) -> str:
     )
 
 
-def headline_of(notebook: nbformat.NotebookNode) -> str:
-    """The first line of a page's answer as plain text, for the index; empty for a page
-    without one.
-    """
-    found = (
-        output.get("data", {})
+def finding_of(notebook: nbformat.NotebookNode) -> list[str]:
+    """The lines of a page's finding, for the index; none for a page without one."""
+    outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
+    found = (output.get("data", {}).get(FINDING) for output in outputs)
+    return next((data["lines"] for data in found if data), [])
+
+
+def figures_of(notebook: nbformat.NotebookNode) -> list[dict]:
+    """The figures of a page: name, caption, alt text and SVG."""
+    return [
+        {
+            "name": output.metadata["filename"],
+            "svg": output.data["image/svg+xml"],
+            **output.metadata["image/svg+xml"],
+        }
         for cell in notebook.cells
         for output in cell.get("outputs", ())
-    )
-    answer = next(
-        (
-            data["text/markdown"]
-            for data in found
-            if data.get(PAGE_HTML, "").startswith(ANSWER)
-        ),
-        "",
-    )
-    return re.sub(r"\*\*|`", "", answer.partition("\n")[0]).removeprefix("- ")
+        if "filename" in output.get("metadata", {})
+    ]
 
 
 def _headings(cell) -> list[tuple[int, str]]:
@@ -400,7 +357,11 @@ def _exporter(kind: str):
     config.TemplateExporter.extra_template_basedirs = [str(TEMPLATES / kind)]
     config.TemplateExporter.exclude_input = True
     config.TagRemovePreprocessor.enabled = True
-    config.TagRemovePreprocessor.remove_cell_tags = {"parameters", *ADDED_TAGS}
+    config.TagRemovePreprocessor.remove_cell_tags = {
+        "parameters",
+        "points",
+        *ADDED_TAGS,
+    }
     filters = {"named_headings": _named_headings, "inline": theme.inline}
     if kind == "html":
         config.HTMLExporter.exclude_anchor_links = True

@@ -7,10 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import patterns
-from ..advise import dtype_name
+from ..measure.validity import objection
 from . import published as documents
 from .study import Study, best, together
-from .trust import objection
 
 DEFAULTS = {"gather": False, "cache": True, "pool": False, "backend": "auto"}
 FULL = {"gather": False, "cache": True, "pool": True, "backend": "auto"}
@@ -155,16 +154,6 @@ def pass_of(point) -> str:
     return ("forward" if point.passes == "fwd" else "training") + (
         ", causal" if point.causal else ""
     )
-
-
-def dtypes(results) -> list[str]:
-    """Names of the dtypes present, the document's fp16 first."""
-    order = ["float16", "bfloat16", "float32", "float64"]
-    return sorted({r.point.dtype for r in results}, key=order.index)
-
-
-def hardware_dtype(study: Study) -> str:
-    return dtype_name(study.profile.default_dtype())
 
 
 def dense_beside(study: Study, row):

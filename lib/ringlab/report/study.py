@@ -5,8 +5,9 @@ why.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,44 +15,146 @@ import torch
 
 from .. import cost, hardware, measure, patterns
 from ..measure import store, suites
-from .places import REHEARSAL, data_folder
-from .trust import (
-    apart,
-    earlier,
+from ..measure.validity import (
     judged,
     objection,
-    reproduced,
+    reason,
     roofline_s,
-    spread,
+    shown,
+    status,
     threads,
-    turns,
-    wide,
-    widened,
+    timed,
 )
+from .places import NO_MEASURING, REHEARSAL, plan, reports_folder
+from .trust import apart, earlier, reproduced, spread, turns, wide, widened
+
+# Columns of a frame, whatever the rows have.
+ALWAYS = ["floor_bytes", "tracked_peak_bytes", *(f.name for f in fields(cost.Cost))]
+ADDED = "added"  # the folder, beside the rows, of points that no page lists
 
 
-def open_study(profile: str = "auto", data: str = "", suite: str = "") -> Study:
-    """The rows of ``profile`` (or of the folder ``data``), found from any working
-    folder; of a ``suite`` if named.
+@dataclass(frozen=True)
+class Source:
+    """The profile of a page, the ``folder`` of its rows, and what measures them here.
 
-    Raises FileNotFoundError that says how to measure when there are none.
+    ``device`` and ``rehearsal`` are what a suite asks for; ``runs``: whether missing
+    points can be measured on this machine.
     """
-    about = hardware.resolve(profile)
-    found = read_study(about, data_folder(about.name, data))
-    return found.of(suite) if suite else found
+
+    profile: hardware.Profile
+    folder: Path
+    device: str
+    rehearsal: bool
+    runs: bool
+
+    @property
+    def how(self) -> dict:
+        return {"device": self.device, "rehearsal": self.rehearsal}
+
+
+def source(profile: str = "auto", data: str = "") -> Source:
+    """Where the rows of a profile lie (in the folder ``data``, if named), and where
+    missing ones come from.
+
+    Raises UnknownProfile, and UsageError for a GPU that torch cannot drive here.
+    """
+    planned = plan(profile, hardware.detect(), reports_folder())
+    folder = Path(data) if data else reports_folder() / planned.folder / "data"
+    about, device, rehearsal = planned.profile, planned.device, planned.rehearsal
+    if rows := store.load(folder):  # they say what they were measured on
+        newest = newest_origin(rows)
+        about_rows = Study(about, newest, folder)
+        rehearsal, device = about_rows.rehearsal, about_rows.device_type
+        memory = about.memory_bytes or about_rows.memory_bytes
+        about = replace(about, memory_bytes=memory)
+    runs = planned.measure and NO_MEASURING not in os.environ
+    return Source(about, folder, device, rehearsal, runs)
+
+
+def measured(here: Source, points: Iterable) -> Study:
+    """The rows of these groups and points, of which those without a row are measured
+    first, with a line of progress for each; its ``whole`` has all rows of the folder.
+
+    Rows of points that no page lists go to a folder of their own. Points by themselves
+    are a group of this name. If rows of another machine or engine are there and some
+    are missing, all are measured, for a page never mixes two of them.
+    """
+    groups = in_groups(points)
+    wanted = {(g.name, g.composition(p), p.id) for g in groups for p in g.points}
+
+    def stored() -> tuple[list, list]:
+        """(rows of these points, other rows of the folder)."""
+        rows = [*store.read(here.folder), *store.read(here.folder / ADDED)]
+        own = [(r.group, r.composition, r.point.id) in wanted for r in rows]
+        return tuple(
+            [r for r, x in zip(rows, own) if x is way] for way in (True, False)
+        )
+
+    rows, others = stored()
+    newest = newest_origin(rows)
+    have = {(r.group, r.composition, r.point.id) for r in newest}
+    if here.runs and wanted - have:
+        if not all(map(is_current, newest)):
+            have = set()
+        suite_groups = (f(here.profile, **here.how) for f in suites.SUITES.values())
+        listed = {g.id for groups in suite_groups for g in groups}
+        for folder, own in ((here.folder, True), (here.folder / ADDED, False)):
+            missing = [
+                g
+                for g in groups
+                if (g.id in listed) is own
+                and any((g.name, g.composition(p), p.id) not in have for p in g.points)
+            ]
+            if missing:
+                how = here.how | {"profile": here.profile, "progress": True}
+                measure.run(missing, folder, **how)
+        rows, others = stored()
+    names = {g.name for g in groups}
+    # The machine's pace shows in all that was measured beside these rows, too.
+    found = settle([*rows, *(r for r in others if r.group not in names)])
+    own = [r for r in found["results"] if r.group in names]
+    left_out = len(store.latest(rows)) - len(own)
+    whole = _study(here.profile, here.folder, found)
+    found |= {"results": own, "left_out": left_out, "whole": whole}
+    return _study(here.profile, here.folder, found, groups)
+
+
+def in_groups(points: Iterable) -> list:
+    """Groups as they are; points by themselves are a group of the name ``ADDED``."""
+    points = list(points)
+    groups = [x for x in points if isinstance(x, measure.Group)]
+    if alone := [x for x in points if isinstance(x, measure.Point)]:
+        groups.append(measure.Group(ADDED, dict.fromkeys(alone), interleave=False))
+    return groups
+
+
+def listed(points: Iterable):
+    """The points of a page as a DataFrame, named as the rows that they get."""
+    import pandas
+
+    each = [_fields(g.name, p) for g in in_groups(points) for p in g.points]
+    return pandas.DataFrame(each)
+
+
+def is_current(row) -> bool:
+    """It was measured on this machine and by this engine."""
+    about = row.provenance
+    here = measure.machine_id(), measure.engine_hash(), torch.__version__
+    return (about.get("machine"), about.get("engine"), about.get("torch")) == here
 
 
 def read_study(profile, folder: Path) -> Study:
     """The rows in ``folder`` of its newest machine, device and engine: a page never
     mixes two of them.
     """
-    found = settle(store.read(folder))
-    rows = [
-        replace(r, unstable=r.unstable or wide(r)) for r in found["results"]
-    ]  # before intervals are widened
-    return Study(
-        profile, folder=folder, **found | {"results": widened(rows, found["pace"])}
-    )
+    return _study(profile, folder, settle(store.read(folder)))
+
+
+def _study(profile, folder: Path, found: dict, groups=()) -> Study:
+    # Before intervals are widened.
+    rows = [replace(r, unstable=r.unstable or wide(r)) for r in found["results"]]
+    known = found | {"results": widened(rows, found["pace"]), "groups": groups}
+    return Study(profile, folder=folder, **known)
 
 
 def settle(everything: Sequence) -> dict:
@@ -104,7 +207,8 @@ class Study:
         ""  # the suite of points that these rows answer; empty: all that lie there
     )
     pace: float = 0.0  # how far the machine's pace varied from group to group, in the intervals of all times already
-    whole: Study | None = None  # the rows of all suites, where these are of one
+    whole: Study | None = None  # all rows of the folder, where these are some of them
+    groups: Sequence = ()  # of points that a page asked for; empty: those of its suite
     turns: float = (
         0.0  # how far a ratio of calls that took turns is from that of an earlier run
     )
@@ -143,6 +247,11 @@ class Study:
         return self.folder.parent.name.endswith(f"-{REHEARSAL}") or any(
             r.rehearsal for r in self.results
         )
+
+    @property
+    def roofline_header(self) -> str:
+        """The head of a column of rooflines, in a rehearsal with the device."""
+        return f">Roofline{f' of {self.device}' if self.rehearsal else ''} (ms)"
 
     @property
     def stamp(self) -> str:
@@ -224,7 +333,7 @@ class Study:
         """How many times longer ``slow`` takes than ``fast``, a ``measure.Ratio``; None
         unless both may be quoted.
         """
-        if any(r is None or objection(r) or not r.seconds for r in (slow, fast)):
+        if not all(shown(r) and r.seconds for r in (slow, fast)):
             return None
         key = id(slow), id(fast)
         if key not in self._ratios:
@@ -247,6 +356,17 @@ class Study:
                 found,
             )  # the rows too, or other rows could get their ids
         return self._ratios[key][2]
+
+    def ranks(self, rows: Iterable) -> list[int]:
+        """The rank of each of these rows, which are sorted by time; those that the run
+        does not tell apart share a rank with the fastest among them.
+        """
+        found, head = [], None
+        for place, row in enumerate(rows, 1):
+            if head is None or self.ratio(row, head).significantly_slower:
+                rank, head = place, row
+            found.append(rank)
+        return found
 
     @cached_property
     def controls(self) -> list:
@@ -283,13 +403,24 @@ class Study:
         ]
         return len(found), sum(found)
 
-    def frame(self):
-        """Every row as a pandas table, for hands and ``summary.csv``;
-        ``not_quoted_because``: the objection, if any.
+    def frame(self, systems: Mapping | None = None):
+        """Every row as a pandas DataFrame, for hands and ``summary.csv``: one row a
+        point, units in the names.
+
+        ``status``: "ok", or the word for what is not quoted, and ``not_quoted_because``;
+        ``timed``: it has a time to compare; ``control``: it repeats another row;
+        ``row``: the Result, which ``ratio`` and the cells of tables take; ``variant``:
+        its name in ``systems`` (name -> (system, pattern at a length)), if given.
         """
         import pandas
 
-        return pandas.DataFrame([_flat(r) for r in self.results])
+        # Without results it has the columns of one.
+        rows = self.results or [measure.Result(measure.sgemm(1), "", "")]
+        found = pandas.DataFrame([_flat(r) | {"row": r} for r in rows])
+        found = found[: len(self.results)]
+        if systems:
+            found["variant"] = [_named(r.point, systems) for r in self.results]
+        return found
 
 
 def with_rates(study: Study) -> hardware.Profile:
@@ -342,11 +473,18 @@ def best(results):
     )
 
 
-def _flat(result) -> dict:
-    point = result.point
+def _named(point, systems: Mapping) -> str | None:
+    """The first of the systems whose point this is."""
+    for name, (system, pattern) in systems.items():
+        if system == point.system and pattern(point.seq_len).to_dict() == point.pattern:
+            return name
+    return None
+
+
+def _fields(group: str, point) -> dict:
     return {
         "point": point.id,
-        "group": result.group,
+        "group": group,
         "system": point.system,
         "pattern": str(pattern_of(point)),
         "options": " ".join(f"{k}={v}" for k, v in point.options),
@@ -359,8 +497,16 @@ def _flat(result) -> dict:
         "causal": point.causal,
         "passes": point.passes,
         "world_size": point.world_size,
-        "status": result.status,
+        "control": bool(dict(point.options).get("twin")),
+    }
+
+
+def _flat(result) -> dict:
+    return _fields(result.group, result.point) | {
+        "status": status(result) or "ok",
         "not_quoted_because": objection(result),
+        "why": reason(result),
+        "timed": timed(result),
         "median_s": result.median,
         "ci_low_s": result.ci[0] if result.ci else None,
         "ci_high_s": result.ci[1] if result.ci else None,
@@ -372,6 +518,7 @@ def _flat(result) -> dict:
         "threads": threads(result),
         "share_of_sgemm": result.share,
         **{f"error_{k}": v for k, v in result.errors.items()},
+        **dict.fromkeys(ALWAYS),
         **result.memory,
         **result.cost,
         **{

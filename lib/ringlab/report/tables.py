@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from numbers import Integral
 
 from ..measure.stats import FEWEST
 
 DASH = "–"
 PAGE_HTML = "application/vnd.ringlab.html"  # the template renders what stands under this type as it is
+FINDING = "application/vnd.ringlab.finding+json"  # a page's finding as data
 PLAIN_ONLY = (
     "plain_only"  # in an output's metadata: left out by this project's own templates
 )
@@ -62,17 +64,17 @@ class Cell:
 
 
 def cell(value) -> Cell:
-    """Any value as a Cell; None is a dash, so that an absent number never reads as
-    zero.
+    """Any value as a Cell; None, or pandas' NaN, is a dash, so that an absent number
+    never reads as zero.
 
     >>> cell(None).plain, cell(3).plain, cell(Cell("7.66", "7.5 to 7.8")).plain
     ('–', '3', '7.66 (7.5 to 7.8)')
     """
     if isinstance(value, Cell):
         return value
-    if value is None:
+    if value is None or value != value:
         return Cell(DASH, kind="none")
-    return Cell(f"{value:,}" if isinstance(value, int) else str(value))
+    return Cell(f"{value:,}" if isinstance(value, Integral) else str(value))
 
 
 class Shown:
@@ -177,6 +179,20 @@ class Table(Shown):
                 texts = [f"**{t}**" if t != DASH else t for t in texts]
             lines.append("| " + " | ".join(texts) + " |")
         return "\n".join(lines + (["", self.note] if self.note else []))
+
+
+def table(caption: str, columns: Mapping[str, Iterable], **more) -> Table:
+    """A table by its columns, as those of a DataFrame: header -> one value a row;
+    ``more`` are other fields of ``Table``.
+
+    >>> print(table("Times", {"System": ["dense"], ">Time (ms)": [2.5]}).markdown)
+    **Times**
+    <BLANKLINE>
+    | System | Time (ms) |
+    |:--|--:|
+    | dense | 2.5 |
+    """
+    return Table(caption, list(columns), list(zip(*columns.values())), **more)
 
 
 @dataclass
@@ -299,6 +315,15 @@ def number(x: float, digits: int = 3) -> str:
         if rounded >= 1
         else f"{x:.{digits}g}"
     )
+
+
+def percent(share: float, digits: int = 3) -> str:
+    """A share as text.
+
+    >>> percent(0.0223)
+    '2.23 %'
+    """
+    return f"{number(100 * share, digits)} %"
 
 
 def interval(

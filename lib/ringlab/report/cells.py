@@ -1,71 +1,30 @@
-"""Columns of tables: each quantity has one header, one unit and one way to be shown.
+"""What a table shows of a row: each quantity has one unit and one way to be shown.
 
-A line of a table is a Result, or a dict of Results by name where a line compares
-several, or whatever the functions of its columns take. A row that may not be shown
-gives its status instead of a number.
-
->>> Column("Tokens", lambda line: line["n"]).show({"n": 8})
-8
+A row that may not be shown gives its status instead of a number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from .study import Study, best
-from .tables import Cell, Table, interval, number, size
-from .trust import objection, roofline_s, status
-
-
-@dataclass(frozen=True)
-class Column:
-    """A ``header``, right-aligned after ``>``, and what it shows of a line."""
-
-    header: str
-    show: Callable
-
-    def of(self, name: str, header: str = "") -> Column:
-        """The same quantity of one of the rows of a line."""
-        return Column(
-            header or self.header,
-            lambda line: None if line.get(name) is None else self.show(line[name]),
-        )
-
-
-def table(caption: str, columns: Sequence[Column], lines: Sequence, **more) -> Table:
-    """A table with a row for each line. In a rehearsal the header of a roofline names
-    its device, not the page's.
-    """
-    found = (
-        r
-        for x in lines
-        for r in (x.values() if isinstance(x, dict) else (x,))
-        if getattr(r, "rehearsal", False)
-    )
-    whose = next(
-        (f"Roofline of {r.provenance.get('device_name')}" for r in found), "Roofline"
-    )
-    return Table(
-        caption,
-        [c.header.replace("Roofline", whose) for c in columns],
-        [[c.show(x) for c in columns] for x in lines],
-        **more,
-    )
-
+from ..adaptive import Adaptive
+from ..measure.validity import (
+    is_row,
+    objection,
+    roofline_s,
+    shown,
+    simulated,
+    status,
+    threads,
+    timed,
+)
+from .rows import pass_of
+from .study import Study, cost_of, pattern_of
+from .tables import Cell, counted, interval, number, size
 
 # --------------------------------------------------------------------------------------
 # which rows may be shown, and how far
-
-
-def shown(row) -> bool:
-    return row is not None and not objection(row)
-
-
-def simulated(row) -> bool:
-    """Its ranks are no processes, so that it has no time and no memory of a rank."""
-    return row.option("simulated") is not None
 
 
 def ranks(row) -> int:
@@ -73,28 +32,27 @@ def ranks(row) -> int:
     return max(row.point.world_size, row.option("simulated", 1))
 
 
-def timed(row) -> bool:
-    """It has a time to compare: a process and a core for each rank, and a passed check."""
-    return (
-        shown(row)
-        and bool(row.median)
-        and not simulated(row)
-        and not row.ranks.get("oversubscribed")
-    )
+def on_ranks(study: Study, rows):
+    """The rows of ``study.frame()`` by length and ranks, each beside the same call on
+    one rank, and without those that simulate ranks in one process.
 
-
-def rows_of(study: Study, system: str, **wanted) -> dict[tuple[int, int], object]:
-    """(tokens, ranks) -> row of a system, real processes before simulated ones.
-
-    By default forward, not causal, and of all eight heads: the longest rows have one.
+    It adds columns: ``at``, length and ranks in words; ``peak`` and ``sent``, bytes of
+    the rank that holds or sends most; on several ranks ``faster``, the Ratio of the time
+    on one rank to this one, and ``less``, that of the peaks.
     """
-    wanted = {"passes": "fwd", "causal": False, "heads": 8, **wanted}
-    found: dict[tuple[int, int], list] = {}
-    for r in study.rows(system=system, **wanted):
-        found.setdefault((r.point.seq_len, ranks(r)), []).append(r)
-    return {
-        key: best(sorted(rows, key=simulated)) for key, rows in sorted(found.items())
-    }
+    rows = rows[~rows.row.map(simulated).astype(bool)]
+    rows = rows.sort_values(["seq_len", "world_size"])
+    peak, sent = (rows.row.map(f).astype(float) for f in (peak_bytes, sent_bytes))
+    shapes = zip(rows.seq_len, rows.world_size)
+    at = [f"{n:,} tokens on {counted(p, 'rank')}" for n, p in shapes]
+    rows = rows.assign(at=at, peak=peak, sent=sent)
+    call = ["system", "pattern", "heads", "causal", "seq_len"]
+    one = rows[rows.world_size == 1].set_index(call)[["row", "peak"]]
+    rows = rows.join(one.add_prefix("one_"), on=call)
+    several = rows.world_size > 1
+    pairs = zip(rows.one_row, rows.row.where(several & rows.timed))
+    less = (rows.one_peak / rows.peak).where(several)
+    return rows.assign(faster=[study.ratio(*pair) for pair in pairs], less=less)
 
 
 def peak_bytes(row) -> int | None:
@@ -132,6 +90,39 @@ def sent_bytes(row) -> int | None:
     )
 
 
+def density(point) -> float:
+    """Visible pairs over all pairs."""
+    if point.system == "adaptive":
+        adaptive = Adaptive(**dict(point.options))
+        return adaptive.pairs(point.seq_len, point.causal) / point.seq_len**2
+    return cost_of(point).distinct_pairs / (
+        point.batch * point.heads * point.seq_len**2
+    )
+
+
+def pair_cost(study: Study, row, dense):
+    """Time for a visible pair over that of a row of dense attention of the same length
+    and pass, a Ratio or None.
+    """
+    if (ratio := study.ratio(row, dense)) is None:
+        return None
+    factor = density(dense.point) / density(row.point)
+    return replace(
+        ratio, **{k: getattr(ratio, k) * factor for k in ("value", "low", "high")}
+    )
+
+
+def calls(rows) -> str:
+    """What rows compute and with how many threads, in words, each call once."""
+    points = [(row.point, threads(row)) for row in filter(is_row, rows)]
+    said = [
+        f"batch {p.batch}, {p.heads} heads of {p.head_dim}, {p.dtype}, {pattern_of(p)}, "
+        f"{pass_of(p)}, threads of a rank: {n}"
+        for p, n in points
+    ]
+    return " or ".join(dict.fromkeys(said))
+
+
 # --------------------------------------------------------------------------------------
 # cells
 
@@ -140,7 +131,7 @@ def time(row, scale: float = 1e3) -> Cell:
     """Median with its interval, of several ranks the slowest one's, or why there is
     none.
     """
-    if row is None:
+    if not is_row(row):
         return Cell("not measured", kind="none")
     if objection(row):
         return Cell(status(row), kind="bad")
@@ -157,6 +148,11 @@ def time(row, scale: float = 1e3) -> Cell:
         "; unstable" if row.unstable else ""
     )
     return Cell(number(row.median * scale), said)
+
+
+def rate(row) -> str | None:
+    """Tokens per second."""
+    return number(row.tokens_per_s) if timed(row) else None
 
 
 def roofline(row) -> Cell | None:
@@ -204,22 +200,3 @@ def times(ratio) -> Cell | None:
     )  # not said without an interval
     doubts += ["unstable"] * ratio.unstable + ["unpaired"] * (not ratio.paired)
     return Cell(f"{number(ratio.value)}×", "; ".join([interval(*ratio.ci), *doubts]))
-
-
-def ratio(study: Study, slow: str, fast: str, header: str) -> Column:
-    """How many times longer one row of a line takes than another."""
-    return Column(
-        header, lambda line: times(study.ratio(line.get(slow), line.get(fast)))
-    )
-
-
-TOKENS = Column(">Tokens", lambda r: r.point.seq_len)
-RANKS = Column(
-    ">Ranks", lambda r: Cell(str(ranks(r)), "simulated" if simulated(r) else "")
-)
-MASK = Column("Mask", lambda r: "causal" if r.point.causal else "not causal")
-PASS = Column("Pass", lambda r: "forward" if r.point.passes == "fwd" else "training")
-TIME = Column(">Time (ms)", time)
-RATE = Column(">Tokens/s", lambda r: number(r.tokens_per_s) if timed(r) else None)
-ROOFLINE = Column(">Roofline (ms)", roofline)
-PEAK = Column(">Peak memory", peak)

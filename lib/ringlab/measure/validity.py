@@ -1,0 +1,157 @@
+"""Which rows may be quoted: one rule for the run that measures, for pages and for
+comparisons.
+
+No time without a passed check, none that is faster than its bound, no peak smaller than
+its own tensors, no speed-up on p ranks beyond 1.1 p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from .points import Result
+
+SUPERLINEAR = 1.1  # times the number of ranks; caches may add a little, never more
+PLACEMENT = (
+    "group",
+    "layout",
+    "scheme",
+)  # options that say how ranks share a point's work, not which work it is
+
+
+def objection(result) -> str:
+    """Why a row may not be quoted, or an empty string."""
+    if result.status != "ok":
+        return f"{result.status}: {result.reason}" if result.reason else result.status
+    if result.median is not None and not result.median > 0:
+        return "suspect: no time has passed"
+    if not result.errors:
+        return "suspect: no correctness check"
+    for name, error in result.errors.items():
+        bound = result.tolerance.get(name)
+        if bound is None:
+            return f"suspect: {name} was checked against no bound"
+        if not error <= bound:
+            return f"incorrect: {name} is off by {error:.1e}, allowed {bound:.1e}"
+    peak, floor = (
+        result.memory.get("tracked_peak_bytes"),
+        result.memory.get("floor_bytes"),
+    )
+    if peak and floor and peak < floor:
+        return f"suspect: a peak of {peak} bytes is smaller than its own tensors, {floor} bytes"
+    if (
+        result.bound_seconds
+        and result.median is not None
+        and result.median < result.bound_seconds
+    ):
+        median, bound = result.median * 1e3, result.bound_seconds * 1e3
+        return f"suspect: {median:.3g} ms is below its bound of {bound:.3g} ms"
+    return ""
+
+
+def judged(results: Iterable) -> list:
+    """The results, those that are superlinear marked as suspect: nobody who reads them
+    can quote one by oversight.
+    """
+    results = list(results)
+    alone: dict[str, list] = {}
+    for r in results:
+        if r.point.world_size == 1 and r.median and not objection(r):
+            alone.setdefault(_on_one(r.point), []).append(r)
+    return [
+        _judged(r, alone.get(_on_one(r.point), ())) if r.point.world_size > 1 else r
+        for r in results
+    ]
+
+
+def _on_one(point) -> str:
+    """What the rows of one point on any number of ranks have in common."""
+    return point.but(
+        world_size=1, options={k: v for k, v in point.options if k not in PLACEMENT}
+    ).id
+
+
+def threads(result) -> int | None:
+    """Those of each rank."""
+    return result.ranks.get("threads") or result.provenance.get("threads")
+
+
+def roofline_s(result) -> float | None:
+    """The shortest time in seconds that the device's rates allow, of a CPU's for the
+    threads of the row.
+    """
+    # The rates under a stored roofline are those of all threads of the machine.
+    every, own = (
+        result.provenance.get("threads"),
+        (threads(result) or 0) * result.point.world_size,
+    )
+    share = (
+        own / every if every and own and result.provenance.get("device") == "cpu" else 1
+    )
+    return result.bound_seconds and result.bound_seconds / min(share, 1)
+
+
+def _judged(result, alone: Iterable):
+    """A result on several ranks beside the rows ``alone`` on one that have at least the
+    threads of each of them.
+    """
+    own, ranks = threads(result), result.point.world_size
+    times = [r.median for r in alone if None in (own, threads(r)) or threads(r) >= own]
+    if (
+        not times
+        or not result.median
+        or objection(result)
+        or min(times) / result.median <= SUPERLINEAR * ranks
+    ):
+        return result
+    faster = (
+        f"{min(times) / result.median:.3g} times faster on {ranks} ranks than on one"
+    )
+    return replace(
+        result,
+        status="suspect",
+        reason=f"superlinear: {faster}, over {SUPERLINEAR} × {ranks}",
+    )
+
+
+def reason(result) -> str:
+    """Why a row is not quoted, without its status and without what its own name says
+    already.
+    """
+    said = objection(result).partition(": ")[2] or objection(result)
+    backend = result.option("backend")
+    return (
+        said.rpartition(f": {backend}: ")[2]
+        if backend and said.startswith("backend ")
+        else said
+    )
+
+
+def status(result) -> str:
+    """The word for a row that is not quoted."""
+    return objection(result).partition(":")[0]
+
+
+def is_row(x) -> bool:
+    """Whether there is a row: not None, nor pandas' NaN."""
+    return isinstance(x, Result)
+
+
+def shown(row) -> bool:
+    return is_row(row) and not objection(row)
+
+
+def simulated(row) -> bool:
+    """Its ranks are no processes, so that it has no time and no memory of a rank."""
+    return row.option("simulated") is not None
+
+
+def timed(row) -> bool:
+    """It has a time to compare: a process and a core for each rank, and a passed check."""
+    return (
+        shown(row)
+        and bool(row.median)
+        and not simulated(row)
+        and not row.ranks.get("oversubscribed")
+    )

@@ -1,0 +1,166 @@
+"""The page of document 002, from made-up rows: block-sparse attention and extreme
+lengths.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from reporting import (
+    Shown,
+    made,
+    made_up,
+    page,
+    session_row,
+    shown,
+    slower,
+    study_of,
+    system,
+    words,
+)
+from ringlab import block_patterns, cache, cost, hardware, patterns
+from ringlab.measure import Point, suites, timing
+from ringlab.measure.systems import SYSTEMS
+from ringlab.report import claims_code, rows
+
+NAME = "session_summary"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"heads": 4}, {"head_dim": 32}, {"dtype": "bfloat16"}, {"longest": 2048}],
+    ids=str,
+)
+def test_a_parameter_changes_the_points_and_the_page_is_of_them(how):
+    groups = suites.session_summary(hardware.get_profile("cpu"), device="cpu")
+    groups = suites.vary(groups, **how)
+    results = [session_row(p, g, False, "cpu") for g in groups for p in g.points]
+    found = Shown(NAME, study_of(results), **how)
+    assert [*found.points.point] == [r.point.id for r in results] and found.drawn
+    assert {*found.points.point} != {*shown("002").points.point}
+
+
+def test_a_cache_and_a_pool_are_compared_with_none_by_what_they_may_hold():
+    """Made-up lookups and buffers are 20 times as fast as without."""
+
+    def gains(change=None) -> list[tuple]:
+        kept, pool = (
+            shown("002", change).table(x).rows for x in ("lookups", "Scratch")
+        )
+        return [(a, b, x and float(x.text[:-1])) for a, b, x in (*kept, *pool)]
+
+    about = [(mb, "88.0 %") for mb in (0.25, 1, 64)]
+    about += [(mb, n) for mb in (1, 4, 16, 64) for n in (1, 2)]
+    assert [x[:2] for x in gains()] == about and all(19 < x[2] < 21 for x in gains())
+    slow = slower(100, lambda r: r.option("pool") and r.option("size_mb") == 4)
+    assert [x[:2] for x in gains(slow) if x[2] < 1] == [(4, 1), (4, 2)]
+    assert not any(x[2] for x in gains(lambda r: replace(r, status="oom")))
+
+
+def test_blocks_chosen_by_content_stand_beside_the_patterns():
+    *others, last = shown("002").table("Every kind").rows
+    assert last[:3] == ("by content", "blocks of 64: the best 5 by content", "7.81 %")
+    assert [line[0] for line in others] == [*suites.KINDS] and last[3].text
+
+
+def test_rows_without_operator_calls_are_shown():
+    def older(r):
+        kept = {k: v for k, v in r.memory.items() if not k.endswith("_calls")}
+        return replace(r, memory=kept)
+
+    assert "2,318 operator calls become 174" in shown("002").texts[0]
+    found = shown("002", older)
+    assert "operator calls become" not in found.text and found.tables
+    assert words(page("002", older), "002")["launches"] == "untested"
+
+
+def test_the_printed_factor_is_below_the_work_of_what_is_stated():
+    pattern = patterns.Dilated(
+        [65536, 131072, 262144], [1, 2, 4], "head_groups", "branch"
+    )
+    counted = cost.count(
+        pattern, batch=1, seq_len=131072, heads=8, head_dim=64, dtype=torch.float16
+    )
+    assert claims_code.stated_work() == counted and counted.floor_bytes == 512 * 2**20
+    assert 1100 < claims_code.least_ms() < 1300 and "1,177" in shown("002").texts[0]
+
+
+def test_the_share_of_dense_is_by_density_and_pass():
+    found, gpu = shown("002"), shown("002", None, "gtx1080")
+    tenth, (ratio, *_) = found.names["tenth"].row, found.names["over"]
+    row, dense = tenth.iloc[0], next(filter(system("dense_sdpa"), tenth))
+    density = patterns.from_dict(row.point.pattern).density(row.point.seq_len)
+    assert ratio.value == pytest.approx(row.median / (density * dense.median), rel=0.02)
+    here, there = (
+        next(line[-1] for line in x.table("tenth").rows if line[3] == "training")
+        for x in (found, gpu)
+    )
+    assert here is None and there.text.endswith("×"), "where dense training was timed"
+    [fresh] = [x[4] for x in found.table("tenth").rows if "fresh memory" in x[0]]
+    assert fresh.text
+
+
+def test_every_row_that_a_verdict_rests_on_stands_in_the_data_of_the_figure():
+    lines = shown("002").table("Data: time over length").rows
+    assert [line[0].text for line in lines if line[1] == 8192] == [
+        "This library",
+        "Row by row",
+        "Batched",
+        "Dense SDPA",
+    ]
+
+
+def test_dense_attention_of_another_page_stands_beside_the_window_as_not_timed_in_turns():
+    suite = suites.landscape(hardware.get_profile("cpu"), device="cpu", rehearsal=False)
+    wanted = ("dense_sdpa", 16384)
+    other = [
+        made_up(p, g, False)
+        for g in suite
+        for p in g.points
+        if (p.system, p.seq_len) == wanted
+    ]
+    about = replace(page("002"), whole=study_of(other))
+    found, where = Shown(NAME, about), "at 16,384 tokens"
+    last = found.names["known"].iloc[-1]
+    assert last.seq_len == 16384 and last.dense in other and not last.faster.paired
+    assert where in found.texts[0] and "not timed in turns" in found.texts[0]
+    assert where not in shown("002").texts[0]
+
+
+def test_a_refused_kernel_says_why():
+    why = "no C++ compiler"
+
+    def refused(r):
+        unfit = system("flex")(r)
+        return replace(r, status="unsupported", reason=why) if unfit else r
+
+    found = shown("002", refused, "h200")
+    lines = found.table("tenth").rows
+    assert [x[4].text for x in lines if x[0] == "FlexAttention"] == ["unsupported"]
+    said = found.table("are not shown").markdown
+    assert why in said and "FlexAttention, blocks of 128" in said
+
+
+def test_operators_of_a_call_are_counted_and_those_built_once_are_not():
+    window = block_patterns.sliding_window(1, block_size=8)
+    point = Point("ringlab", window, seq_len=64, heads=2, head_dim=8)
+
+    def counted(**options) -> dict:
+        call = SYSTEMS["ringlab"](point.but(options=options), "cpu")
+        return timing.footprint(call, torch.device("cpu"))[2]
+
+    cache.GLOBAL.clear()
+    first, again, uncached = counted(), counted(), counted(cache=False)
+    assert first["operator_calls"] == again["operator_calls"] > again["view_calls"] > 0
+    assert uncached["operator_calls"] > again["operator_calls"], (
+        "what every call builds is part of it"
+    )
+
+
+def test_labels_name_the_way_and_the_step():
+    assert {
+        "ringlab.attention as called",
+        "ringlab.attention, results in fresh memory",
+        "ringlab.attention, blocks=rows, cache off",
+        "Calls of blocks, rows, built",
+    } <= {rows.label(r) for r in made("002")}

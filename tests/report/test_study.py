@@ -1,0 +1,91 @@
+"""What a notebook asks for is measured once, and never mixed with rows of another
+machine or engine.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from reporting import made_up, write_rows
+from ringlab import hardware, measure
+from ringlab.measure import Group, Point, suites
+from ringlab.patterns import Dense
+from ringlab.report import places, study
+
+TINY = Point("ringlab", Dense(), seq_len=64, heads=2, head_dim=8)
+LISTED = Group("listed", [TINY, TINY.but(seq_len=128)])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A source whose runs are recorded, and give made-up rows of this machine."""
+    asked = []
+
+    def run(groups, folder, **how):
+        asked.append((folder.name, [g.name for g in groups]))
+        now = {"machine": measure.machine_id(), "engine": measure.engine_hash()}
+        now |= {"torch": torch.__version__, "utc": f"{len(asked)}"}
+        rows = [made_up(p, g, False) for g in groups for p in g.points]
+        write_rows(folder, [replace(r, provenance=r.provenance | now) for r in rows])
+
+    monkeypatch.setattr(measure, "run", run)
+    monkeypatch.setattr(suites, "SUITES", {"only": lambda profile, **how: [LISTED]})
+    profile = hardware.get_profile("cpu")
+    found = study.Source(profile, tmp_path / "data", "cpu", False, True)
+    return found, asked
+
+
+def test_what_is_missing_is_measured_and_what_is_there_is_used(here):
+    source, asked = here
+    first = study.measured(source, [LISTED])
+    assert asked == [("data", ["listed"])] and len(first.results) == 2
+    assert len(study.measured(source, [LISTED]).results) == 2 and len(asked) == 1
+
+
+def test_points_that_no_page_lists_have_rows_of_their_own(here):
+    source, asked = here
+    own = TINY.but(seq_len=256)
+    found = study.measured(source, [LISTED, own])
+    assert asked == [("data", ["listed"]), ("added", ["added"])]
+    assert {r.group for r in found.results} == {"listed", "added"}
+    alone = study.measured(source, [own])
+    assert len(alone.results) == 1 and len(alone.whole.results) == 3
+    assert len(measure.load(source.folder)) == 2
+    wider = Group("listed", [TINY.but(heads=4)])  # of the same name, and not listed
+    assert len(study.measured(source, [wider]).results) == 1
+    assert asked[-1] == ("added", ["listed"])
+    assert len(study.measured(source, [LISTED, own]).results) == 3
+    assert len(asked) == 3, "the rows of other points are still there"
+    frame = study.listed([LISTED, own])
+    assert list(frame.group) == ["listed", "listed", "added"]
+
+
+def test_rows_of_another_machine_are_shown_alone_or_measured_anew(here):
+    source, asked = here
+    elsewhere = [made_up(p, LISTED, False) for p in LISTED.points]
+    write_rows(source.folder, elsewhere)
+    assert len(study.measured(source, [LISTED]).results) == 2 and not asked
+    found = study.measured(source, [LISTED, TINY.but(seq_len=256)])
+    assert asked == [("data", ["listed"]), ("added", ["added"])]
+    assert {r.provenance["machine"] for r in found.results} == {measure.machine_id()}
+    assert len(found.results) == 3
+
+
+def test_a_machine_that_cannot_measure_shows_what_is_there(here, monkeypatch):
+    source, asked = here
+    found = study.measured(replace(source, runs=False), [LISTED])
+    assert not asked and found.results == [] and len(found.frame()) == 0
+    assert "status" in found.frame().query("not control")
+    monkeypatch.setenv(places.NO_MEASURING, "1")
+    assert not study.source("cpu", str(source.folder)).runs
+
+
+def test_the_source_follows_the_rows_that_are_there(here):
+    source, _ = here
+    row = made_up(TINY, LISTED, True)
+    gpu = row.provenance | {"device": "cuda", "device_memory_bytes": 7}
+    write_rows(source.folder, [replace(row, provenance=gpu)])
+    found = study.source("generic", str(source.folder))
+    assert found.how == {"device": "cuda", "rehearsal": True}
+    with pytest.raises(hardware.UnknownProfile):
+        study.source("nothing")
