@@ -34,6 +34,51 @@ MEASURED_ONCE = (
     "test_session.py",
     "test_triton.py",
 )
+# Files that take over ten seconds: `-m "not slow"` leaves them out.
+SLOW = (
+    "test_attention.py",
+    "test_blocks.py",
+    "test_compare.py",
+    "test_compiled.py",
+    "test_device_code.py",
+    "test_exchange_dtype.py",
+    "test_explore.py",
+    "test_faults.py",
+    "test_first_screen.py",
+    "test_fused_merge.py",
+    "test_gluon.py",
+    "test_gpu_adapters.py",
+    "test_kv_cache.py",
+    "test_landscape.py",
+    "test_launch.py",
+    "test_learning.py",
+    "test_matrix.py",
+    "test_models.py",
+    "test_nn.py",
+    "test_optimization.py",
+    "test_packed.py",
+    "test_quality.py",
+    "test_rank_pages.py",
+    "test_ranks.py",
+    "test_report.py",
+    "test_report_driver.py",
+    "test_ring_cache.py",
+    "test_ring_documents.py",
+    "test_ring_hosts.py",
+    "test_runs.py",
+    "test_session.py",
+    "test_sharded_training.py",
+    "test_systems.py",
+    "test_transformers.py",
+    "test_triton.py",
+    "test_tutorials.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.name in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)
