@@ -96,7 +96,7 @@ def test_a_parameter_changes_the_points_and_the_page_stands(number, varied):
 def test_rows_are_those_of_the_profile_and_the_folder(number):
     about = page(number, None, "gtx1080", True)
     found = Shown(DOCUMENTS[number].report, about, data="elsewhere")
-    assert found.asked == ("gtx1080", "elsewhere")
+    assert found.asked == ("gtx1080", "elsewhere", True)
     fewer = len(found.points) < len(shown(number).points)
     assert fewer == (number != "003")  # whose points are short ones
 

@@ -5,10 +5,9 @@ machine or engine.
 from dataclasses import replace
 
 import pytest
-import torch
 from reporting import made_up, write_rows
 from ringlab import hardware, measure
-from ringlab.measure import Group, Point, suites
+from ringlab.measure import Group, Point, provenance, suites
 from ringlab.patterns import Dense
 from ringlab.report import places, study
 
@@ -23,8 +22,7 @@ def here(tmp_path, monkeypatch):
 
     def run(groups, folder, **how):
         asked.append((folder.name, [g.name for g in groups]))
-        now = {"machine": measure.machine_id(), "engine": measure.engine_hash()}
-        now |= {"torch": torch.__version__, "utc": f"{len(asked)}"}
+        now = provenance.collect("cpu") | {"utc": f"{len(asked)}"}
         rows = [made_up(p, g, False) for g in groups for p in g.points]
         write_rows(folder, [replace(r, provenance=r.provenance | now) for r in rows])
 
@@ -49,7 +47,7 @@ def test_points_that_no_page_lists_have_rows_of_their_own(here):
     assert asked == [("data", ["listed"]), ("added", ["added"])]
     assert {r.group for r in found.results} == {"listed", "added"}
     alone = study.measured(source, [own])
-    assert len(alone.results) == 1 and len(alone.whole.results) == 3
+    assert len(alone.results) == 1 and len(alone.whole.results) == 2
     assert len(measure.load(source.folder)) == 2
     wider = Group("listed", [TINY.but(heads=4)])  # of the same name, and not listed
     assert len(study.measured(source, [wider]).results) == 1
@@ -71,13 +69,55 @@ def test_rows_of_another_machine_are_shown_alone_or_measured_anew(here):
     assert len(found.results) == 3
 
 
+def test_newer_rows_of_another_origin_take_nothing_from_a_page(here):
+    """Nor do rows of points that no page lists."""
+    source, asked = here
+    study.measured(source, [LISTED])
+    other = Group("other", [TINY.but(seq_len=512)])
+    row = made_up(other.points[0], other, False)
+    later = row.provenance | {"engine": "newer", "utc": "9"}
+    write_rows(source.folder, [replace(row, provenance=later)])
+    found = study.measured(source, [LISTED])
+    assert len(found.results) == 2 and len(asked) == 1 and found.left_out == 0
+    assert {r.group for r in found.whole.results} == {"listed"}
+    study.measured(source, [Group("listed", [TINY.but(heads=4)])])
+    assert len(study.measured(source, [LISTED]).whole.results) == 2
+
+
+def test_what_crashed_or_was_disturbed_is_tried_again_here_and_now(here):
+    source, asked = here
+    now = provenance.collect("cpu") | {"utc": "0", "crowded": True}
+    rows = [made_up(p, LISTED, False) for p in LISTED.points]
+    write_rows(source.folder, [replace(r, provenance=r.provenance | now) for r in rows])
+    study.measured(source, [LISTED])
+    assert asked == [("data", ["listed"])]
+
+
+def test_rows_of_another_profile_and_what_is_no_point_are_refused(here):
+    source, _ = here
+    row = made_up(TINY, LISTED, False)
+    of_cpu = row.provenance | {"profile": "cpu"}
+    write_rows(source.folder, [replace(row, provenance=of_cpu)])
+    with pytest.raises(places.UsageError, match="are of cpu, not of h200"):
+        study.source("h200", str(source.folder))
+    with pytest.raises(ValueError, match="list of measure.Group and measure.Point"):
+        study.measured(source, [[TINY]])
+    assert list(study.listed([])) == list(study.listed([TINY]))
+
+
 def test_a_machine_that_cannot_measure_shows_what_is_there(here, monkeypatch):
     source, asked = here
     found = study.measured(replace(source, runs=False), [LISTED])
     assert not asked and found.results == [] and len(found.frame()) == 0
     assert "status" in found.frame().query("not control")
+    with pytest.raises(places.UsageError, match="no samples.jsonl in the folder"):
+        study.source("cpu", str(source.folder))
+    write_rows(source.folder, [made_up(TINY, LISTED, False)])
+    asked = str(source.folder)
+    assert study.source("cpu", asked).runs
+    assert not study.source("cpu", asked, measure=False).runs
     monkeypatch.setenv(places.NO_MEASURING, "1")
-    assert not study.source("cpu", str(source.folder)).runs
+    assert not study.source("cpu", asked).runs
 
 
 def test_the_source_follows_the_rows_that_are_there(here):

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from .. import patterns
+from ..checks import check_int
 from ..cost import PASSES
 
 
@@ -78,8 +79,7 @@ class Point:
                 f"unknown dtype {self.dtype!r}; known are torch's, as float32 or bfloat16"
             )
         for name in ("batch", "seq_len", "heads", "kv_heads", "head_dim", "world_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+            check_int(name, getattr(self, name))
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads must be a multiple of kv_heads: {self.heads} and {self.kv_heads}"

@@ -21,6 +21,7 @@ from ..block_patterns import (
     local_global,
     sliding_window,
 )
+from ..checks import check_int, check_ints
 from ..patterns import Dense, Dilated, Pattern
 from . import peers
 from .model_systems import STEPS, document_lengths
@@ -69,21 +70,28 @@ def again(point: Point) -> Point:
 
 
 def vary(groups: list[Group], *, longest: int = 0, **fields) -> list[Group]:
-    """The groups with other values of these fields of every point, and without points
+    """The groups with other values of these fields of every call, and without points
     beyond ``longest`` tokens; 0, "" and None keep what a suite has.
 
-    >>> [group] = vary([Group("g", [sgemm(8)])], dtype="float64", heads=0)
-    >>> group.points[0].dtype, group.points[0].heads
-    ('float64', 1)
+    Matrix products, which show the rate of the machine, stay as they are. Raises
+    ValueError for a number that is no integer of at least 0.
+
+    >>> [group] = vary([Group("g", [Point("ringlab", Dense())])], heads=2, head_dim=0)
+    >>> group.points[0].heads, group.points[0].head_dim
+    (2, 64)
     """
+    for name in fields.keys() & {"batch", "heads", "kv_heads", "head_dim"}:
+        check_int(name, fields[name] or 0, least=0)
+    check_int("longest", longest, least=0)
     fields = {name: value for name, value in fields.items() if value}
     if "heads" in fields:
         fields.setdefault("kv_heads", fields["heads"])
     found = []
     for group in groups:
         kept = (p for p in group.points if not longest or p.seq_len <= longest)
-        if points := dict.fromkeys(p.but(**fields) if fields else p for p in kept):
-            found.append(replace(group, points=tuple(points)))
+        points = (p.but(**fields) if p.system != "sgemm" else p for p in kept)
+        if points := tuple(dict.fromkeys(points)):
+            found.append(replace(group, points=points))
     return found
 
 
@@ -639,6 +647,20 @@ def landscape_systems() -> dict[str, tuple[str, Callable[[int], Pattern]]]:
     }
 
 
+def windows(tokens: Sequence[int]) -> dict[str, tuple[str, Callable[[int], Pattern]]]:
+    """Systems to add to the landscape: sliding windows of so many tokens each way,
+    which a query's own is one of.
+
+    >>> list(windows([1024]))
+    ['Window of 1,024 each way']
+    """
+    found = {}
+    for n in check_ints("windows", tokens) if tokens else ():
+        window = sliding_window(tokens=n)
+        found[f"Window of {n:,} each way"] = "ringlab", lambda _, window=window: window
+    return found
+
+
 BESIDE, BESIDE_CAUSAL = "beside", "beside, causal"
 BRANCHES = (
     [512, 1024, 2048],
@@ -729,19 +751,19 @@ def landscape(
     """The field on one page, about three minutes on two CPU cores, most of them dense
     attention at the longest.
 
-    ``seq_lens`` (default: three for this kind of device) and ``systems`` (default:
-    ``landscape_systems``, to which a reader may add). ``landscape``: each system over
-    the lengths, forward; FlexAttention at the longest only, because it compiles for ten
-    seconds. ``landscape training``: forward and backward at the two shorter ones.
+    ``seq_lens``: those of the ranking alone, in place of three for this kind of device
+    and all other groups. ``systems``: by default ``landscape_systems``, to which a
+    reader may add; dense attention by torch is always there. ``landscape``: each system
+    over the lengths, forward; FlexAttention at the longest only, because it compiles
+    for ten seconds. ``landscape training``: forward and backward at the two shorter ones.
     ``landscape, added``: systems besides the default ones, beside dense attention.
     ``advised``: the pattern that ``advise`` proposes, at lengths of the first screen's
     table. Then those of ``model_groups``. The other packages that are installed have
     groups of their own, by ``peer_groups``; they take about a minute.
     """
     own, known = [1024, 4096, 16384], landscape_systems()
-    ns = sorted(seq_lens) or _lengths(
-        rehearsal, *(own if device == "cpu" else [4096, 16384, 65536])
-    )
+    ns = sorted({*check_ints("seq_lens", seq_lens)}) if seq_lens else None
+    ns = ns or _lengths(rehearsal, *(own if device == "cpu" else [4096, 16384, 65536]))
     window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile, device))
     systems = known if systems is None else systems
 
@@ -769,6 +791,12 @@ def landscape(
     ]
     trained = [p.but(passes="fwd+bwd") for p in trained]
     more = [name for name in systems if name not in known]
+    for name, other in product(more, systems):
+        same = systems[name][0] == systems[other][0] and all(
+            systems[name][1](n) == systems[other][1](n) for n in ns
+        )
+        if same and name != other:
+            raise ValueError(f"{name!r} and {other!r} are one system")
     added = [p for n in ns for p in (dense(window.but(seq_len=n)), *points_at(n, more))]
     half = 2048 if device == "cpu" else 8192
     advised = [
@@ -780,10 +808,15 @@ def landscape(
         advised[0].but(passes="fwd+bwd"),
     ]  # at the next length its check takes minutes
     # Dense attention takes seconds, and is what all others are compared with.
-    return [
+    ranking = [
         Group(LANDSCAPE, dict.fromkeys(points), rounds=8),
         Group(LANDSCAPE_TRAINING, trained, rounds=8),
         *([Group(LANDSCAPE_ADDED, dict.fromkeys(added))] if more else []),
+    ]
+    if seq_lens:
+        return ranking
+    return [
+        *ranking,
         *([] if rehearsal else [Group("advised", advised, rounds=5)]),
         *model_groups(window, device == "cpu", rehearsal),
         *peer_groups(window, half, SHORTEST if rehearsal else 8 * half),

@@ -160,8 +160,10 @@ def palette(names: Iterable[str]) -> dict[str, str]:
     """A color of this project's for each name; the first is grey, as the one that
     others are compared with.
     """
-    order = (GREY, INK, BLUE, ORANGE, GREEN, SKY, PURPLE, RED)
-    return dict(zip(names, cycle(order)))
+    own = [GREY, INK, BLUE, ORANGE, GREEN, SKY, PURPLE, RED]
+    names = [*names]
+    more = seaborn.husl_palette(max(0, len(names) - len(own))).as_hex()
+    return dict(zip(names, [*own, *more]))
 
 
 def lines(

@@ -101,6 +101,8 @@ def bounds(profile: hardware.Profile, pattern, seq_len: int, **shape) -> str:
 
 def trust_line(study: Study) -> str:
     """The line of an answer about checks, noise and repetition."""
+    if not study.results:
+        return "**Trust**: there are no rows."
     shares = [
         e / r.tolerance[k]
         for r in study.good
@@ -193,7 +195,9 @@ def limits(study: Study, *more: str) -> Text:
         if study.rehearsal
         else []
     )
-    if all(r.point.world_size == 1 for r in study.results):
+    if study.origin:
+        lines.append(study.origin)
+    if study.results and all(r.point.world_size == 1 for r in study.results):
         lines.append("Anything about several devices: every row ran on one.")
     lines += more
     missing = [p.label() for p in missing_points(study)]

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from .. import cost, hardware, measure, patterns
-from ..measure import store, suites
+from ..measure import provenance, store, suites
+from ..measure.provenance import key
 from ..measure.validity import (
     judged,
     objection,
@@ -25,7 +26,16 @@ from ..measure.validity import (
     threads,
     timed,
 )
-from .places import NO_MEASURING, REHEARSAL, plan, reports_folder
+from .places import (
+    NO_MEASURING,
+    REHEARSAL,
+    ReportError,
+    UsageError,
+    locked,
+    note,
+    plan,
+    reports_folder,
+)
 from .trust import apart, earlier, reproduced, spread, turns, wide, widened
 
 # Columns of a frame, whatever the rows have.
@@ -52,22 +62,29 @@ class Source:
         return {"device": self.device, "rehearsal": self.rehearsal}
 
 
-def source(profile: str = "auto", data: str = "") -> Source:
-    """Where the rows of a profile lie (in the folder ``data``, if named), and where
-    missing ones come from.
+def source(profile: str = "auto", data: str = "", measure: bool = True) -> Source:
+    """Where the rows of a profile lie (in the folder ``data``, if named), and whether
+    missing ones can be measured here; not with ``measure=False``.
 
-    Raises UnknownProfile, and UsageError for a GPU that torch cannot drive here.
+    Raises UnknownProfile, and UsageError for a GPU that torch cannot drive here, a
+    folder without rows, and one with those of another profile.
     """
     planned = plan(profile, hardware.detect(), reports_folder())
     folder = Path(data) if data else reports_folder() / planned.folder / "data"
     about, device, rehearsal = planned.profile, planned.device, planned.rehearsal
+    if data and not (folder / store.NAME).is_file():
+        raise UsageError(f"there is no {store.NAME} in the folder {data}")
     if rows := store.load(folder):  # they say what they were measured on
-        newest = newest_origin(rows)
-        about_rows = Study(about, newest, folder)
-        rehearsal, device = about_rows.rehearsal, about_rows.device_type
-        memory = about.memory_bytes or about_rows.memory_bytes
+        whose = {r.provenance.get("profile", about.name) for r in rows} - {about.name}
+        if whose:
+            raise UsageError(
+                f"the rows in {folder} are of {', '.join(sorted(whose))}, not of {about.name}"
+            )
+        known = Study(about, newest_origin(rows), folder)
+        rehearsal, device = known.rehearsal, known.device_type
+        memory = about.memory_bytes or known.memory_bytes
         about = replace(about, memory_bytes=memory)
-    runs = planned.measure and NO_MEASURING not in os.environ
+    runs = planned.measure and measure and NO_MEASURING not in os.environ
     return Source(about, folder, device, rehearsal, runs)
 
 
@@ -76,54 +93,75 @@ def measured(here: Source, points: Iterable) -> Study:
     first, with a line of progress for each; its ``whole`` has all rows of the folder.
 
     Rows of points that no page lists go to a folder of their own. Points by themselves
-    are a group of this name. If rows of another machine or engine are there and some
-    are missing, all are measured, for a page never mixes two of them.
+    are a group of the name ``ADDED``. A page never mixes rows of two machines, engines
+    or numbers of threads: if those that are there are not of here and now and some are
+    missing, all are measured. Points that crashed, or that other work disturbed, are
+    tried again as ``measure.run`` says. Raises ReportError if another run uses the
+    folder or it cannot be written.
     """
     groups = in_groups(points)
     wanted = {(g.name, g.composition(p), p.id) for g in groups for p in g.points}
 
-    def stored() -> tuple[list, list]:
-        """(rows of these points, other rows of the folder)."""
-        rows = [*store.read(here.folder), *store.read(here.folder / ADDED)]
-        own = [(r.group, r.composition, r.point.id) in wanted for r in rows]
-        return tuple(
-            [r for r, x in zip(rows, own) if x is way] for way in (True, False)
-        )
+    def name_of(row) -> tuple[str, str, str]:
+        return row.group, row.composition, row.point.id
 
-    rows, others = stored()
-    newest = newest_origin(rows)
-    have = {(r.group, r.composition, r.point.id) for r in newest}
-    if here.runs and wanted - have:
-        if not all(map(is_current, newest)):
-            have = set()
-        suite_groups = (f(here.profile, **here.how) for f in suites.SUITES.values())
-        listed = {g.id for groups in suite_groups for g in groups}
-        for folder, own in ((here.folder, True), (here.folder / ADDED, False)):
-            missing = [
-                g
-                for g in groups
-                if (g.id in listed) is own
-                and any((g.name, g.composition(p), p.id) not in have for p in g.points)
-            ]
-            if missing:
-                how = here.how | {"profile": here.profile, "progress": True}
-                measure.run(missing, folder, **how)
-        rows, others = stored()
+    def stored() -> list:
+        rows = [*store.read(here.folder), *store.read(here.folder / ADDED)]
+        return [r for r in rows if name_of(r) in wanted]
+
+    rows = newest_origin(everything := stored())
+    missing = wanted - {*map(name_of, rows)}
+    if here.runs:
+        now = key(provenance.collect(here.device))
+        current = all(key(r.provenance) == now for r in rows)
+        if missing and not current:
+            note(f"{len(rows)} rows are of another machine or engine: measuring all")
+            missing = wanted
+        elif current:  # whether to try again is for the run to say
+            again = (r for r in rows if not r.final or r.provenance.get("crowded"))
+            missing |= {*map(name_of, again)}
+        names = {(name, composition) for name, composition, _ in missing}
+        some = [
+            g for g in groups for p in g.points if (g.name, g.composition(p)) in names
+        ]
+        if some:
+            _measure(here, dict.fromkeys(some))
+            rows = newest_origin(everything := stored())
     names = {g.name for g in groups}
     # The machine's pace shows in all that was measured beside these rows, too.
-    found = settle([*rows, *(r for r in others if r.group not in names)])
+    beside = store.read(here.folder)
+    if rows:
+        same = key(rows[0].provenance)
+        beside = [r for r in beside if key(r.provenance) == same]
+    found = settle([*rows, *(r for r in beside if r.group not in names)])
     own = [r for r in found["results"] if r.group in names]
-    left_out = len(store.latest(rows)) - len(own)
-    whole = _study(here.profile, here.folder, found)
+    whole = _study(here.profile, here.folder, settle(beside))
+    left_out = len({*map(name_of, everything)}) - len(own)
     found |= {"results": own, "left_out": left_out, "whole": whole}
     return _study(here.profile, here.folder, found, groups)
+
+
+def _measure(here: Source, groups: Iterable) -> None:
+    suite_groups = (f(here.profile, **here.how) for f in suites.SUITES.values())
+    listed = {g.id for each in suite_groups for g in each}
+    try:
+        with locked(here.folder.parent):
+            for folder, own in ((here.folder, True), (here.folder / ADDED, False)):
+                if some := [g for g in groups if (g.id in listed) is own]:
+                    how = here.how | {"profile": here.profile, "progress": True}
+                    measure.run(some, folder, **how)
+    except (OSError, measure.Busy) as error:
+        raise ReportError(f"cannot measure into {here.folder}: {error}") from error
 
 
 def in_groups(points: Iterable) -> list:
     """Groups as they are; points by themselves are a group of the name ``ADDED``."""
     points = list(points)
     groups = [x for x in points if isinstance(x, measure.Group)]
-    if alone := [x for x in points if isinstance(x, measure.Point)]:
+    alone = [x for x in points if isinstance(x, measure.Point)]
+    if len(groups) + len(alone) < len(points):
+        raise ValueError("points must be a list of measure.Group and measure.Point")
+    if alone:
         groups.append(measure.Group(ADDED, dict.fromkeys(alone), interleave=False))
     return groups
 
@@ -133,14 +171,7 @@ def listed(points: Iterable):
     import pandas
 
     each = [_fields(g.name, p) for g in in_groups(points) for p in g.points]
-    return pandas.DataFrame(each)
-
-
-def is_current(row) -> bool:
-    """It was measured on this machine and by this engine."""
-    about = row.provenance
-    here = measure.machine_id(), measure.engine_hash(), torch.__version__
-    return (about.get("machine"), about.get("engine"), about.get("torch")) == here
+    return pandas.DataFrame(each, columns=[*_fields("", measure.sgemm(1))])
 
 
 def read_study(profile, folder: Path) -> Study:
@@ -180,17 +211,11 @@ def settle(everything: Sequence) -> dict:
 
 
 def newest_origin(results: Sequence) -> list:
-    """The results that share engine, machine, device and torch with the one that was
-    measured last.
+    """The results that share engine, method, machine, device, threads and torch with the
+    one that was measured last.
     """
-
-    def origin(r):
-        return [
-            r.provenance.get(k) for k in ("engine", "machine", "device_name", "torch")
-        ]
-
     newest = max(results, key=lambda r: r.provenance.get("utc", ""), default=None)
-    return [r for r in results if origin(r) == origin(newest)]
+    return [r for r in results if key(r.provenance) == key(newest.provenance)]
 
 
 @dataclass(eq=False)
@@ -271,6 +296,8 @@ class Study:
         """Said where the rows come from another machine or engine than the ones at
         hand; empty otherwise.
         """
+        if not self.results:
+            return ""
         said, first = [], self.results[0].provenance
         if first.get("machine") != measure.machine_id():
             said.append(
@@ -310,7 +337,8 @@ class Study:
     @property
     def newest(self) -> dict:
         """The provenance of the row that was measured last."""
-        return max((r.provenance for r in self.results), key=lambda p: p.get("utc", ""))
+        about = (r.provenance for r in self.results)
+        return max(about, key=lambda p: p.get("utc", ""), default={})
 
     @property
     def good(self) -> list:
@@ -357,15 +385,18 @@ class Study:
             )  # the rows too, or other rows could get their ids
         return self._ratios[key][2]
 
-    def ranks(self, rows: Iterable) -> list[int]:
+    def ranks(self, rows: Iterable) -> list[int | None]:
         """The rank of each of these rows, which are sorted by time; those that the run
-        does not tell apart share a rank with the fastest among them.
+        does not tell apart share a rank with the fastest among them. Too few samples to
+        tell give none.
         """
         found, head = [], None
         for place, row in enumerate(rows, 1):
-            if head is None or self.ratio(row, head).significantly_slower:
+            ratio = head and self.ratio(row, head)
+            if head is None or ratio.significantly_slower:
                 rank, head = place, row
-            found.append(rank)
+            known = ratio is None or ratio.high < math.inf
+            found.append(rank if known else None)
         return found
 
     @cached_property
@@ -404,8 +435,8 @@ class Study:
         return len(found), sum(found)
 
     def frame(self, systems: Mapping | None = None):
-        """Every row as a pandas DataFrame, for hands and ``summary.csv``: one row a
-        point, units in the names.
+        """Every row as a pandas DataFrame, for hands and ``summary.csv``: one row a point
+        of a group, units in the names.
 
         ``status``: "ok", or the word for what is not quoted, and ``not_quoted_because``;
         ``timed``: it has a time to compare; ``control``: it repeats another row;
