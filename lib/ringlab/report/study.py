@@ -109,7 +109,8 @@ def measured(here: Source, points: Iterable) -> Study:
         rows = [*store.read(here.folder), *store.read(here.folder / ADDED)]
         return [r for r in rows if name_of(r) in wanted]
 
-    rows = newest_origin(everything := stored())
+    everything = stored()
+    rows = newest_origin(everything)
     missing = wanted - {*map(name_of, rows)}
     if here.runs:
         now = key(provenance.collect(here.device))
@@ -126,7 +127,8 @@ def measured(here: Source, points: Iterable) -> Study:
         ]
         if some:
             _measure(here, dict.fromkeys(some))
-            rows = newest_origin(everything := stored())
+            everything = stored()
+            rows = newest_origin(everything)
     names = {g.name for g in groups}
     # The machine's pace shows in all that was measured beside these rows, too.
     beside = store.read(here.folder)
