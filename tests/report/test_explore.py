@@ -4,6 +4,7 @@ browser.
 
 import re
 import sys
+import threading
 from html import unescape
 from pathlib import Path
 
@@ -324,6 +325,29 @@ def test_bad_input_is_one_line_and_nothing_of_another_choice_stays(opened):
             and opened.places["facts"].value
             and not opened.advise_button.disabled
         )
+
+
+def test_messages_in_two_threads_end_with_the_last_state(opened, monkeypatch):
+    """As JupyterLab and ipykernel 7 send them: a mistake is made while another thread
+    still draws what was chosen before.
+    """
+    seen, drawing, mended = explore.seen, threading.Event(), threading.Event()
+
+    def slow(choice):
+        drawing.set()
+        mended.wait(0.5)
+        return seen(choice)
+
+    monkeypatch.setattr(explore, "seen", slow)
+    first = threading.Thread(target=opened.set, kwargs={"seq_len": "1K"})
+    first.start()
+    assert drawing.wait(60)
+    opened.controls["lengths"].value = "32, ?"
+    mended.set()
+    first.join()
+    assert 'role="alert"' in opened.places["alert"].value
+    assert {opened.places[x].value for x in explore.SHOWN} == {""}
+    assert opened.advise_button.disabled
 
 
 # --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import functools
 import re
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from html import escape
@@ -524,6 +525,9 @@ class Panel:
             ]
         ).add_class("ringlab-explore")
         self.held = False
+        # JupyterLab handles widgets in a thread beside that of the cells, and the first
+        # messages in both: one refresh at a time, so that the last shows the latest.
+        self.lock = threading.RLock()
         self.refresh()
         for control in self.controls.values():
             control.observe(self.refresh, names="value")
@@ -539,19 +543,23 @@ class Panel:
 
     def set(self, **fields) -> None:
         """Give several controls a value, and show what follows once."""
-        self.held = True
-        for name, value in fields.items():
-            self.controls[name].value = value
-        self.held = False
-        self.refresh()
+        with self.lock:
+            self.held = True
+            for name, value in fields.items():
+                self.controls[name].value = value
+            self.held = False
+            self.refresh()
 
     def refresh(self, _=None) -> None:
         """Show what follows from the controls in the open tab; what cannot be is one
         line instead.
         """
-        if self.held:
-            return
-        choice, shown = self.choice, {}
+        with self.lock:
+            if not self.held:
+                self._refresh(self.choice)
+
+    def _refresh(self, choice: Choice) -> None:
+        shown = {}
         self._hide(choice)
         self.places["alert"].value = "<p>Working ...</p>"
         try:
@@ -591,13 +599,15 @@ class Panel:
         """Show what to use for the length, shape, hardware and ranks, whatever the
         pattern and the dtype, with code.
         """
-        choice = self.choice
+        with self.lock:
+            self.places["advice"].value = self._advice(self.choice)
+
+    def _advice(self, choice: Choice) -> str:
         try:
             advice = advise(choice.hardware, choice.n, **choice.shape | {"dtype": None})
-            html = f"<pre>{escape(advice.text())}</pre>{_folded('Advised call as code', advice.code())}"
+            return f"<pre>{escape(advice.text())}</pre>{_folded('Advised call as code', advice.code())}"
         except Exception as error:  # noqa: BLE001  as above
-            html = _alert(error)
-        self.places["advice"].value = html
+            return _alert(error)
 
     def _repr_mimebundle_(self, **asked) -> dict:
         """The widgets, and for who shows none the variants as a table, or why there is
