@@ -1,16 +1,16 @@
-"""Advice: which settings for which length on which hardware.
+"""Advice: which attention for which length on which hardware, and how to run it.
 
-Each setting is chosen by measured rows (``Evidence``) where they bear on it, else by
-the hardware's policy or by estimate. ``ringlab.report.evidence`` makes evidence from
-stored rows. Only the pattern changes results: it is proposed, and one that is given
-stays.
+Dense attention while its time and the memory allow; beyond that by what a model needs:
+every key exactly, something from far away, or its neighbours. Each option comes with
+its cost and with the evidence for it: measured, trained, computed or unknown.
+``ringlab.report.evidence`` makes evidence from stored rows.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from textwrap import wrap
@@ -18,11 +18,10 @@ from textwrap import wrap
 import torch
 
 from . import hardware, kernels
-from .block_patterns import BlockSparse, local_global, sliding_window
-from .checks import LARGEST, check_bool, check_int, is_real, short_repr
+from .block_patterns import BlockSparse, sliding_window
+from .checks import LARGEST, check_bool, check_choice, check_int, is_real, short_repr
 from .cost import far_queries, format_bytes, format_seconds
 from .engine import Execution
-from .engine.chunked import OOMBackoff
 from .estimate import NETWORK_REMOVED, Estimate, cost_of, estimate_of, rates_of
 from .meta_run import MetaCall
 from .patterns import Dense, Dilated, Pattern
@@ -31,157 +30,113 @@ from .ring.layout import layout_named
 from .ring.volume import unevenness
 
 PAPER = 2048  # LongNet's first segment (Ding et al. 2023, arXiv 2307.02486)
-SHORTEST = 256  # first segment of a ladder
-BLOCK, MOST_BLOCKS = (
-    128,
-    4096,
-)  # positions of a block; blocks are larger where there would be more of them
+WINDOW = 2048  # positions that a query of a window sees, itself among them
+BLOCK = (
+    128  # positions of a block; longer ones where there would be more than MOST_BLOCKS
+)
+MOST_BLOCKS = 4096
+DENSE_LAYER = 4  # of so many layers with windows one is dense, the first
+SECONDS = 1.0  # what a call of one layer may take
 EVEN = 1.1  # shards stay contiguous while the busiest rank computes at most this many times the average
 TILE = 512
-SWITCHES = {
-    "gather": "gathered copies",
-    "cache": "the pattern cache",
-    "pool": "the pool",
-    "blocks": "ways for blocks",
-}
 SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its backward
 MOST_RANKS = 32  # tried for a sequence that does not fit
-STEP, TRIES = (
-    128,
-    6,
-)  # a shorter length is sought in multiples of so many positions a rank, in so many tries
-NEAR = 1.5  # rows count whose share of dense's products differs by at most this factor
-KINDS = ("auto", "dense", "ladder", "local")
+STEP = 128  # a shorter length is sought in multiples of so many positions a rank
+TRIES = 6
+NEEDS = ("exact", "far", "local")
+PATTERNS = ("auto", "dense", "ladder", "local")
 POLICY, ESTIMATE, ASKED = "by policy", "by estimate", "as asked"
+MEASURED, ABOUT, AT_LEAST = (
+    "measured",
+    "about",
+    "at least",
+)  # what a time is, surest first
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A measured comparison of two rows that differ in one thing: ``against`` takes
-    ``ratio`` times as long as ``setting``, from ``low`` to ``high`` at 95 %.
+    """A measured call on the hardware that is asked about: its time, and how many times
+    its roofline that is.
 
-    ``about``: what they differ in, "dtype", "backend", "scheme", "pattern" or a switch
-    of ``Execution``; ``origin`` which rows they are. ``counts`` is false for rows of
-    another machine and of a rehearsal: they are shown and decide nothing. No ratio
-    below ``least`` is a difference.
-
-    >>> e = Evidence("backend", "eager", "auto", 0.5, 0.4, 0.6, "8K", "rows of today")
-    >>> e.faster, e.slower, e.turned().setting, e.turned().ratio
-    (False, True, 'auto', 2.0)
+    ``shape`` is (batch, heads, kv_heads, head_dim, causal). A call of the same kind of
+    pattern, dtype and passes takes about as many times its own roofline.
     """
 
-    about: str
-    setting: str
-    against: str
-    ratio: float
-    low: float
-    high: float
-    label: str
-    origin: str
-    pattern: str = ""
-    dtype: str = ""
-    seq_len: int = 1
-    passes: str = "fwd"
-    causal: bool = False
-    ranks: int = 1
-    counts: bool = True
-    least: float = 1.0
-    share: float = 0.0  # of the pairs of dense attention that its pattern has, branch by branch; 0: not known
+    pattern: Pattern
+    seq_len: int
+    shape: tuple
+    dtype: torch.dtype
+    passes: str
+    seconds: float
+    over_roofline: float
 
     @property
-    def faster(self) -> bool:
-        return self.low > self.least
-
-    @property
-    def slower(self) -> bool:
-        return self.high < 1 / self.least
-
-    def turned(self) -> Evidence:
-        """The same comparison from the other side."""
-        low, high = 1 / self.high, 1 / self.low if self.low else math.inf
-        return replace(
-            self,
-            setting=self.against,
-            against=self.setting,
-            ratio=1 / self.ratio,
-            low=low,
-            high=high,
-        )
-
-    @property
-    def text(self) -> str:
-        word = (
-            "faster than"
-            if self.faster
-            else "slower than"
-            if self.slower
-            else "within noise of"
-        )
-        sides = [
-            f"{self.about}={x}" if x in ("True", "False") else x
-            for x in (self.setting, self.against)
-        ]
-        said = (
-            f"{sides[0]} {self.figures} {word} {sides[1]}, {self.label}, {self.origin}"
-        )
-        return said if self.counts else f"{said}: decides nothing"
-
-    @property
-    def how(self) -> str:
-        return f"measured: {self.figures}, {self.origin}"
-
-    @property
-    def figures(self) -> str:
-        return f"{self.ratio:.3g}x ({self.low:.3g} to {self.high:.3g})"
+    def kind(self) -> tuple:
+        return type(self.pattern), self.dtype, self.passes
 
 
 @dataclass(frozen=True)
 class Decision:
     """One setting: its ``value``, ``how`` it was chosen ("by policy", "by estimate",
-    "measured: ...", "as asked"), ``why``, and the measured comparisons that concern it.
+    "as asked") and ``why``.
     """
 
     name: str
     value: object
     how: str
     why: str
-    evidence: tuple[Evidence, ...] = ()
 
     @property
     def shown(self) -> str:
         if isinstance(self.value, torch.dtype):
             return dtype_name(self.value)
         if isinstance(self.value, Execution):
-            return (
-                ", ".join(f"{k}={v}" for k, v in changed(self.value).items())
-                or "as it stands"
-            )
+            tile = self.value.tile
+            return "as it stands" if tile is None else f"tile={tile}"
         if isinstance(self.value, bool):
             return "yes" if self.value else "no"
-        return (
-            ", ".join(self.value) if isinstance(self.value, tuple) else str(self.value)
-        )
+        return str(self.value)
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """A pattern for the length, with what it comes to where it is run as advised."""
+class Option:
+    """A way to attend over the length, for one need: "exact", "far", "local", or
+    "asked" for a pattern that was given.
 
+    With ``dense_every``, one layer of so many is dense and the others have ``pattern``;
+    figures are then the average layer's, ``peak_bytes`` the larger one. ``share``: of
+    the pairs of dense attention. ``reach``: the share of queries that see a key at
+    least half the sequence away (causal: half of all at most). ``seconds`` of one call:
+    ``time`` says whether "measured", "about" (from measured calls of the kind) or "at
+    least" (the roofline); 0 where no rate is known. ``trained``: what is known of small
+    models that learned with it.
+    """
+
+    need: str
     name: str
     pattern: Pattern
-    share: float  # of the pairs of dense attention, each once
-    bound_s: float  # 0: not known
-    binds: str | None
+    share: float
+    reach: float
+    seconds: float
+    time: str
     peak_bytes: int | None  # of the rank that needs most; None: not estimated
     sent_bytes: int  # all ranks together
+    dense_every: int = 0
+    trained: str = ""
 
+    @property
+    def takes(self) -> str:
+        """Its time in words."""
+        if not self.seconds:
+            return "not known"
+        sign = {MEASURED: "", ABOUT: "about ", AT_LEAST: "≥ "}[self.time]
+        return sign + format_seconds(self.seconds)
 
-def changed(execution: Execution) -> dict:
-    """The switches of an execution that are not as it stands by itself."""
-    plain = vars(Execution())
-    return {
-        name: value for name, value in vars(execution).items() if value != plain[name]
-    }
+    @property
+    def evidence(self) -> str:
+        """What the time rests on, and what is known of learning."""
+        kind = {MEASURED: "measured", ABOUT: "measured rate", AT_LEAST: "computed"}
+        return "; ".join(filter(None, [kind[self.time], self.trained]))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -193,14 +148,13 @@ CODE = """\
 {about}
 import torch
 import ringlab
-from ringlab.{module} import {names}
-{checkpoint}
+{imports}
 seq_len = {seq_len}
 device = {device}
-pattern = {pattern}
+{pattern}
 {torchrun}
 
-def attend(q, k, v):
+def attend(q, k, v, pattern):
     return ringlab.attention(q, k, v, pattern, {options})
 
 
@@ -211,35 +165,36 @@ out = {out}
 TORCHRUN = (
     '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
 )
-PATTERN_COLUMNS = (
-    "pairs of dense",
-    "lower bound",
-    "peak per rank",
-    "sent in all",
-    "pattern",
-)
+HEADER = ("need", "use", "pairs", "see half away", "a call", "peak", "sent", "evidence")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to run for a length on a profile: choices with their reasons, and the
-    patterns that were compared.
+    """What to use for a length on a profile: the ``options`` by need, the one
+    ``advised``, ``why``, and the settings it runs with.
 
-    ``advice["scheme"]`` is a choice's value. ``need_bytes`` is what the rank that needs
-    most needs, ``budget_bytes`` what it has (None: not known); where that is less,
-    ``longest`` is a length of this pattern that fits, near the longest, and
-    ``enough_ranks`` a number of ranks that hold the sequence. ``cache_bytes``: what the
-    caches of all layers take for generating up to this length, on the rank with most
-    (None: not causal, or not estimated).
+    ``advice["scheme"]`` is a setting's value. ``dense_until``: up to about this length
+    dense attention keeps within the time and the memory, and ``ends`` says which of
+    them ends it ("time", "memory"; None: neither is known). ``need_bytes`` is what the
+    rank that needs most needs, ``budget_bytes`` what it has (None: not known); where
+    that is less, ``longest`` is a length of this pattern that fits, near the longest,
+    and ``enough_ranks`` a number of ranks that hold the sequence. ``cache_bytes``: what
+    the caches of all layers take for generating up to this length, on the rank with
+    most (None: not causal, or not estimated).
     """
 
     call: MetaCall  # its shape, passes, ranks and profile
     seq_len: int
     layers: int
+    seconds: float
+    options: tuple[Option, ...]
+    advised: Option
+    why: str
     choices: dict[str, Decision]
+    dense_until: int | None = None
+    ends: str | None = None
     budget_bytes: int | None = None
     need_bytes: int | None = None
-    proposals: tuple[Proposal, ...] = ()
     longest: int | None = None
     enough_ranks: int | None = None
     cache_bytes: int | None = None
@@ -249,11 +204,9 @@ class Advice:
 
     @property
     def fits(self) -> bool | None:
-        return (
-            None
-            if None in (self.budget_bytes, self.need_bytes)
-            else self.need_bytes <= self.budget_bytes
-        )
+        if None in (self.budget_bytes, self.need_bytes):
+            return None
+        return self.need_bytes <= self.budget_bytes
 
     @property
     def title(self) -> str:
@@ -292,37 +245,46 @@ class Advice:
         ranks = f"; {self.enough_ranks} ranks hold it" if self.enough_ranks else ""
         return f"does not fit: {have}; {longest}{ranks}"
 
-    def _memories(self) -> list[tuple[str, str]]:
-        """What is said of memory: of the call, and of the caches for generation."""
-        if self.cache_bytes is None:
-            return [("memory", self.memory)]
-        caches = (
-            "a cache" if self.layers == 1 else f"the caches of {self.layers} layers"
+    @property
+    def settings(self) -> str:
+        """One line on how it runs."""
+        return ", ".join(
+            f"{x.name} {x.shown}" for x in self.choices.values() if x.name != "pattern"
         )
-        said = f"{caches} for {self.seq_len:,} tokens: {format_bytes(self.cache_bytes)}"
-        return [("memory", self.memory), ("generation", said)]
 
     def text(self) -> str:
-        """For a terminal: the choices, the measured comparisons, and the patterns that
-        were compared.
+        """For a terminal: what to use, whether it fits and how it runs, a line each, then
+        the options by need.
         """
-        lines = [self.title, ""]
-        for c in self.choices.values():
-            lines += [f"{c.name:15}{c.shown}", f"{'':15}{c.how}: {c.why}"]
-        lines += [f"{name:15}{ESTIMATE}: {said}" for name, said in self._memories()]
-        lines += [""]
-        measured = [f"  {e.text}" for c in self.choices.values() for e in c.evidence]
-        lines += (
-            ["measured:", *measured]
-            if measured
-            else ["measured: nothing that bears on it"]
-        )
+        memory = self.memory
+        if self.cache_bytes is not None:
+            caches = "a cache" if self.layers == 1 else f"{self.layers} layers' caches"
+            memory += f"; {caches} for generation: {format_bytes(self.cache_bytes)}"
         return "\n".join(
             [
-                *lines,
+                self.title,
                 "",
-                *columns([PATTERN_COLUMNS, *map(self._figures, self.proposals)]),
+                f"use      {self.advised.name}: {self.why}",
+                f"memory   {memory}",
+                f"runs by  {self.settings}",
+                "",
+                *columns([HEADER, *map(self._figures, self.options)]),
             ]
+        )
+
+    def _figures(self, x: Option) -> tuple[str, ...]:
+        peak = "not estimated" if x.peak_bytes is None else format_bytes(x.peak_bytes)
+        if x.peak_bytes and self.budget_bytes and x.peak_bytes > self.budget_bytes:
+            peak += ", does not fit"
+        return (
+            f"{x.need} *" if x is self.advised else x.need,
+            x.name,
+            f"{100 * x.share:.3g} %",
+            f"{100 * x.reach:.3g} %",
+            x.takes,
+            peak,
+            format_bytes(x.sent_bytes),
+            x.evidence,
         )
 
     def code(self) -> str:
@@ -331,39 +293,40 @@ class Advice:
         Ranks are simulated in the one process; a comment says what changes under
         torchrun.
         """
-        c, pattern, kept, backward = (
-            self.call,
-            self["pattern"],
-            self["checkpointing"],
-            self.call.passes != "fwd",
-        )
+        c, kept, backward = self.call, self["checkpointing"], self.call.passes != "fwd"
+        pattern, dense_every = self.advised.pattern, self.advised.dense_every
+        settings = (x for x in self.choices.values() if x.name != "pattern")
+        about = [f"{x.name}: {x.shown}; {x.how}: {x.why}" for x in settings]
         about = [
-            f"{x.name}: {x.shown}; {x.how}: {x.why}" for x in self.choices.values()
+            wrap(x, 88, subsequent_indent="  ")
+            for x in (
+                self.title,
+                f"{self.advised.name}: {self.why}",
+                *about,
+                f"memory: {self.memory}",
+            )
         ]
-        about = [
-            wrap(x, 114, subsequent_indent="  ")
-            for x in (self.title, *about, f"memory: {self.memory}")
-        ]
-        options = [f"causal={c.causal}", f"backend={self['backend']!r}"]
+        options = [f"causal={c.causal}"]
         if c.ranks > 1:
-            options += [
-                f"group=ringlab.Simulated({c.ranks})",
-                f"scheme={self['scheme']!r}",
-            ]
+            scheme = "auto" if dense_every else self["scheme"]
+            options += [f"group=ringlab.Simulated({c.ranks})", f"scheme={scheme!r}"]
             options += [f"layout={str(self['layout'])!r}"]
-        if execution := changed(self["execution"]):
-            options += [
-                f"execution=ringlab.Execution({', '.join(f'{k}={v!r}' for k, v in execution.items())})"
-            ]
+        if (tile := self["execution"].tile) is not None:
+            options += [f"execution=ringlab.Execution(tile={tile!r})"]
+        names = set(re.findall(r"\b([A-Z]\w*)\(", repr(pattern)))
+        module = "blocks" if isinstance(pattern, BlockSparse) else "patterns"
+        imports = f"from ringlab.{module} import {', '.join(sorted(names))}\n"
+        lines = f"pattern = {pattern!r}\n"
+        if dense_every:
+            lines += f"# Layer i attends with layers[i % {dense_every}].\n"
+            lines += f"layers = [ringlab.Dense()] + [pattern] * {dense_every - 1}\n"
+        if kept:
+            imports += "from torch.utils.checkpoint import checkpoint\n"
         return CODE.format(
             about="\n".join(f"# {line}" for lines in about for line in lines),
-            module="blocks" if isinstance(pattern, BlockSparse) else "patterns",
-            names=", ".join(sorted(set(re.findall(r"\b([A-Z]\w*)\(", repr(pattern))))),
-            checkpoint="from torch.utils.checkpoint import checkpoint\n"
-            if kept
-            else "",
+            imports=imports,
             seq_len=self.seq_len,
-            pattern=repr(pattern),
+            pattern=lines,
             options=", ".join(options),
             dtype=self["dtype"],
             device='"cuda" if torch.cuda.is_available() else "cpu"'
@@ -374,30 +337,10 @@ class Advice:
             batch=c.batch,
             head_dim=c.head_dim,
             heads=[c.heads, c.kv_heads, c.kv_heads],
-            out="checkpoint(attend, q, k, v, use_reentrant=False)"
+            out="checkpoint(attend, q, k, v, pattern, use_reentrant=False)"
             if kept
-            else "attend(q, k, v)",
+            else "attend(q, k, v, pattern)",
             backward="out.sum().backward()\n" if backward else "",
-        )
-
-    def _figures(self, p: Proposal) -> tuple[str, ...]:
-        bound = f"{format_seconds(p.bound_s)} ({p.binds})" if p.bound_s else "not known"
-        over = (
-            p.peak_bytes
-            and self.budget_bytes is not None
-            and p.peak_bytes > self.budget_bytes
-        )
-        peak = (
-            format_bytes(p.peak_bytes) + (", does not fit" if over else "")
-            if p.peak_bytes
-            else "not estimated"
-        )
-        return (
-            f"{100 * p.share:.3g} %",
-            bound,
-            peak,
-            format_bytes(p.sent_bytes),
-            f"{p.name}: {p.pattern}",
         )
 
 
@@ -413,38 +356,39 @@ def columns(rows: Sequence[Sequence[str]], sides: Sequence[str] = "") -> list[st
     ]
 
 
-def ladder(seq_len: int, first: int = PAPER) -> Pattern:
+def ladder(seq_len: int, first: int = PAPER, heads: int | None = None) -> Pattern:
     """LongNet's ladder up to the sequence: segments first, 2 first, ... at rates 1, 2,
     ...; dense where one holds all.
 
+    With ``heads``, no rate is larger than their number: head h takes the positions h of
+    every ``rate``, so with more no head would take the others.
+
     >>> str(ladder(10000)), str(ladder(2048))
     ('dilated [2048, 4096, 8192, 16384] / [1, 2, 4, 8]', 'dense')
+    >>> str(ladder(10000, heads=4))
+    'dilated [2048, 4096, 8192, 16384] / [1, 2, 4, 4]'
     """
     steps = max(0, (-(-seq_len // first) - 1).bit_length())
-    return (
-        Dilated(
-            [first << i for i in range(steps + 1)], [1 << i for i in range(steps + 1)]
-        )
-        if steps
-        else Dense()
+    if not steps:
+        return Dense()
+    most = steps if heads is None else heads.bit_length() - 1
+    return Dilated(
+        [first << i for i in range(steps + 1)],
+        [1 << min(i, most) for i in range(steps + 1)],
     )
 
 
-def local(seq_len: int, ranks: int = 1, width: int = PAPER) -> BlockSparse:
-    """A sliding window of about ``width`` positions; on one rank a global block too,
-    for which ranks would send all.
+def local(seq_len: int, causal: bool = False, width: int = WINDOW) -> BlockSparse:
+    """A sliding window in which a query sees about ``width`` positions: on either side,
+    or before it if ``causal``.
 
-    >>> str(local(10000)), str(local(10000, ranks=2))
-    ('blocks of 128: window 8, 1 global', 'blocks of 128: window 8')
+    >>> str(local(10000)), str(local(10000, causal=True))
+    ('blocks of 128: window 8', 'blocks of 128: window 16')
     """
-    block = min(
-        max(BLOCK, 1 << (seq_len // MOST_BLOCKS).bit_length()), seq_len, width // 2
-    )
-    before = max(1, width // (2 * block))
-    return (
-        local_global(before, 1, block_size=block)
-        if ranks == 1
-        else sliding_window(before, block_size=block)
+    most = max(BLOCK, 1 << (seq_len // MOST_BLOCKS).bit_length())
+    block = min(most, seq_len, width // 2)
+    return sliding_window(
+        max(1, width // (block if causal else 2 * block)), block_size=block
     )
 
 
@@ -452,6 +396,8 @@ def advise(
     profile: hardware.Profile | str,
     seq_len: int,
     *,
+    need: str = "far",
+    seconds: float = SECONDS,
     ranks: int = 1,
     batch: int = 1,
     heads: int = 8,
@@ -464,31 +410,37 @@ def advise(
     dtype: torch.dtype | None = None,
     layout: str | Layout | None = None,
     memory_bytes: int | None = None,
-    seconds: float | None = None,
     estimates: bool = True,
     rows: Iterable[Evidence] = (),
-    network: None = None,
+    trained: Mapping[str, str] | None = None,
+    network=None,
 ) -> Advice:
-    """Advise dtype, backend, scheme, layout, pattern, execution and checkpointing for
-    ``seq_len`` tokens on ``ranks``.
+    """Advise an attention for ``seq_len`` tokens on ``ranks`` of a profile, and the
+    dtype, backend, scheme, layout and checkpointing to run it with.
 
-    ``pattern``: one to keep, or what to propose: "dense", "ladder" (LongNet: segments
-    w, 2w, 4w at rates 1, 2, 4 and so on up to the sequence), "local" (sliding window,
-    global block), "auto" (the ladder where it pays, else dense). ``seconds``: a limit
-    for the lower bound of a call; the ladder's first segment is the longest within it.
+    Dense attention is advised while a call of one layer takes at most ``seconds`` and
+    fits in memory. Beyond that ``need`` decides. "exact": dense all the same. "far": a
+    query has to find keys from anywhere; windows, and one dense layer of four. "local":
+    its neighbours are enough; windows alone, at any length. ``pattern``: one to keep, a
+    pattern or "dense", "local" (window) or "ladder" (LongNet, with rates up to the
+    number of heads: for who has such a model), instead of a choice by need.
+
     ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``:
-    of a rank (None: the profile's). ``rows``: measured comparisons. A ``dtype`` or
-    ``layout`` that is given is kept. ``estimates=False``: choose by policy, rows and
-    bytes sent alone; memory and lower bounds, which take seconds to find, stay unknown.
-    ``network`` is refused: predicted times were removed.
+    of a rank (None: the profile's). ``rows``: measured calls on this hardware, which
+    make times of rooflines. ``trained``: what small models learned with "dense",
+    "far", "local", "ladder", in words. A ``dtype`` or ``layout`` that is given is kept.
+    ``estimates=False``: memory, which takes seconds to find, stays unknown. ``network``
+    is refused: predicted times were removed.
 
     Raises ValueError, in one line, for an unknown profile, numbers that are not
     positive, memory that cannot hold the inputs of a rank, and what takes minutes to
     estimate.
 
-    >>> advice = advise("gtx1080", 131072, ranks=2)
-    >>> advice["dtype"], advice["scheme"], advice["pattern"].segment_lengths[:3], advice.fits
-    (torch.float32, 'plan', (2048, 4096, 8192), True)
+    >>> advice = advise("gtx1080", 8192, passes="fwd")
+    >>> advice.advised.name, advice["dtype"], advice.fits
+    ('dense attention', torch.float32, True)
+    >>> advise("gtx1080", 131072, passes="fwd", estimates=False).advised.name
+    'windows of 2,048, one layer of 4 dense'
     """
     if network is not None:
         raise TypeError(NETWORK_REMOVED)
@@ -499,11 +451,12 @@ def advise(
     if isinstance(profile, str):
         machine = hardware.detect()
         profile = hardware.resolve(profile, machine).on(machine)
+    check_choice("need", need, NEEDS)
     if not isinstance(pattern, Pattern) and not (
-        isinstance(pattern, str) and pattern in KINDS
+        isinstance(pattern, str) and pattern in PATTERNS
     ):
         raise ValueError(
-            f"pattern must be a ringlab pattern or one of {', '.join(KINDS)}, got {short_repr(pattern)}"
+            f"pattern must be a ringlab pattern or one of {', '.join(PATTERNS)}, got {short_repr(pattern)}"
         )
     seq_len = check_int("seq_len", seq_len, most=LARGEST)
     layers = check_int("layers", layers, most=LARGEST)
@@ -536,8 +489,17 @@ def advise(
         raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
     return _Advisor(
-        call, seq_len, layers, budget, rows, layout, dtype, estimates, seconds
-    ).advice(pattern)
+        call,
+        seq_len,
+        layers,
+        budget,
+        rows,
+        trained or {},
+        layout,
+        dtype,
+        estimates,
+        seconds,
+    ).advice(need, pattern)
 
 
 @dataclass
@@ -559,8 +521,8 @@ class _Placed:
 
 @dataclass
 class _Advisor:
-    """What is asked for, and the decisions: dtype and backend first, then the pattern
-    with its execution and scheme.
+    """What is asked for, and the decisions: dtype and kernel first, then the options and
+    how the advised one runs.
     """
 
     call: MetaCall  # with the dtype and the kernel that were decided; each pattern replaces the rest
@@ -568,29 +530,25 @@ class _Advisor:
     layers: int
     budget: int | None
     rows: tuple[Evidence, ...]
+    trained: Mapping[str, str]
     layout: str | Layout | None
     given_dtype: torch.dtype | None
     estimates: bool
-    seconds: float | None
+    seconds: float
 
     def __post_init__(self):
         self.dtype = self._dtype()
         self.call = replace(self.call, dtype=self.dtype.value)
-        _, kernel = self._backend(Dense())
+        _, kernel = self._kernel(Dense())
         # On a GPU "auto" depends on the pattern, too.
         by_rule = self.call.device_type == "cuda" and kernel in kernels.SDPA
         self.call = replace(self.call, backend="auto" if by_rule else kernel)
         self.place = cache(self._place)
 
-    def advice(self, wanted: str | Pattern) -> Advice:
+    def advice(self, need: str, wanted: str | Pattern) -> Advice:
         c = self.call
-        least = (
-            c.batch
-            * -(-self.seq_len // c.ranks)
-            * (c.heads + 2 * c.kv_heads)
-            * c.head_dim
-            * c.dtype.itemsize
-        )
+        rows = c.batch * -(-self.seq_len // c.ranks)  # of a rank
+        least = rows * (c.heads + 2 * c.kv_heads) * c.head_dim * c.dtype.itemsize
         if self.budget is not None and least > self.budget:
             few = (
                 f"q, k and v of a rank are {format_bytes(least)}"
@@ -602,87 +560,43 @@ class _Advisor:
             )
         if self.estimates:
             c.check(self.seq_len)
-        pattern = self._pattern(wanted)
-        placed = self.place(pattern.value)
-        checkpointing = self._checkpointing(placed)
+        options = self._options(wanted)
+        end, ends = self._dense_until(options["exact"])
+        name, why = self._chosen(need, options, end, ends)
+        advised = options[name]
+        # The dense layers need most.
+        placed = self.place(Dense() if advised.dense_every else advised.pattern)
+        kept = self._checkpointing(placed)
         choices = (
-            pattern,
+            Decision("pattern", advised.pattern, POLICY, why),
             self.dtype,
-            self._backend(pattern.value)[0],
+            self._kernel(advised.pattern)[0],
             *placed.across,
             placed.execution,
-            checkpointing,
+            kept,
         )
         found: dict = {}
         if self.estimates:
-            kept = checkpointing.value
-            found["need_bytes"] = self._need(placed.estimate, kept)
+            found["need_bytes"] = self._need(placed.estimate, kept.value)
             if c.causal:
-                found["cache_bytes"] = self.layers * placed.estimate.cache_bytes
-            found["proposals"] = self._proposals(
-                pattern.value, isinstance(wanted, Pattern), kept
-            )
-            if not self._fits(placed.estimate, kept):
-                found["longest"] = self._longest(placed, kept)
-                found["enough_ranks"] = self._enough_ranks(placed, kept)
+                found["cache_bytes"] = self._cache(advised)
+            if not self._fits(placed.estimate, kept.value):
+                found["longest"] = self._longest(placed, kept.value)
+                found["enough_ranks"] = self._enough_ranks(placed, kept.value)
         return Advice(
             c,
             self.seq_len,
             self.layers,
+            self.seconds,
+            tuple(options.values()),
+            advised,
+            why,
             {c.name: c for c in choices},
+            end,
+            ends,
             self.budget,
             **found,
         )
-
-    # ----------------------------------------------------------------------------------
-    # from rows
-
-    def _measured(
-        self, about: str, default: str, suits: Callable
-    ) -> tuple[Evidence, ...]:
-        """For each other setting, the comparison with ``default`` whose shape is
-        nearest to the one asked for.
-        """
-
-        def distance(e: Evidence) -> tuple:
-            other = e.passes != self.call.passes, e.causal != self.call.causal
-            return not e.counts, *other, abs(math.log(e.seq_len / self.seq_len))
-
-        nearest: dict[str, Evidence] = {}
-        for e in sorted(
-            (e for e in self.rows if e.about == about and suits(e)), key=distance
-        ):
-            e = e.turned() if e.setting == default else e
-            if e.against == default != e.setting:
-                nearest.setdefault(e.setting, e)
-        return tuple(nearest.values())
-
-    def _fastest(
-        self,
-        about: str,
-        default: str,
-        why="",
-        how=POLICY,
-        suits: Callable = lambda e: True,
-    ) -> Decision:
-        """The fastest setting that was measured faster than the default, else the
-        default.
-        """
-        found = self._measured(about, default, suits)
-        counting = [e for e in found if e.counts]
-        best = max(counting, key=lambda e: (e.faster, e.ratio), default=None)
-        if best and best.faster:
-            return Decision(
-                about,
-                best.setting,
-                best.how,
-                f"faster than {best.against}, {best.label}",
-                found,
-            )
-        if best and all(e.slower for e in counting):
-            best = best.turned()
-            how, why = best.how, f"faster than {best.against}, {best.label}; {why}"
-        return Decision(about, default, how, why, found)
 
     def _dtype(self) -> Decision:
         if self.given_dtype is not None:
@@ -690,75 +604,153 @@ class _Advisor:
                 "dtype", self.given_dtype, ASKED, "a dtype that is given is kept"
             )
         name, why = self.call.profile.dtype_reason().split(": ", 1)
-        decided = self._fastest("dtype", name, why)
-        return replace(decided, value=getattr(torch, decided.value))
+        return Decision("dtype", getattr(torch, name), POLICY, why)
 
-    def _backend(self, pattern: Pattern) -> tuple[Decision, str]:
-        """The backend, and the kernel that should run a pattern."""
-        profile, dtype = self.call.profile, self.call.dtype
+    def _kernel(self, pattern: Pattern) -> tuple[Decision, str]:
+        """The kernel that ``backend="auto"`` should take for a pattern, and its name."""
+        call = replace(self.call, pattern=pattern)
         try:
-            call = replace(self.call, pattern=pattern)
             found = call.choice(self.seq_len)
-            said = (
-                found.refusals if profile.kind != "cpu" else {}
-            )  # a CPU refuses all that is for GPUs
-            refused = [
-                f"{name} {why}" for name, why in said.items() if name not in kernels.CPU
-            ]
-            own = (
-                "of torch's own kernels"
-                if found.name in kernels.SDPA
-                else "this library's own kernel"
-            )
-            why = [f"{found.name}, {own}"]
-            if found.rule is not None:
-                why = [f"{found.name}, {own}: {found.rule}"]
-                back = call.choice(self.seq_len, for_gradients=True)
-                if call.passes != "fwd" and back.rule != found.rule:
-                    why.append(f"backward {back.name}: {back.rule}")
-            kernel, why = found.name, "; ".join([*why, *refused])
         except NotImplementedError as error:
-            kernel, why = "auto", str(error)
-        as_auto = {
-            kernel: "auto"
-        }  # a row of the kernel that "auto" comes to is a row of "auto"
-        self.rows = tuple(
-            replace(
-                e,
-                **{
-                    side: as_auto.get(getattr(e, side), getattr(e, side))
-                    for side in ("setting", "against")
-                },
-            )
-            if e.about == "backend"
-            else e
-            for e in self.rows
+            return Decision("kernel", "auto", POLICY, str(error)), "auto"
+        own = (
+            "of torch's own kernels"
+            if found.name in kernels.SDPA
+            else "this library's own kernel"
         )
-        decided = self._fastest(
-            "backend", "auto", why, suits=lambda e: e.dtype == dtype_name(dtype)
-        )
-        if decided.value == "auto":
-            return decided, kernel
-        return replace(decided, value=(decided.value, "auto")), decided.value
+        why = [own if found.rule is None else f"{own}: {found.rule}"]
+        if found.rule is not None:
+            back = call.choice(self.seq_len, for_gradients=True)
+            if call.passes != "fwd" and back.rule != found.rule:
+                why.append(f"backward {back.name}: {back.rule}")
+        if call.profile.kind != "cpu":  # a CPU refuses all that is for GPUs
+            refused = found.refusals.items()
+            why += [
+                f"{name} {said}" for name, said in refused if name not in kernels.CPU
+            ]
+        return Decision("kernel", found.name, POLICY, "; ".join(why)), found.name
 
-    def _execution(self, pattern: Pattern) -> Decision:
-        plain, found, taken = Execution(), (), {}
-        how, why = POLICY, "strided views, the pattern cache, no pool and no tiles"
-        kind = "blocks" if isinstance(pattern, BlockSparse) else "dilated"
-        for name, title in SWITCHES.items():
-            if name == "gather" and self.call.ranks > 1:
-                continue
-            default = str(getattr(plain, name))
-            decided = self._fastest(
-                name, default, suits=lambda e: e.pattern.startswith(kind)
-            )
-            found += decided.evidence
-            if decided.value != default:
-                taken[name] = {"True": True, "False": False}.get(
-                    decided.value, decided.value
-                )
-                how, why = decided.how, f"{title}: {decided.why}"
-        return Decision("execution", replace(plain, **taken), how, why, found)
+    # ----------------------------------------------------------------------------------
+    # the options
+
+    def _options(self, wanted: str | Pattern) -> dict[str, Option]:
+        """The options by need; with a pattern that was asked for, that one first."""
+        c, n = self.call, self.seq_len
+        window = local(n, c.causal)
+        dense = self._option("exact", "dense attention", Dense(), "dense")
+        near = self._option("local", f"windows of {WINDOW:,}", window, "local")
+        asked = {
+            "dense": Dense(),
+            "local": window,
+            "ladder": ladder(n, heads=c.heads),
+        }.get(wanted, wanted)
+        found = {}
+        if isinstance(asked, Pattern):
+            name = f"LongNet, {asked}" if wanted == "ladder" else str(asked)
+            kind = "ladder" if isinstance(asked, Dilated) else ""
+            found["asked"] = self._option("asked", name, asked, kind)
+        found["exact"] = dense
+        if near.share < 1:
+            found |= {"far": self._far(dense, near), "local": near}
+        return found
+
+    def _option(self, need: str, name: str, pattern: Pattern, kind: str) -> Option:
+        c, n = self.call, self.seq_len
+        placed, e = self.place(pattern), self._bounded(pattern)
+        every = c.batch * c.heads * (n * (n + 1) // 2 if c.causal else n * n)
+        far = far_queries(pattern, n, c.heads, c.kv_heads, c.causal)
+        return Option(
+            need,
+            name,
+            pattern,
+            e.cost.distinct_pairs / every,
+            far / n,
+            *self._time(pattern, e.bound_s),
+            self._least(placed) if self.estimates else None,
+            sum(placed.sent.values()),
+            trained=self.trained.get(kind, ""),
+        )
+
+    def _far(self, dense: Option, near: Option) -> Option:
+        """Windows with a dense layer of so many: the average of a layer."""
+        peaks = near.peak_bytes, dense.peak_bytes
+
+        def mean(name: str) -> float:
+            one, others = getattr(dense, name), getattr(near, name)
+            return (one + (DENSE_LAYER - 1) * others) / DENSE_LAYER
+
+        return replace(
+            near,
+            need="far",
+            name=f"{near.name}, one layer of {DENSE_LAYER} dense",
+            share=mean("share"),
+            reach=dense.reach,
+            seconds=mean("seconds"),
+            time=max(dense.time, near.time, key=(MEASURED, ABOUT, AT_LEAST).index),
+            peak_bytes=None if None in peaks else max(peaks),
+            sent_bytes=int(mean("sent_bytes")),
+            dense_every=DENSE_LAYER,
+            trained=self.trained.get("far", ""),
+        )
+
+    def _time(self, pattern: Pattern, bound: float) -> tuple[float, str]:
+        """Seconds of a call, and what they are: its roofline, or as many times that as
+        the measured call took that is nearest in length.
+        """
+        c, n = self.call, self.seq_len
+        alike = [e for e in self.rows if e.kind == (type(pattern), c.dtype, c.passes)]
+        if c.ranks > 1 or not alike:
+            return bound, AT_LEAST
+        shape = c.batch, c.heads, c.kv_heads, c.head_dim, c.causal
+        for e in alike:
+            if (e.pattern, e.seq_len, e.shape) == (pattern, n, shape):
+                return e.seconds, MEASURED
+        near = min(alike, key=lambda e: abs(math.log(e.seq_len / n)))
+        return bound * near.over_roofline, ABOUT
+
+    def _dense_until(self, dense: Option) -> tuple[int | None, str | None]:
+        """The length up to which dense attention keeps within the time and the memory,
+        and which of them ends it. Time grows as the square of the length, memory as it.
+        """
+        n, ends = self.seq_len, {}
+        if dense.seconds:
+            ends["time"] = n * math.sqrt(self.seconds / dense.seconds)
+        if dense.peak_bytes and self.budget:
+            ends["memory"] = n * self.budget / dense.peak_bytes
+        if not ends:
+            return None, None
+        which = min(ends, key=ends.get)
+        return int(ends[which]), which
+
+    def _chosen(
+        self,
+        need: str,
+        options: Mapping[str, Option],
+        end: int | None,
+        ends: str | None,
+    ) -> tuple[str, str]:
+        """The need of the option to use, and why."""
+        dense = options["exact"]
+        until = "neither its time nor its memory is known"
+        if ends:
+            limit = {"time": f"within {format_seconds(self.seconds)} a call"}
+            limit = limit.get(ends, "in memory")
+            until = f"dense attention stays {limit} up to about {rounded(end):,} tokens"
+        if "asked" in options:
+            return "asked", f"a pattern that is given is kept; {until}"
+        if "far" not in options:
+            return "exact", f"a window of {WINDOW:,} would show every key, too"
+        if need == "exact":
+            return "exact", f"every key, as asked; {until}"
+        if need == "local":
+            seen = f"{100 * options['local'].share:.2g} % of the pairs"
+            return "local", f"neighbours alone, as asked: {seen}; {until}"
+        if dense.seconds <= self.seconds:
+            return "exact", f"it takes {dense.takes}; {until}"
+        learned = options["far"].trained or "whether models learn with it is unknown"
+        ranks = math.ceil(dense.seconds * self.call.ranks / self.seconds)
+        more = f", within it on {ranks} ranks" if ranks <= MOST_RANKS else ""
+        return "far", f"{until}, here it takes {dense.takes}{more}; {learned}"
 
     # ----------------------------------------------------------------------------------
     # by estimate
@@ -786,6 +778,10 @@ class _Advisor:
             saved * (self.layers - 1) if self.call.passes == "fwd+bwd" else 0
         )
 
+    def _least(self, placed: _Placed) -> int:
+        """Bytes of the rank that needs most, with checkpointing if that is chosen."""
+        return self._need(placed.estimate, self._checkpointing(placed).value)
+
     def _fits(self, found: Estimate, checkpointing: bool = False) -> bool:
         return self.budget is None or self._need(found, checkpointing) <= self.budget
 
@@ -795,27 +791,20 @@ class _Advisor:
         Eager scores, which alone fill memory, are computed in tiles where they do not
         fit.
         """
-        execution, eager = self._execution(pattern), self.call.backend == "eager"
-        if eager and not self.estimates and self.call.profile.kind == "cuda":
-            why = f"smaller tiles where memory runs out; {execution.why}"
-            execution = replace(
-                execution, value=replace(execution.value, tile=OOMBackoff()), why=why
-            )
-        placed = self._on_ranks(pattern, execution)
-        if eager and self.estimates and not self._fits(placed.estimate):
-            tiled, need = (
-                replace(execution.value, tile=TILE),
-                format_bytes(self._need(placed.estimate)),
-            )
-            tried = replace(
-                execution,
-                value=tiled,
-                how=ESTIMATE,
-                why=f"{need} without tiles; {execution.why}",
-            )
+        plain = Decision(
+            "execution", Execution(), POLICY, "whole calls, no score tiles"
+        )
+        placed = self._on_ranks(pattern, plain)
+        if (
+            self.call.backend == "eager"
+            and self.estimates
+            and not self._fits(placed.estimate)
+        ):
+            why = f"{format_bytes(self._need(placed.estimate))} without tiles"
+            tiled = Decision("execution", Execution(tile=TILE), ESTIMATE, why)
             placed = min(
                 placed,
-                self._on_ranks(pattern, tried),
+                self._on_ranks(pattern, tiled),
                 key=lambda each: each.estimate.peak_bytes,
             )
         return placed
@@ -871,15 +860,7 @@ class _Advisor:
         if best != least:
             why += f"; {least} needs {format_bytes(self._need(found[least].estimate))} on a rank, more than there is"
 
-        def suits(e: Evidence) -> bool:
-            return (e.ranks, e.pattern) == (c.ranks, str(pattern)) and {
-                e.setting,
-                e.against,
-            } <= total.keys()
-
-        scheme = self._fastest(
-            "scheme", best, "; ".join([why, *refused]), ESTIMATE, suits
-        )
+        scheme = Decision("scheme", best, ESTIMATE, "; ".join([why, *refused]))
         busiest = f"the busiest rank computes {unevenness(problem, scheme.value):.3g} times the average"
         layout = Decision(
             "layout", name, ESTIMATE if self.layout is None else ASKED, busiest
@@ -887,118 +868,6 @@ class _Advisor:
         placed = found[scheme.value]
         placed.across = scheme, layout
         return placed
-
-    # ----------------------------------------------------------------------------------
-    # the pattern
-
-    def _pattern(self, wanted: str | Pattern) -> Decision:
-        c, n = self.call, self.seq_len
-        if wanted in ("dense", "local"):
-            wanted = Dense() if wanted == "dense" else local(n, c.ranks)
-        if isinstance(wanted, Pattern):
-            return Decision("pattern", wanted, ASKED, "a pattern that is given is kept")
-        if self.seconds is not None:
-            return self._in_time()
-        found = ladder(n)
-        cost, dense = (cost_of(replace(c, pattern=p), n) for p in (found, Dense()))
-        share, seen = (
-            cost.pairs / dense.pairs,
-            cost.distinct_pairs / dense.distinct_pairs,
-        )
-        why = f"LongNet's first segment of {PAPER:,}; {100 * share:.3g} % of the products of dense attention"
-        if share > seen:
-            why += f", for {100 * seen:.3g} % of its pairs: branches share some"
-        far = 100 * far_queries(found, n, c.heads, c.kv_heads, c.causal) / n
-        why += f"; {far:.3g} % of queries see a key at least half the sequence away{' (causal: 50 at most)' * c.causal}"
-        if wanted == "ladder":
-            return Decision("pattern", found, ASKED, why)
-        if isinstance(found, Dense):
-            return Decision(
-                "pattern",
-                found,
-                ESTIMATE,
-                f"a segment of {PAPER:,}, LongNet's first, holds all",
-            )
-        if share >= 1:
-            return Decision(
-                "pattern", Dense(), ESTIMATE, f"it needs no more than {found}: {why}"
-            )
-        # The ladder, unless rows of the same work and about its density show that it
-        # does not pay.
-
-        def suits(e: Evidence) -> bool:
-            same = (e.passes, e.causal, e.ranks, e.dtype) == (
-                c.passes,
-                c.causal,
-                1,
-                dtype_name(c.dtype),
-            )
-            return (
-                same
-                and 1 / NEAR <= e.share / share <= NEAR
-                and "dilated" in e.setting + e.against
-            )
-
-        rows = self._measured("pattern", "dense", suits)
-        if not rows or not rows[0].counts:
-            return Decision("pattern", found, POLICY, why, rows)
-        e = rows[0]
-        at = f"{e.setting}, {100 * e.share:.3g} %, at {e.seq_len:,} tokens"
-        if not e.faster:
-            return Decision(
-                "pattern", Dense(), e.how, f"{at} is no faster than dense; {why}", rows
-            )
-        return Decision("pattern", found, e.how, f"{at}; {why}", rows)
-
-    def _in_time(self) -> Decision:
-        """The ladder whose first segment is the longest that the time allows; dense if
-        one holds all.
-        """
-        allowed, first = (
-            format_seconds(self.seconds),
-            1 << (self.seq_len - 1).bit_length(),
-        )
-        while (
-            bound := self._bounded(ladder(self.seq_len, first)).bound_s
-        ) > self.seconds and first > SHORTEST:
-            first //= 2
-        if not bound:
-            raise ValueError(
-                f"profile {self.call.profile.name!r} has no rates, so no bound to hold to {allowed}"
-            )
-        why = (
-            "the longest first segment within"
-            if bound <= self.seconds
-            else "no ladder keeps to"
-        )
-        why = f"{why} {allowed}: {format_seconds(bound)} at the lower bound"
-        return Decision("pattern", ladder(self.seq_len, first), ESTIMATE, why)
-
-    def _proposals(
-        self, advised: Pattern, given: bool, checkpointing: bool
-    ) -> tuple[Proposal, ...]:
-        """What is advised, dense attention, and the local window where no pattern was
-        given.
-
-        Only the first two with their memory: it takes seconds to find.
-        """
-        kinds = {"advised": advised, "dense": Dense()}
-        if not given:
-            kinds["local"] = local(self.seq_len, self.call.ranks)
-        full = self._bounded(Dense()).cost.distinct_pairs
-        found: dict[Pattern, Proposal] = {}
-        for name, pattern in kinds.items():
-            placed, e = self.place(pattern), self._bounded(pattern)
-            peak = (
-                self._need(placed.estimate, checkpointing)
-                if name in ("advised", "dense")
-                else None
-            )
-            share, sent = e.cost.distinct_pairs / full, sum(placed.sent.values())
-            found.setdefault(
-                pattern, Proposal(name, pattern, share, e.bound_s, e.binds, peak, sent)
-            )
-        return tuple(found.values())
 
     # ----------------------------------------------------------------------------------
     # memory
@@ -1061,3 +930,21 @@ class _Advisor:
                 if more._fits(more.place(placed.call.pattern).estimate, checkpointing):
                     return ranks
         return None
+
+    def _cache(self, advised: Option) -> int:
+        """Bytes of the caches of all layers, on the rank with most."""
+        each = self.place(advised.pattern).estimate.cache_bytes
+        if not advised.dense_every:
+            return self.layers * each
+        dense = -(-self.layers // advised.dense_every)
+        whole = self.place(Dense()).estimate.cache_bytes
+        return dense * whole + (self.layers - dense) * each
+
+
+def rounded(n: int) -> int:
+    """A length to two digits.
+
+    >>> rounded(33_917), rounded(921)
+    (34000, 920)
+    """
+    return round(n, -max(0, len(str(n)) - 2))

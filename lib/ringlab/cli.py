@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from . import __version__, block_patterns, hardware, measure
-from .advise import advise, columns, dtype_name
+from .advise import NEEDS, SECONDS, advise, columns, dtype_name
 from .block_patterns import BlockSparse
 from .checks import FLOATS, check_choice
 from .cost import PASSES, format_bytes, format_seconds
@@ -30,7 +30,7 @@ from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
 from .measure import provenance, suites
 from .patterns import Dense, Dilated, Pattern, from_dict
-from .report.evidence import stored
+from .report.evidence import learned, stored
 from .report.places import ReportError, UsageError, plan, reports_folder
 
 PDF_REMOVED = (
@@ -318,6 +318,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--causal", action="store_true", help="hide what comes after (default: no)")
     add("--passes", default="fwd+bwd", choices=list(PASSES), help="(default: fwd+bwd)")
     add(
+        "--need",
+        default="far",
+        choices=NEEDS,
+        help="beyond dense attention: every key, keys from far away, or neighbours (default: far)",
+    )
+    add(
         "--pattern", default="auto", help="auto, dense, ladder or local (default: auto)"
     )
     add(
@@ -330,7 +336,8 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         metavar="S",
-        help="what a call may take at its bound (default: any)",
+        default=SECONDS,
+        help=f"up to which dense attention is advised, a call (default: {SECONDS:g})",
     )
     add(
         "--show",
@@ -746,6 +753,7 @@ def _advise(given) -> None:
         "causal",
         "passes",
         "pattern",
+        "need",
         "seconds",
     )
     advice = advise(
@@ -753,6 +761,7 @@ def _advise(given) -> None:
         given.seq_len,
         memory_bytes=given.memory,
         rows=rows,
+        trained=learned(),
         **{name: getattr(given, name) for name in asked},
     )
     print(

@@ -324,10 +324,15 @@ def format_seconds(seconds: float) -> str:
     """A time in the unit that suits it, never in exponent form.
 
     >>> format_seconds(0.0213), format_seconds(75.0), format_seconds(4321.0), format_seconds(2.5e-7)
-    ('21.3 ms', '75 s', '4,321 s', '0.25 µs')
+    ('21.3 ms', '75 s', '72 min', '0.25 µs')
     """
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
+    for least, factor, unit in (
+        (7200, 3600, "h"),
+        (300, 60, "min"),
+        (1, 1, "s"),
+        (1e-3, 1e-3, "ms"),
+    ):
+        if seconds >= least:
             return f"{_plain(seconds / factor, 3)} {unit}"
     return f"{_plain(seconds * 1e6, 3)} µs"
 

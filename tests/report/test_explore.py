@@ -121,18 +121,17 @@ def test_variants_have_the_numbers_of_estimate_and_advise():
         "BigBird",
         "Chosen",
     ]
-    proposals = {p.name: p for p in advise("gtx1080", 16384, passes="fwd").proposals}
-    names = {"dense": "Dense", "advised": "LongNet ladder", "local": "Local window"}
-    for name, shown in names.items():
-        assert lines[shown][2] == explore.format_seconds(proposals[name].bound_s)
-        assert lines[shown][0].sub == str(proposals[name].pattern)
+    options = {p.need: p for p in advise("gtx1080", 16384, passes="fwd").options}
+    for need, shown in {"exact": "Dense", "local": "Local window"}.items():
+        assert lines[shown][2] == explore.format_seconds(options[need].seconds)
+        assert lines[shown][0].sub == str(options[need].pattern)
     assert lines["Chosen"][3] == explore.size(
         estimate(choice.pattern, seq_len=16384, profile="gtx1080").peak_bytes
     )
     assert [line[5] for line in table.rows] == ["yes"] * 5
     alt = explore.over_length(choice).alt
     assert (
-        "rooflines over length" in alt
+        "lower bounds" in alt
         and f"{longest(Dense(), 8 << 30, profile='gtx1080'):,}"[:5] in alt
     )
     too_long = explore.compared(
@@ -212,7 +211,7 @@ def test_without_ipywidgets_the_figure_and_the_table_are_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     cells = run_in_this_process(NOTEBOOK, None, {}).cells
     figure, table = (output.data for output in cells[2].outputs)
-    assert "image/png" in figure and "rooflines over length" in figure["text/plain"]
+    assert "image/png" in figure and "lower bounds" in figure["text/plain"]
     assert (
         "Variants at 131,072 tokens on NVIDIA GeForce GTX 1080"
         in table["text/markdown"]
@@ -288,7 +287,7 @@ def test_the_slider_and_the_tabs(opened):
     assert at["facts"].value and not at["compared"].value
     opened.tabs.selected_index = 1
     assert "Variants at 512 tokens" in at["compared"].value and not at["facts"].value
-    assert "rooflines over length" in alts(at["over_length"].value)
+    assert "lower bounds" in alts(at["over_length"].value)
     opened.slider.value = "64K"
     assert (
         "Variants at 65,536 tokens" in at["compared"].value and opened.choice.n == 2**16

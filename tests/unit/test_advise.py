@@ -1,13 +1,15 @@
 """Advice runs, moves the fewest bytes, agrees with the estimate and follows the rows."""
 
+import json
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 import ringlab
 import torch
-from reporting import GOOD, made, made_up, study_of
+from reporting import made, study_of
 from ringlab import (
     Dense,
     Dilated,
@@ -19,10 +21,9 @@ from ringlab import (
     hardware,
 )
 from ringlab.advise import ladder, local
-from ringlab.cost import count_pairs
+from ringlab.cost import far_queries, format_bytes
 from ringlab.estimate import estimate, longest
-from ringlab.measure import Group, Point
-from ringlab.report.evidence import evidence
+from ringlab.report.evidence import evidence, learned, stored
 from ringlab.ring import SCHEMES, Problem, contiguous, zigzag
 from ringlab.ring.layout import layout_named
 from ringlab.ring.volume import sent_bytes, unevenness
@@ -33,33 +34,22 @@ LADDER = Dilated([12, 36], [1, 2])
 
 @pytest.mark.parametrize("name", hardware.profiles())
 def test_the_code_compiles_and_runs_at_a_reduced_length(name):
-    for ranks, n in ((1, 131072), (2, 8192)):
-        advice = advise(
-            name,
-            n,
-            ranks=ranks,
-            heads=2,
-            head_dim=16,
-            estimates=(name, ranks) == ("gtx1080", 1),
-        )
-        assert f"\nseq_len = {n}\n" in advice.code() and advice.fits is not False
+    shape = dict(heads=2, head_dim=16, passes="fwd+bwd")
+    for ranks, n, need in ((1, 131072, "local"), (2, 8192, "far"), (1, 2**22, "far")):
+        advice = advise(name, n, ranks=ranks, need=need, estimates=False, **shape)
+        assert f"\nseq_len = {n}\n" in advice.code() and advice.fits is None
         names: dict = {}
         exec(advice.code().replace(f"seq_len = {n}", "seq_len = 260"), names)
-        assert (
-            names["out"].shape == (1, 260, 2, 16)
-            and names["out"].dtype == advice["dtype"]
-        )
-        assert (
-            torch.isfinite(names["out"]).all() and torch.isfinite(names["q"].grad).all()
-        )
-        want = ringlab.reference.attention(
-            *(names[x].detach() for x in "qkv"), advice["pattern"]
-        )[0]
-        assert (
-            float((names["out"].detach().cpu() - want.cpu()).norm() / want.norm().cpu())
-            < 0.02
-        )
-        assert all(name in advice.text() for name in advice.choices)
+        assert names["out"].shape == (1, 260, 2, 16)
+        assert names["out"].dtype == advice["dtype"]
+        assert torch.isfinite(names["q"].grad).all()
+        pattern = advice.advised.pattern
+        if advice.advised.dense_every:
+            assert names["layers"] == [Dense(), pattern, pattern, pattern]
+        q, k, v = (names[x].detach() for x in "qkv")
+        want = ringlab.reference.attention(q, k, v, pattern)[0].cpu()
+        off = names["out"].detach().cpu() - want
+        assert float(off.norm() / want.norm()) < 0.02
 
 
 PATTERNS = (
@@ -67,7 +57,7 @@ PATTERNS = (
     ladder(4096, 256),
     Dilated([256, 512], [1, 2]),
     Dilated([4096], [1]),
-    local(4096, 4, 512),
+    local(4096, width=512),
 )
 
 
@@ -111,14 +101,6 @@ def test_a_network_is_refused_in_one_line_that_says_what_to_use():
         assert "\n" not in str(error.value)
 
 
-def test_the_ladder_comes_with_the_share_of_queries_that_see_far():
-    for heads, causal, share in ((8, False, "12.5 %"), (32, True, "25 %")):
-        how = dict(heads=heads, causal=causal, estimates=False)
-        why = advise(GTX, 131072, **how).choices["pattern"].why
-        assert f"; {share} of queries see a key at least half" in why
-        assert why.endswith(" (causal: 50 at most)") == causal
-
-
 def test_shares_of_work_are_those_of_a_count():
     """By the oracle's multiplicities, position by position."""
     x = torch.arange(50)
@@ -137,7 +119,10 @@ def test_shares_of_work_are_those_of_a_count():
     how = dict(ranks=2, heads=1, estimates=False)
     assert advise(GTX, 4096, pattern="dense", causal=True, **how)["layout"] == "zigzag"
     assert advise(GTX, 4096, pattern="dense", **how)["layout"] == "contiguous"
-    assert advise(GTX, 65536, causal=True, **how)["layout"] == "contiguous"
+    assert (
+        advise(GTX, 65536, pattern="local", causal=True, **how)["layout"]
+        == "contiguous"
+    )
 
 
 def test_memory_agrees_with_the_estimate():
@@ -156,11 +141,9 @@ def test_memory_agrees_with_the_estimate():
         **{k: v for k, v in shape.items() if k != "pattern"},
         **how,
     )
-    assert (
-        advice.need_bytes == found.peak_bytes
-        and advice.fits
-        and advice.proposals[0].bound_s == found.bound_s
-    )
+    assert advice.need_bytes == found.peak_bytes and advice.fits
+    assert advice.advised.seconds == found.bound_s
+    assert advice.advised.peak_bytes == found.peak_bytes
     assert advise(GTX, 8192, memory_bytes=found.peak_bytes, **shape).fits
     over = advise(GTX, 8192, memory_bytes=found.peak_bytes - 1, **shape)
     most = longest(
@@ -195,11 +178,11 @@ def test_memory_agrees_with_the_estimate():
     )
     assert "checkpoint(attend, q, k, v" in kept.code()
     exec(kept.code().replace("seq_len = 8192", "seq_len = 64"), {})
-    assert deep.cache_bytes is None and "generation" not in deep.text()
+    assert deep.cache_bytes is None
     deep = advise(GTX, 8192, layers=5, causal=True, **shape)
     sizes = dict(max_seq_len=8192, heads=2, head_dim=16, dtype=deep["dtype"], ranks=2)
     assert deep.cache_bytes == 5 * cache_bytes(shape["pattern"], **sizes)
-    assert "the caches of 5 layers for 8,192 tokens: " in deep.text()
+    assert format_bytes(deep.cache_bytes) in deep.text()
 
 
 def test_a_kernel_that_forms_scores_is_tiled_where_they_do_not_fit():
@@ -215,7 +198,7 @@ def test_a_kernel_that_forms_scores_is_tiled_where_they_do_not_fit():
     assert (
         advice["execution"] == Execution(tile=512)
         and advice.fits
-        and "without tiles" in advice.text()
+        and "without tiles" in advice.choices["execution"].why
     )
     assert (
         advise(GTX, 2048, pattern="dense", memory_bytes=2**26, passes="fwd", **SMALL)[
@@ -225,217 +208,173 @@ def test_a_kernel_that_forms_scores_is_tiled_where_they_do_not_fit():
     )
 
 
-def test_the_first_segment_is_as_long_as_the_time_allows():
-    found = [
-        advise("h200", 65536, seconds=s, passes="fwd", causal=True)
-        for s in (1.0, 2e-3, 1e-4, 1e-9)
-    ]
-    firsts = [getattr(a["pattern"], "segment_lengths", [65536])[0] for a in found]
-    assert (
-        found[0]["pattern"] == Dense()
-        and firsts == sorted(firsts, reverse=True)
-        and firsts[1] > firsts[2]
+# --------------------------------------------------------------------------------------
+# what to use
+
+MODEL = dict(heads=32, kv_heads=8, head_dim=128, causal=True)
+QUESTIONS = [  # profile, length, how, what to use; each was judged by hand
+    ("gtx1080", "2K", {}, "exact"),
+    ("gtx1080", "8K", {}, "exact"),
+    ("gtx1080", "32K", {}, "exact"),
+    ("gtx1080", "32K", MODEL, "far"),
+    ("gtx1080", "128K", {}, "far"),
+    ("gtx1080", "128K", dict(passes="fwd", ranks=8), "exact"),
+    ("gtx1080", "512K", dict(passes="fwd"), "far"),
+    ("rtx4090", "8K", MODEL, "exact"),
+    ("rtx4090", "32K", MODEL, "exact"),
+    ("rtx4090", "128K", MODEL, "far"),
+    ("rtx4090", "128K", {}, "exact"),
+    ("rtx4090", "1M", dict(ranks=4), "far"),
+    ("h100", "4K", {}, "exact"),
+    ("h100", "8K", {}, "exact"),
+    ("h100", "128K", MODEL, "exact"),
+    ("h100", "1M", {}, "far"),
+    ("h100", "1M", dict(ranks=8, causal=True), "exact"),
+    ("h200", "256K", MODEL, "far"),
+    ("h200", "1M", MODEL | dict(ranks=8), "far"),
+    ("h200", "4M", dict(ranks=8), "far"),
+]
+
+
+@pytest.mark.parametrize("name, length, how, need", QUESTIONS)
+def test_dense_attention_is_advised_while_a_call_takes_a_second(
+    name, length, how, need
+):
+    n = int(length[:-1]) << {"K": 10, "M": 20}[length[-1]]
+    shape = dict(heads=8, head_dim=64, ranks=1, passes="fwd+bwd", causal=False) | how
+    advice = advise(name, n, estimates=False, **how)
+    profile = hardware.get_profile(name)
+    # Two products of 2 FLOPs a pair and dimension forward, and five backward.
+    pairs = shape["heads"] * (n * (n + 1) // 2 if shape["causal"] else n * n)
+    flops = 4 * pairs * shape["head_dim"] * (1 if shape["passes"] == "fwd" else 3.5)
+    takes = flops / profile.peak(profile.default_dtype()) / shape["ranks"]
+    dense = next(x for x in advice.options if x.need == "exact")
+    assert dense.seconds == pytest.approx(takes, rel=0.01) and dense.reach == (
+        (n + 1) // 2 / n if shape["causal"] else 1
     )
-    for allowed, advice in zip((2e-3, 1e-4), found[1:]):
-        one, two = (
-            ladder(65536, first)
-            for first in (firsts[found.index(advice)], 2 * firsts[found.index(advice)])
-        )
-        how = dict(seq_len=65536, causal=True, dtype=torch.bfloat16, profile="h200")
-        assert (
-            advice["pattern"] == one
-            and estimate(one, **how).bound_s <= allowed < estimate(two, **how).bound_s
-        )
-    assert firsts[3] == 256 and "no ladder keeps to" in found[3].choices["pattern"].why
+    assert advice.advised.need == need == ("exact" if takes <= 1 else "far")
+    assert advice.dense_until == pytest.approx(n / takes**0.5, rel=0.01)
+    if need == "far":
+        far, near = advice.advised, advice.options[-1]
+        assert far.seconds == pytest.approx((takes + 3 * near.seconds) / 4, rel=0.01)
+        assert far.reach == dense.reach and near.reach == 0 < far.dense_every == 4
+        assert near.share < 0.2 and near.seconds < 0.2 * takes
+
+
+def test_a_need_that_is_stated_is_met():
+    ask = partial(advise, GTX, 131072, estimates=False, passes="fwd")
+    for need in ("exact", "far", "local"):
+        assert ask(need=need).advised.need == need
+    assert ask(seconds=10).advised.need == "exact"
+    assert ask(need="exact", seconds=1e-3).advised.pattern == Dense()
+    assert advise(GTX, 1024, need="local", estimates=False).advised.need == "exact"
+    short = advise(GTX, 131072, estimates=False, memory_bytes=2**31)
+    assert short.ends == "time" and short.advised.need == "far"
+    given = ask(pattern=Dilated([512], [1]))
+    assert given.advised.need == "asked" and given["pattern"] == Dilated([512], [1])
+    assert [x.need for x in given.options] == ["asked", "exact", "far", "local"]
+    full = advise("h100", 131072, layers=32, memory_bytes=2**34, **MODEL)
+    assert full.ends == "memory" and full.advised.need == "exact" and not full.fits
+    assert full.dense_until < 131072
+
+
+def test_a_window_is_of_neighbours_and_longnet_of_all_positions():
+    x = torch.arange(4096)
+    for causal in (False, True):
+        m = local(4096, causal, 512).multiplicity(x, x, n=4096, head=0, heads=1)
+        m = m.tril() if causal else m
+        seen = m.bool().sum(1)[2048]
+        assert 512 <= seen <= 512 + 128
+        assert 384 <= (2048 - m[2048].nonzero()[0].item()) <= 640 if causal else True
+    for heads in (1, 4, 8):
+        pattern = ladder(65536, heads=heads)
+        for branch in pattern.branches(65536, heads):
+            assert branch.rate <= heads
+            assert {*branch.offsets} == {*range(branch.rate)}, "all positions take part"
+    asked = advise(GTX, 65536, pattern="ladder", heads=4, estimates=False)
+    assert asked["pattern"] == ladder(65536, heads=4)
+    far = far_queries(asked["pattern"], 65536, 4)
+    assert asked.advised.reach == far / 65536 == 1
 
 
 # --------------------------------------------------------------------------------------
 # rows
 
 
-def row(about, setting, against, ratio, **more) -> Evidence:
-    label = dict(
-        label="8,192 tokens", origin="rows at commit abc", seq_len=8192, dtype="float32"
-    )
-    return Evidence(
-        about, setting, against, ratio, 0.9 * ratio, 1.1 * ratio, **label | more
-    )
+def test_measured_calls_are_the_times():
+    shape = 1, 8, 8, 64, False
+    window, fp32 = local(8192), torch.float32
+    rows = [
+        Evidence(Dense(), 8192, shape, fp32, "fwd", 0.5, 2.0),
+        Evidence(Dense(), 32768, shape, fp32, "fwd", 9.0, 3.0),
+        Evidence(window, 8192, shape, fp32, "fwd", 0.01, 4.0),
+        Evidence(Dense(), 8192, shape, torch.float16, "fwd", 1e-9, 1e-3),
+        Evidence(Dense(), 8192, shape, fp32, "fwd+bwd", 1e-9, 1e-3),
+    ]
 
+    def ask(n, **how):
+        advice = advise(GTX, n, **dict(passes="fwd", rows=rows, estimates=False) | how)
+        return {x.need: x for x in advice.options}, advice
 
-EAGER = row("backend", "eager", "efficient", 1.5)
-HALF = row("dtype", "float16", "float32", 1.3, dtype="")
-POOL = row("pool", "True", "False", 1.3, pattern="dilated [4] / [1]")
-BLOCKS = replace(
-    POOL, about="blocks", setting="views", against="auto", pattern="blocks of 64"
-)
-RING = row("scheme", "ring", "plan", 1.3, ranks=2, pattern=str(ladder(8192)))
-TWO, FORWARD = dict(ranks=2), dict(passes="fwd")
-SHARE = count_pairs(ladder(8192), 8192, 8)[0] / count_pairs(Dense(), 8192, 8)[0]
-LOST = row("pattern", "dilated [2048] / [1]", "dense", 0.8, share=SHARE)
-WON = replace(LOST, ratio=2.0, low=1.8, high=2.2, share=1.2 * SHARE)
-
-
-@pytest.mark.parametrize(
-    "name, rows, options, value, how",
-    [
-        (
-            "backend",
-            [EAGER],
-            {},
-            ("eager", "auto"),
-            "measured: 1.5x (1.35 to 1.65), rows at commit abc",
-        ),
-        (
-            "backend",
-            [row("backend", "auto", "eager", 0.5)],
-            {},
-            ("eager", "auto"),
-            "measured: 2x",
-        ),  # either way round
-        (
-            "backend",
-            [row("backend", "eager", "efficient", 0.5)],
-            {},
-            "auto",
-            "measured: 2x",
-        ),
-        *[
-            ("backend", [replace(EAGER, **other)], {}, "auto", "by policy")
-            for other in (
-                {"counts": False},
-                {"low": 0.9},
-                {"least": 1.6},
-                {"dtype": "x"},
-            )
-        ],
-        # the row nearest in length decides
-        (
-            "backend",
-            [replace(row("backend", "eager", "auto", 0.8), seq_len=16384), EAGER],
-            dict(seq_len=131072),
-            "auto",
-            "measured: 1.25x",
-        ),
-        ("dtype", [HALF], {}, torch.float16, "measured"),
-        ("dtype", [], {}, torch.float32, "by policy"),
-        ("dtype", [HALF], dict(dtype=torch.float64), torch.float64, "as asked"),
-        ("execution", [POOL], {}, Execution(pool=True), "measured"),
-        (
-            "execution",
-            [replace(POOL, pattern="blocks of 64")],
-            {},
-            Execution(),
-            "by policy",
-        ),
-        (
-            "execution",
-            [BLOCKS],
-            dict(pattern="local"),
-            Execution(blocks="views"),
-            "measured",
-        ),
-        ("scheme", [RING], TWO, "ring", "measured"),
-        ("scheme", [], TWO, "plan", "by estimate"),
-        (
-            "scheme",
-            [replace(RING, pattern="dilated [8] / [1]")],
-            TWO,
-            "plan",
-            "by estimate",
-        ),
-        ("scheme", [RING], dict(ranks=4), "plan", "by estimate"),
-        ("pattern", [LOST], FORWARD, Dense(), "measured: 0.8x"),
-        ("pattern", [WON], FORWARD, ladder(8192), "measured: 2x"),
-        *[
-            ("pattern", [replace(LOST, **other)], FORWARD, ladder(8192), "by policy")
-            for other in (
-                {"passes": "fwd+bwd"},
-                {"causal": True},
-                {"dtype": "bfloat16"},
-                {"share": 0.6 * SHARE},
-                TWO,
-                {"counts": False},
-            )
-        ],
-    ],
-)
-def test_rows_decide_and_those_of_others_do_not(name, rows, options, value, how):
-    advice = advise(GTX, **{"seq_len": 8192} | options, rows=rows, estimates=False)
-    found = advice.choices[name]
-    assert found.value == value and found.how.startswith(how)
-    assert all(e.text in advice.text() for e in found.evidence)
-    assert ("decides nothing" in advice.text()) == (
-        found.evidence != () and not rows[0].counts
-    )
-
-
-def test_measured_settings_are_in_the_code():
-    half, eager = (
-        replace(HALF, setting="bfloat16"),
-        row("backend", "eager", "auto", 1.3, dtype="bfloat16"),
-    )
-    code = advise("cpu", 8192, rows=[POOL, half, eager], estimates=False).code()
-    assert "execution=ringlab.Execution(pool=True)" in code
-    assert "backend=('eager', 'auto')" in code and "torch.bfloat16" in code
+    bound, _ = ask(65536, rows=())
+    at, _ = ask(8192)
+    assert (at["exact"].seconds, at["exact"].time) == (0.5, "measured")
+    assert (at["local"].seconds, at["local"].time) == (0.01, "measured")
+    assert (at["far"].seconds, at["far"].time) == (0.53 / 4, "measured")
+    at, advice = ask(65536)
+    assert at["exact"].seconds == 3 * bound["exact"].seconds
+    assert at["local"].seconds == 4 * bound["local"].seconds
+    assert {x.time for x in at.values()} == {"about"}
+    assert advice.dense_until < 65536 and advice.advised.need == "far"
+    assert ask(8192, heads=4)[0]["exact"].time == "about"
+    two, _ = ask(8192, ranks=2)
+    assert {x.time for x in two.values()} == {"at least"}
+    double, _ = ask(8192, dtype=torch.float64)
+    assert {x.time for x in double.values()} == {"at least"}
 
 
 def test_stored_rows_become_evidence_and_bad_ones_do_not():
-    found = evidence(study_of(made("000")))
-    abouts = {e.about for e in found}
-    assert {"dtype", "backend", "pattern", "gather", "pool"} <= abouts and all(
-        e.counts for e in found
-    )
-    by = {
-        (e.about, e.setting, e.against, e.seq_len): e
-        for e in (*found, *(e.turned() for e in found))
-    }
-    assert by["backend", "auto", "eager", 8192].ratio == pytest.approx(
-        2, rel=0.1
-    )  # as the rows were made
-    assert by["gather", "False", "True", 8192].faster
-    elsewhere = evidence(study_of(made("000")), here="another")
-    assert len(elsewhere) == len(found) and not any(e.counts for e in elsewhere)
-    assert "another machine (a CPU)" in elsewhere[0].origin
-    rehearsed = evidence(study_of(made("000", "gtx1080", True)))
-    assert (
-        rehearsed
-        and not any(e.counts for e in rehearsed)
-        and "a rehearsal" in rehearsed[0].origin
-    )
-    assert evidence(study_of([replace(r, errors={}) for r in made("000")])) == ()
-    few = [replace(r, seconds=r.seconds[:4], rounds=r.rounds[:4]) for r in made("000")]
-    assert evidence(study_of(few)) == (), "no interval, no evidence"
-    # ranks: a published system is its scheme
-    point = Point(**GOOD | {"world_size": 2})
-    pair = Group(
-        "pair",
-        (
-            point.but(options={"scheme": "plan"}),
-            point.but(system="RingDilatedAttentionV2Robust"),
-        ),
-    )
-    ranks = [
-        made_up(p, pair, False, ranks={"scheme": s})
-        for p, s in zip(pair.points, ("plan", "ring"))
+    rows = made("000")
+    found = evidence(study_of(rows))
+    plain = [
+        r
+        for r in study_of(rows).good
+        if r.point.system == "ringlab" and not r.point.options and r.median
+        if r.point.world_size == 1
     ]
-    (only,) = evidence(study_of(ranks))
-    assert (only.about, {only.setting, only.against}, only.ranks) == (
-        "scheme",
-        {"plan", "ring"},
-        2,
-    )
-    both = [ranks[0], replace(ranks[1], point=ranks[1].point.but(dtype="bfloat16"))]
-    assert evidence(study_of(both)) == (), (
-        "which of two settings made the difference is not known"
-    )
-    assert (
-        evidence(
-            study_of(
-                [replace(r, ranks=r.ranks | {"oversubscribed": True}) for r in ranks]
-            )
-        )
-        == ()
-    )
+    assert plain and [e.seconds for e in found] == [r.median for r in plain]
+    assert all(e.over_roofline > 1 for e in found)
+    assert evidence(study_of([replace(r, errors={}) for r in rows])) == ()
+
+
+def test_rows_of_another_cpu_are_no_evidence(monkeypatch, tmp_path):
+    monkeypatch.setattr("ringlab.report.evidence.reports_folder", lambda: tmp_path)
+    profile, mine = hardware.get_profile("cpu"), study_of(made("000"))
+    monkeypatch.setattr("ringlab.report.evidence.read_study", lambda *_: mine)
+    machines = {r.provenance["machine"] for r in mine.good}
+    monkeypatch.setattr("ringlab.measure.machine_id", machines.pop)
+    assert stored(profile)[1] == evidence(mine)
+    monkeypatch.setattr("ringlab.measure.machine_id", lambda: "another")
+    assert stored(profile) == (profile, ())
+    assert learned() == {}
+
+
+def test_what_small_models_learned_is_that_of_the_page(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("ringlab.report.evidence.reports_folder", lambda: tmp_path)
+    facts = {"tokens": 512, "recalled": {"Dense": 508, "Window": 32}}
+    for name, reports in (
+        ("a", "no list"),
+        ("b", [{"name": "quality", "facts": facts}]),
+    ):
+        (tmp_path / name / "data").mkdir(parents=True)
+        text = json.dumps({"reports": reports})
+        (tmp_path / name / "data" / "manifest.json").write_text(text)
+    said = learned()
+    assert said.keys() == {"dense", "local"} and "508 of 512" in said["dense"]
+    assert capsys.readouterr().err.count("\n") == 1, "the broken one is named"
+    advice = advise(GTX, 131072, estimates=False, trained=said)
+    assert said["local"] in advice.options[-1].evidence
+    assert "unknown" in advice.why
 
 
 # --------------------------------------------------------------------------------------
@@ -458,10 +397,7 @@ def test_stored_rows_become_evidence_and_bad_ones_do_not():
         ),
         (dict(memory_bytes=0), "memory_bytes must be a positive number, got 0"),
         (dict(seconds=float("nan")), "seconds must be a positive number, got nan"),
-        (
-            dict(profile="generic", seconds=1.0),
-            "profile 'generic' has no rates, so no bound to hold to 1 s",
-        ),
+        (dict(need="speed"), "unknown need 'speed'; known: exact, far, local"),
         (dict(layout="rings", ranks=2), "unknown layout 'rings'"),
     ],
 )
@@ -492,7 +428,7 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
         code == 0
         and err == ""
         and "of 8 GiB" in out
-        and "scheme         plan" in out
+        and "scheme plan" in out
         and "causal, forward" in out
     )
     code, out, _ = said("--seq-len", "1024", "--show", "code")

@@ -13,7 +13,8 @@ from dataclasses import replace
 from itertools import product
 
 from .. import block_patterns, hardware, kernels
-from ..advise import PAPER, ladder
+from ..advise import WINDOW as NEIGHBOURS
+from ..advise import ladder, local
 from ..block_patterns import (
     BlockSparse,
     bigbird,
@@ -628,7 +629,8 @@ def landscape_ladder(seq_len: int, **how) -> Dilated:
     return Dilated([ROWS_KEPT * r for r in rates], rates, **how)
 
 
-ADVISED = "LongNet from 2,048"  # what `advise` proposes
+ADVISED = f"Window of {NEIGHBOURS:,}"  # what `advise` proposes for neighbours
+LONGNET = "LongNet from 2,048"
 
 
 def landscape_systems() -> dict[str, tuple[str, Callable[[int], Pattern]]]:
@@ -642,7 +644,8 @@ def landscape_systems() -> dict[str, tuple[str, Callable[[int], Pattern]]]:
         "BigBird": ("ringlab", lambda n: BIGBIRD),
         "Local and global": ("ringlab", lambda n: LOCAL_GLOBAL),
         "LongNet from 256": ("ringlab", landscape_ladder),
-        ADVISED: ("ringlab", ladder),
+        LONGNET: ("ringlab", ladder),
+        ADVISED: ("ringlab", local),
         "FlexAttention": ("flex", lambda n: LOCAL_GLOBAL),
     }
 
@@ -757,8 +760,8 @@ def landscape(
     over the lengths, forward; FlexAttention at the longest only, because it compiles
     for ten seconds. ``landscape training``: forward and backward at the two shorter ones.
     ``landscape, added``: systems besides the default ones, beside dense attention.
-    ``advised``: the pattern that ``advise`` proposes, at lengths of the first screen's
-    table. Then those of ``model_groups``. The other packages that are installed have
+    ``advised``: the window that ``advise`` proposes, and dense attention, at lengths of
+    the first screen's table. Then those of ``model_groups``. The other packages that are installed have
     groups of their own, by ``peer_groups``; they take about a minute.
     """
     own, known = [1024, 4096, 16384], landscape_systems()
@@ -780,7 +783,9 @@ def landscape(
     ]
     points = [dense(window.but(seq_len=n)) for n in ns]
     for n in ns:
-        points += points_at(n, [x for x in ours if x != ADVISED or n > PAPER])
+        points += points_at(
+            n, [x for x in ours if x not in (LONGNET, ADVISED) or n > NEIGHBOURS]
+        )
     points.append(window.but(seq_len=ns[0], options=TWIN))
     if not rehearsal and "FlexAttention" in systems:
         # Its mask is made from all pairs: 4 GiB at 65,536.
@@ -800,13 +805,12 @@ def landscape(
     added = [p for n in ns for p in (dense(window.but(seq_len=n)), *points_at(n, more))]
     half = 2048 if device == "cpu" else 8192
     advised = [
-        window.but(seq_len=n, pattern=ladder(n))
+        window.but(seq_len=n, pattern=local(n))
         for n in (8192, 32768, *([] if device == "cpu" else [131_072]))
     ]
-    advised += [
-        dense(advised[0]),
-        advised[0].but(passes="fwd+bwd"),
-    ]  # at the next length its check takes minutes
+    advised.append(advised[0].but(pattern=Dense()))
+    # At the next length their checks take minutes.
+    advised += [p.but(passes="fwd+bwd") for p in (advised[0], advised[-1])]
     # Dense attention takes seconds, and is what all others are compared with.
     ranking = [
         Group(LANDSCAPE, dict.fromkeys(points), rounds=8),

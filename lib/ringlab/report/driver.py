@@ -208,18 +208,13 @@ class Pages:
                 entry = known.get(source.stem, {}) | named | {"failed": str(failure)}
             entries.append(entry)
         if self.first_screen:
-            findings = {e["name"]: e.get("finding", []) for e in entries}
-            screen = first_screen(study, findings, drawn)
-            images = (
-                (f"{f.name}.{x}", data)
-                for f in screen.figures
-                for x, data in (("svg", f.svg), ("png", f.png))
-                if data
-            )
-            files += [
-                render.write(self.folder / "figures" / name, data)
-                for name, data in images
-            ]
+            screen = first_screen(study, drawn)
+            if (figure := screen.figure) and figure.png:  # not one of a page
+                images = ("svg", figure.svg), ("png", figure.png)
+                files += [
+                    render.write(self.folder / "figures" / f"{figure.name}.{x}", data)
+                    for x, data in images
+                ]
             manifest["first_screen"] = screen.stored()
         manifest["reports"] = entries
         if failures:
@@ -280,7 +275,7 @@ class Pages:
         entry = {
             "name": source.stem,
             "title": render.title_of(notebook),
-            "finding": render.finding_of(notebook),
+            **render.finding_of(notebook),
         }
         files = render.render(notebook, page, self.folder)
         return entry, files, render.figures_of(notebook)
@@ -350,7 +345,7 @@ def _about(study: Study) -> dict:
     newest, (commit, dirty) = study.newest, provenance.git_state()
     return {
         "profile": study.profile.name,
-        "rehearsal": study.rehearsal,
+        "computed": study.computed,
         "device": study.device,
         "measured": newest.get("utc", ""),
         "commit": newest.get("commit", ""),

@@ -355,10 +355,10 @@ def variants(choice: Choice) -> dict[str, patterns.Pattern]:
     """The patterns that are compared: the kinds that ``advise`` knows, BigBird, and the
     one that is chosen.
     """
-    window = local(choice.n, choice.ranks)
+    window = local(choice.n, choice.causal)
     found = {
         "Dense": patterns.Dense(),
-        "LongNet ladder": ladder(choice.n),
+        "LongNet ladder": ladder(choice.n, heads=choice.heads),
         "Local window": window,
     }
     if choice.ranks == 1:  # its random blocks take seconds to plan on several

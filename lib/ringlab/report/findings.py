@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 from .. import cost, hardware, patterns
@@ -29,13 +30,17 @@ HEADS = {"heads": 8, "head_dim": 64}  # of a call for which lengths are computed
 # the finding
 
 
+@dataclass
 class Finding(Text):
     """The finding of a page, its first line before all: as text, and as data for the
-    index.
+    index, with ``facts`` for who reads no sentences.
     """
 
+    facts: dict = field(default_factory=dict)
+
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        return super()._repr_mimebundle_() | {FINDING: {"lines": list(self.lines)}}
+        data = {"finding": list(self.lines), "facts": self.facts}
+        return super()._repr_mimebundle_() | {FINDING: data}
 
 
 def finding(study: Study, *lines: str, computed: str = "") -> Finding:

@@ -8,33 +8,20 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from ..advise import ladder
-from ..cost import far_queries
-from ..measure.suites import ADVISED
+from ..advise import rounded
 from . import theme
-from .first_screen import OVERVIEW, SHAPE
-from .places import REHEARSAL, locked, note
+from .first_screen import OVERVIEW
+from .places import locked, note
 from .render import DATA, TEMPLATES, css, write
 from .tables import inline_html, markdown_text
 
 EXPLORER = "notebooks/explore.ipynb"  # beside the folder of reports
 PAGES = {"html": "HTML", "md": "Markdown"}  # endings, as a link calls them
-LONGEST = OVERVIEW[-1]
-FAR = far_queries(ladder(LONGEST), LONGEST, SHAPE["heads"]) / LONGEST
 SAID = {
     "title": "Which attention, how long a sequence, how fast",
-    "explained": "A measurement is shown only if its output matches a float64 reference and its time is physically "
-    "possible. Each page lists the rejected ones with the reason. For other lengths, shapes and GPUs ask "
-    "`.venv/bin/python -m ringlab advise`, or the explorer: `make lab`, then {explorer}.",
-    "computed": "Computed for GPUs that are not here",
-    "rehearsed": "Rooflines and memory below are computed from each GPU's data sheet. The pages behind them are "
-    "rehearsals: their times were measured on the CPU that they name and say nothing about the GPU.",
-    "overview_note": "Times are of a forward call: measured, or computed lower bounds (≥). By how much real calls "
-    "exceed the bound on a GPU that is not here is not known. The first time in a cell is of LongNet's pattern whose "
-    f"first segment has 2,048 tokens: its cost grows as the length does; at {LONGEST:,} tokens {100 * FAR:.3g} % of "
-    "the queries see a key at least half the sequence away. A sliding window is often faster, but a query sees its "
-    "neighbours alone. Policy and cost choose here, not what a model learns: “What small models learned” says which "
-    "patterns were trained. Fits: in memory, one call of attention, forward and in training.",
+    "explained": "Times are of a forward call of one layer: 8 heads of 64, not causal; of mixed layers the average. "
+    "≥: a computed lower bound; about: from a measured call of the kind. For other lengths, shapes, needs and GPUs ask "
+    "`.venv/bin/python -m ringlab advise`, or {explorer} in `make lab`.",
     "columns": ("Report", "Answer", "Files"),
 }
 
@@ -86,9 +73,7 @@ def facts(manifest: dict) -> list[str]:
     device, measured = (
         str(manifest.get(name) or "") for name in ("device", "measured")
     )
-    found = [
-        f"times are of {device}" if manifest.get("rehearsal") and device else device
-    ]
+    found = [device]
     found += [f"measured {measured[:16].replace('T', ' ')} UTC"] if measured else []
     found += (
         [f"commit {short_commit(manifest)}", f"torch {manifest.get('torch')}"]
@@ -114,6 +99,7 @@ def write_index(reports: Path) -> list[Path]:
         "inline": theme.inline,
         "marked": inline_html,
         "text": markdown_text,
+        "rounded": rounded,
     }
     explorer = (
         f"[{EXPLORER}](../{EXPLORER})"
@@ -132,11 +118,8 @@ def write_index(reports: Path) -> list[Path]:
             if any((p / "data" / name).exists() for name in DATA)
         )
         found = [_section(p) for p in folders]
-        groups = {
-            "measured": [s for s in found if not s["rehearsal"]],
-            "absent": [s for s in found if s["rehearsal"]],
-        }
-        groups["overview"] = _overview([*groups["measured"], *groups["absent"]])
+        found.sort(key=lambda section: section["computed"])  # after measured ones
+        groups = {"sections": found, "overview": _overview(found)}
         bodies = {
             x: templates.get_template(f"profiles.{x}.j2").render(groups)
             for x in ("html", "md")
@@ -155,7 +138,7 @@ def _overview(found: list[dict]) -> dict:
     whether they fit.
     """
     screens = [s["screen"] for s in found if s["screen"] and "overview" in s["screen"]]
-    columns = [f"Device, with {ADVISED}", *(f"{n:,} tokens" for n in OVERVIEW)]
+    columns = ["Device", *(f"{n:,} tokens" for n in OVERVIEW)]
     return {
         "columns": columns,
         "rows": [[screen["title"], *screen["overview"]] for screen in screens],
@@ -175,9 +158,8 @@ def _section(folder: Path) -> dict:
         state = "unfinished: run it again to complete it"
     return {
         "folder": folder.name,
-        "name": folder.name.removesuffix(f"-{REHEARSAL}"),
-        "rehearsal": bool(manifest.get("rehearsal"))
-        or folder.name.endswith(f"-{REHEARSAL}"),
+        "name": folder.name,
+        "computed": bool(manifest.get("computed")),
         "state": state,  # empty where all is whole
         "facts": facts(manifest),
         "files": [
@@ -213,15 +195,11 @@ def _screen(folder: Path, manifest: dict) -> dict | None:
     unless all of them are there.
     """
     screen = manifest.get("first_screen")
-    images = (
-        [folder / "figures" / f"{figure['name']}.svg" for figure in screen["figures"]]
-        if screen
-        else []
-    )
-    if not screen or not all(path.is_file() for path in images):
+    if not screen or "facts" not in screen:  # none, or of an earlier version
         return None
-    figures = [
-        figure | {"svg": path.read_text()}
-        for figure, path in zip(screen["figures"], images)
-    ]
-    return screen | {"figures": figures}
+    if figure := screen["figure"]:
+        path = folder / "figures" / f"{figure['name']}.svg"
+        if not path.is_file():
+            return None
+        figure = figure | {"svg": path.read_text()}
+    return screen | {"figure": figure}

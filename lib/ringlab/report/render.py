@@ -292,11 +292,11 @@ def title_of(notebook: nbformat.NotebookNode) -> str:
     )
 
 
-def finding_of(notebook: nbformat.NotebookNode) -> list[str]:
-    """The lines of a page's finding, for the index; none for a page without one."""
+def finding_of(notebook: nbformat.NotebookNode) -> dict:
+    """A page's finding, for the index: its lines, and ``facts`` if it states any."""
     outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
     found = (output.get("data", {}).get(FINDING) for output in outputs)
-    return next((data["lines"] for data in found if data), [])
+    return next((dict(data) for data in found if data), {"finding": []})
 
 
 def figures_of(notebook: nbformat.NotebookNode) -> list[dict]:

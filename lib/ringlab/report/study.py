@@ -276,6 +276,10 @@ class Study:
         )
 
     @property
+    def computed(self) -> bool:
+        return self.rehearsal
+
+    @property
     def roofline_header(self) -> str:
         """The head of a column of rooflines, in a rehearsal with the device."""
         return f">Roofline{f' of {self.device}' if self.rehearsal else ''} (ms)"
