@@ -150,7 +150,6 @@ def test_a_measured_call_is_measured_and_none_of_another_call(monkeypatch):
     call takes.
     """
     monkeypatch.setattr(first_screen, "LENGTHS", (8192,))
-    monkeypatch.setattr(first_screen, "OVERVIEW", (8192, 8192))
     plain = Point("ringlab", local(8192), seq_len=8192)
     others = plain.but(options={"merge": "eager"}), plain.but(system="copying")
     group = Group("g", (plain, *others))

@@ -30,7 +30,7 @@ from .study import Study, with_rates
 from .tables import Cell, Table, number, percent, size
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
-OVERVIEW = (8192, 131072, 1048576)
+FAST = 131072  # tokens of the answer to how fast
 SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}  # of a call, as in the landscape
 LINES = {  # of options, by need
     "exact": ("Dense", figures.GREY),
@@ -43,15 +43,12 @@ LINES = {  # of options, by need
 class FirstScreen:
     """What the index shows of a profile: ``facts`` for its four answers, the
     ``figure``, the ``table`` of what to use by length.
-
-    ``overview``: for each length of ``OVERVIEW`` what to use, and its forward time.
     """
 
     title: str
     facts: dict
     figure: Figure | None
     table: Table
-    overview: list[str]
 
     def stored(self) -> dict:
         """What the manifest keeps, for the index; the image is a file in ``figures/``."""
@@ -63,7 +60,6 @@ class FirstScreen:
             and {"name": figure.name, "caption": figure.caption, "alt": figure.alt},
             "html": self.table.html,
             "markdown": self.table.markdown,
-            "overview": self.overview,
         }
 
 
@@ -88,7 +84,6 @@ def first_screen(study: Study, drawn: Mapping[str, Mapping]) -> FirstScreen:
         facts,
         _figure(study, advised, end, drawn.get("landscape-time")),
         _decisions(advised, study.profile.name, facts["trained"]),
-        [_overview(advised[n]) for n in OVERVIEW if n in advised],
     )
 
 
@@ -116,7 +111,7 @@ def _facts(study: Study, advised: Mapping, known: Advice) -> dict:
         passes: longest(Dense(), study.memory_bytes, passes=passes, **how)
         for passes in ("fwd", "fwd+bwd")
     }
-    asked = advised.get(OVERVIEW[1], [None])[0] or known
+    asked = advised.get(FAST, [None])[0] or known
     takes = {x.need: x.takes for x in asked.options}
     ran = [r for r in study.results if status(r) != "unsupported"]
     timed = [r for r in study.good if r.median]
@@ -180,17 +175,6 @@ def _takes(advice: Advice | None, need: str = "") -> Cell | None:
     return Cell(option.takes, memory)
 
 
-def _overview(pair: tuple[Advice | None, Advice | None]) -> str:
-    forward, training = pair
-    if forward is None or forward.fits is False:
-        return "does not fit"
-    also = "" if training and training.fits is not False else "; training does not fit"
-    dense = _option(forward, "exact")
-    if forward.advised is dense:
-        return f"dense {dense.takes}{also}"
-    return f"windows and dense {forward.advised.takes}, all dense {dense.takes}{also}"
-
-
 def _decisions(advised: Mapping, profile: str, trained: str) -> Table:
     """For each length what to use, its time and memory, and what the others take."""
     lines = []
@@ -251,8 +235,8 @@ def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> 
     )
     frame = pandas.DataFrame(points, columns=["seq_len", "y", "variant"])
     least = all(x.time == AT_LEAST for a in advised.values() for x in a.options)
-    what = "shortest possible time" if least else "time, from measured calls,"
-    panel = {f"Computed: {what} of a {call} call (s)": frame}
+    what = "Shortest possible time" if least else "Computed time"
+    panel = {f"{what} of a {call} call (s)": frame}
     limit = (end, "memory full") if end else None
     fig = figures.lines(
         panel, xlabel="Tokens", colors=dict(LINES.values()), limit=limit

@@ -10,7 +10,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 from ..advise import rounded
 from . import theme
-from .first_screen import OVERVIEW
 from .places import locked, note
 from .render import DATA, TEMPLATES, css, write
 from .tables import inline_html, markdown_text
@@ -119,9 +118,8 @@ def write_index(reports: Path) -> list[Path]:
         )
         found = [_section(p) for p in folders]
         found.sort(key=lambda section: section["computed"])  # after measured ones
-        groups = {"sections": found, "overview": _overview(found)}
         bodies = {
-            x: templates.get_template(f"profiles.{x}.j2").render(groups)
+            x: templates.get_template(f"profiles.{x}.j2").render(sections=found)
             for x in ("html", "md")
         }
         return [
@@ -131,18 +129,6 @@ def write_index(reports: Path) -> list[Path]:
             )
             for ending, body in bodies.items()
         ]
-
-
-def _overview(found: list[dict]) -> dict:
-    """One line for each profile that has a first screen: what its lengths take and
-    whether they fit.
-    """
-    screens = [s["screen"] for s in found if s["screen"] and "overview" in s["screen"]]
-    columns = ["Device", *(f"{n:,} tokens" for n in OVERVIEW)]
-    return {
-        "columns": columns,
-        "rows": [[screen["title"], *screen["overview"]] for screen in screens],
-    }
 
 
 def _section(folder: Path) -> dict:
