@@ -19,7 +19,7 @@ from ringlab import hardware, patterns, report
 from ringlab.measure import Group, Point, stats, suites, validity
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
-from ringlab.report import claims_code, figures, tables
+from ringlab.report import claims, figures, tables
 from ringlab.report.published import DOCUMENTS, published
 from ringlab.report.study import Source, Study, cost_of
 from traitlets.config import Config
@@ -470,10 +470,11 @@ def shows_no_marks(number: str, change):
 
 
 def words(study: Study, number: str) -> dict[str, str]:
-    """The verdict on each claim of a document by these rows."""
+    """The verdict on each claim of a document that rows decide, by these rows."""
     return {
-        claim["key"]: claims_code.verdict(study, number, claim).word
+        claim["key"]: claims.verdict(study, claim).word
         for claim in published(number)["claims"]
+        if "rows" in claim
     }
 
 

@@ -54,11 +54,6 @@ def test_every_table_is_filled_and_the_answer_is_short(number, profile, rehearsa
 # --------------------------------------------------------------------------------------
 # what may be quoted
 
-BY_ARITHMETIC = {
-    "002": dict.fromkeys(["1161", "144mb", "262k"], "impossible as printed")
-    | {"hit-rate": "holds"}
-}
-
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_no_bad_row_reaches_a_table_a_figure_a_headline_or_a_verdict(number):
@@ -67,9 +62,7 @@ def test_no_bad_row_reaches_a_table_a_figure_a_headline_or_a_verdict(number):
     assert {round(v, 2) for v in found.drawn} <= {
         1.12
     }  # peaks of points that are not timed
-    verdicts = words(page(number, change), number).items()
-    decided = {k: w for k, w in verdicts if w not in ("untested", "contradicts itself")}
-    assert decided == BY_ARITHMETIC.get(number, {})
+    assert {*words(page(number, change), number).values()} == {"untested"}
 
 
 @pytest.mark.parametrize(

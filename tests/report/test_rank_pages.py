@@ -54,8 +54,7 @@ def test_every_table_is_filled_and_the_answer_is_short(number):
 def test_no_bad_row_reaches_a_table_a_figure_a_headline_or_a_verdict(number):
     change = spoiling(number, [*BAD][:4])
     assert not shows_no_marks(number, change).drawn
-    verdicts = {*words(page(number, change), number).values()}
-    assert verdicts <= {"untested", "contradicts itself"}
+    assert {*words(page(number, change), number).values()} == {"untested"}
 
 
 @each_page

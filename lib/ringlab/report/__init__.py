@@ -62,7 +62,6 @@ VOCABULARY = {  # name: the module where it is documented
     "failures": "report.findings",
     "provenance": "report.findings",
     "accuracy": "report.predicted",
-    "ledger": "report.claims_code",
 }
 
 

@@ -69,12 +69,6 @@ def floor_bytes(row) -> int | None:
     return row.memory.get("floor_bytes") if peak_bytes(row) else None
 
 
-def per_token(row) -> float | None:
-    """Peak bytes of a rank for each token of the whole sequence and batch."""
-    held = peak_bytes(row)
-    return held / (row.point.batch * row.point.seq_len) if held else None
-
-
 def sent_bytes(row) -> int | None:
     """Bytes that the busiest rank sends in one call, counted; a row is ok only if they
     are those planned.

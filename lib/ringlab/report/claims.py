@@ -1,65 +1,35 @@
-"""Claims of the five published documents: what is known about each, and the one rule
-that gives the verdict.
+"""The verdict on each claim of the five published documents.
 
-A claim is a table in ``published/*.toml``. It names the rows that test it
-(``[claims.rows]``), or a function of ``claims_code``. Either gives a ``Finding``, and
-``judge`` turns the finding into one of the words in ``WORDS``.
+A claim is a table in ``published/*.toml``. Where the document alone decides, its
+``verdict`` and ``reason`` stand there. Elsewhere its ``rows`` say which measured rows
+are compared, and between which bounds the result must lie.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from .. import hardware
 from ..measure import Ratio
-from ..measure.validity import objection, status
-from .cells import beyond, peak_bytes, per_token, sent_bytes, timed
-from .published import BETWEEN, DOCUMENTS, SIZES, published
+from ..measure.validity import shown, status
+from .cells import peak_bytes, sent_bytes, timed, times
 from .study import Study, best
-from .tables import Cell, interval, number
+from .tables import number
 
-# word: (class of its style, the word for several claims, meaning)
+# word: (of one claim, of several)
 WORDS = {
-    "impossible as printed": (
-        "bad",
-        "are impossible as printed",
-        "Below what the stated work or tensors need.",
-    ),
-    "contradicts itself": (
-        "odd",
-        "contradict themselves",
-        "Its printed figures or own records disagree, or one factor changes two things.",
-    ),
-    "does not hold": (
-        "bad",
-        "do not hold",
-        "A property that an implementation which passes its checks does not have.",
-    ),
-    "holds": (
-        "good",
-        "hold",
-        "Tested here at every length and number of ranks that was measured.",
-    ),
-    "holds (upper limit)": (
-        "good",
-        "hold as an upper limit",
-        "A one-sided limit is met; the exact figure is not tested.",
-    ),
-    "not reproduced here": (
-        "untestable",
-        "are not reproduced here",
-        "A time or size of other code or another device.",
-    ),
-    "untested": (
-        "untestable",
-        "are untested",
-        "No row decides it, or the difference is within noise.",
-    ),
+    "impossible as printed": ("is impossible as printed", "are impossible as printed"),
+    "contradicts itself": ("contradicts itself", "contradict themselves"),
+    "does not hold": ("does not hold", "do not hold"),
+    "holds": ("holds", "hold"),
+    "holds as an upper limit": ("holds as an upper limit", "hold as an upper limit"),
+    "not reproduced here": ("is not reproduced here", "are not reproduced here"),
+    "untested": ("is untested", "are untested"),
 }
-NO_PAIR = "a pair of rows that passed"
+# What a pair of rows shares, unless a query names it for one of the two.
 SAME = (
     "system",
     "seq_len",
@@ -72,513 +42,162 @@ SAME = (
     "causal",
     "world_size",
 )
-UNITS = {  # of a ratio, which is 0 at an end that is not known; others as they are
-    "% saved": lambda x: 100 * (1 - 1 / x) if x else -math.inf,
-    "% faster": lambda x: 100 * (x - 1),
-}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A word of ``WORDS``, what was measured here, and why.
-
-    ``apart`` is the factor between two printed figures that disagree, or between a
-    printed figure and its limit.
-    """
+    """A word of ``WORDS``, why, and what was measured here."""
 
     word: str
-    ours: str | None
     why: str
-    apart: float = 1.0
-
-    @property
-    def kind(self) -> str:
-        return WORDS[self.word][0]
+    here: str = ""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What is known about a claim, without a verdict.
-
-    Args:
-        values: what was measured, by where ("at 4,096 tokens"). Ratios have intervals, sizes and counts are exact.
-        what: what the values are.
-        ours: what was measured, in words; by default ``what`` and ``values``.
-        holds: the result where it is not a number that lies within the claim's tolerance.
-        why: what a reader should know besides, by default what the claim says; without values and ``holds``, why
-            nothing is decided.
-        impossible: why the printed figure cannot be.
-        contradiction: how the document's own figures disagree.
-        apart: by which factor they disagree, or the printed figure is impossible.
-        elsewhere: why our rows are not of what the claim is about, by default what the claim says.
-        missing: what is not measured.
-        timed: the rows are compared by time.
-    """
-
-    values: Mapping[str, Ratio | float] = field(default_factory=dict)
-    what: str = ""
-    ours: str | None = None
-    holds: bool | None = None
-    why: str = ""
-    impossible: str = ""
-    contradiction: str = ""
-    apart: float = 1.0
-    elsewhere: str = ""
-    missing: str = ""
-    timed: bool = False
-
-
-def judge(study: Study, claim: dict, finding: Finding) -> Verdict:
-    """The verdict on a claim. Arithmetic on the document comes first, then whether our
-    rows are of the same thing.
+def verdict(study: Study, claim: dict) -> Verdict:
+    """The verdict on a claim, by the rows of its document where it names some.
 
     A ratio counts only if its interval, widened by the noise floor of the run, lies
     inside or outside the tolerance.
     """
-    values, unit, besides = (
-        finding.values,
-        claim.get("unit", "×"),
-        finding.why or claim.get("why", ""),
-    )
-    ours = finding.ours or in_words(values, unit, finding.what)
-    if study.rehearsal and unit == "tokens/s":
-        ours = None  # a rate of this CPU, which says nothing of the GPU's
-    if finding.impossible:
-        return Verdict("impossible as printed", ours, finding.impossible, finding.apart)
-    if finding.contradiction:
-        return Verdict(
-            "contradicts itself",
-            ours,
-            _sentence(finding.contradiction, besides),
-            finding.apart,
-        )
-    if why := _elsewhere(study, claim, finding):
-        return Verdict(
-            "not reproduced here" if ours else "untested", ours, _sentence(why, besides)
-        )
-    if finding.missing or not values and finding.holds is None:
-        missing = finding.missing or ("" if besides else NO_PAIR)
-        return Verdict(
-            "untested", ours, _sentence(missing and f"not measured: {missing}", besides)
-        )
-    met, why = (finding.holds, "") if finding.holds is not None else _met(claim, values)
-    if met is None:
-        word = "untested"
-    elif met:
-        word = "holds (upper limit)" if claim.get("limit") else "holds"
-    else:
+    if "verdict" in claim:
+        return Verdict(claim["verdict"], claim["reason"])
+    results = [(query, values(study, query)) for query in claim["rows"]]
+    met = [within(query, found) for query, found in results]
+    needs = hardware.get_profile(claim.get("needs", study.profile.name))
+    if study.rehearsal or needs.capability != study.profile.capability:
+        word = "not reproduced here" if any(x for _, x in results) else "untested"
+    elif False in met:
         word = "not reproduced here" if claim.get("theirs") else "does not hold"
-    return Verdict(word, ours, _sentence(why, besides))
-
-
-def _elsewhere(study: Study, claim: dict, finding: Finding) -> str:
-    """Why our rows are not of the device that the claim is about."""
-    needs = claim.get("needs", "")
-    if needs in hardware.profiles():
-        about = hardware.get_profile(needs)
-        if study.rehearsal or study.profile.capability != about.capability:
-            return f"it is about GPUs like the {about.title}, compute capability {'.'.join(map(str, about.capability))}"
-    if study.rehearsal and finding.timed:
-        return "these are times of a CPU, not of the GPU"
-    if claim.get("gpus") and study.device_type == "cpu":
-        return "these ranks are processes of a CPU"
-    return finding.elsewhere or claim.get("elsewhere", "")
-
-
-def _met(claim: dict, values: Mapping[str, Ratio | float]) -> tuple[bool | None, str]:
-    """Whether all values lie within the tolerance, None if noise hides it; and why."""
-    low, high, unit = (
-        claim.get("low", -math.inf),
-        claim.get("high", math.inf),
-        claim.get("unit", "×"),
-    )
-    view = UNITS.get(unit, lambda x: x)
-    outside, unsure = [], []
-    for where, x in values.items():
-        least, most = (
-            (x.low / x.noise_floor, x.high * x.noise_floor)
-            if isinstance(x, Ratio)
-            else (x, x)
-        )
-        if view(most) < low or view(least) > high:
-            outside.append(where)
-        elif not low <= view(least) <= view(most) <= high:
-            unsure.append(where)
-    asked, one_sided = span(low, high, unit), math.inf in (-low, high)
-    if outside:
-        return (
-            False,
-            f"{'not' if one_sided else 'outside'} {asked}{_at(outside, values)}",
-        )
-    if unsure:
-        floor = max(values[where].noise_floor for where in unsure)
-        if any(values[where].high == math.inf for where in unsure):
-            return None, f"too few samples for an interval{_at(unsure, values)}"
-        by = f", widened by the noise floor of {number(floor)}×," if floor > 1 else ""
-        edge = f"includes {low:g}" if one_sided else f"reaches over an edge of {asked}"
-        return None, f"within noise: its interval{by} {edge}{_at(unsure, values)}"
-    return (
-        True,
-        f"{'' if one_sided else 'within '}{asked}{f' in all {len(values)} cases' if len(values) > 1 else ''}",
+        results = [x for x, inside in zip(results, met) if inside is False]
+    elif None in met:
+        word = "untested"
+    else:
+        word = "holds as an upper limit" if claim.get("limit") else "holds"
+    results = [(query, found) for query, found in results if found]
+    why = [in_words(*x) for x in results] + [claim.get("why", "")]
+    here = [amounts(*x) for x in results]
+    return Verdict(
+        word, *("; ".join(filter(None, dict.fromkeys(x))) for x in (why, here))
     )
 
 
-def _at(some: list[str], values: Mapping) -> str:
-    return (
-        f" {some[0]}{f' and {len(some) - 1} more' if len(some) > 1 else ''}"
-        if len(some) < len(values)
-        else ""
-    )
+def values(study: Study, query: dict) -> list[Ratio | float]:
+    """What a query comes to at each length and number of ranks that has it.
 
-
-def _sentence(*parts: str) -> str:
-    return "; ".join(x for x in parts if x)
-
-
-def span(low: float, high: float, unit: str = "×") -> str:
-    """A tolerance in words.
-
-    >>> span(5.0, 10.0, "% faster"), span(1.0, float("inf")), span(-float("inf"), 925, "MB")
-    ('5 to 10 % faster', 'above 1×', 'at most 925 MB')
+    A ratio of the quantity of two rows that agree in ``SAME``; without ``second`` the
+    quantity itself. Times are ratios with intervals, all else is exact.
     """
-    tail = unit if unit == "×" else f" {unit}" if unit else ""
-    if high == math.inf:
-        return f"above {low:,g}{tail}"
-    return (
-        f"at most {high:,g}{tail}"
-        if low == -math.inf
-        else f"{low:,g} to {high:,g}{tail}"
-    )
-
-
-def in_words(
-    values: Mapping[str, Ratio | float], unit: str = "×", what: str = ""
-) -> str | None:
-    """Measured values with their intervals and where they were measured; of more than
-    three the ends.
-
-    >>> in_words({"at 1,024 tokens": 1.0, "at 2,048 tokens": 1.88}, what="peak on 1 rank over 2")
-    'peak on 1 rank over 2: 1.00× at 1,024 tokens, 1.88× at 2,048 tokens'
-    """
-    shown = list(values.items())
-    if len(shown) > 3:
-        shown = [
-            f(shown, key=lambda x: getattr(x[1], "value", x[1])) for f in (min, max)
+    first, second = (_rows(study, query, side) for side in ("first", "second"))
+    named = query["first"].keys() | query.get("second", {}).keys()
+    same = [name for name in SAME if name not in named]
+    found = {}
+    for a in sorted(first, key=lambda r: r.median or math.inf):
+        alike = [
+            b
+            for b in second
+            if all(getattr(a.point, name) == getattr(b.point, name) for name in same)
         ]
-    joint = " to " if len(shown) < len(values) else ", "
-    said = joint.join(f"{_value(x, unit)} {where}".strip() for where, x in shown)
-    if len(values) > 1 and len(same := {_value(x, unit) for x in values.values()}) == 1:
-        said = f"{same.pop()} in all {len(values)} cases"
-    return f"{what}: {said}" if said and what else said or None
+        value = _value(study, query, a, best(alike))
+        if value is not None:
+            found.setdefault((a.point.seq_len, a.point.world_size), value)
+    return [*found.values()]
 
 
-def _value(x: Ratio | float, unit: str) -> str:
-    view, tail = (
-        UNITS.get(unit, lambda x: x),
-        unit if unit == "×" else f" {unit}" if unit else "",
-    )
-    if isinstance(x, Ratio):
-        low, high = x.ci if x.high == math.inf else map(view, x.ci)
-        doubt = "" if beyond(x) or x.high == math.inf else "; within noise"
-        return f"{number(view(x.value))}{tail} ({interval(low, high)}{doubt})"
-    return f"{number(view(x))}{tail}"
-
-
-# --------------------------------------------------------------------------------------
-# rows that a claim names
-
-
-def by_rows(study: Study, claim: dict) -> Finding:
-    """What the rows that a claim names come to, of the groups in its ``points``: one
-    over another, or by themselves.
-    """
-    rows = ({"group": claim["points"]} if "points" in claim else {}) | claim["rows"]
-    quantity, printed, unit = (
-        rows.get("quantity", "time"),
-        rows.get("printed"),
-        SIZES.get(claim.get("unit"), 1),
-    )
-    values, counts = {}, set()
-    for where, (a, b) in pairs(study, rows).items():
-        if quantity == "time":
-            if "second" not in rows:
-                raise KeyError(
-                    f"the rows of claim {claim['key']} have no second: a time is shown over another"
-                )
-            x = study.ratio(a, b) if timed(a) and timed(b) else None
-        else:
-            first, second = map(QUANTITIES[quantity], (a, b))
-            x = first and second and first / (second if "second" in rows else unit)
-        if printed and x:
-            x = x / printed[n] if (n := str(a.point.seq_len)) in printed else None
-        if x:
-            values[where] = x
-            counts.add(a.point.world_size)
-    systems = (rows | rows["first"]).get("system")
-    absent = (
-        [s for s in systems if not any(_name(s) in w for w in values)]
-        if isinstance(systems, list)
-        else []
-    )
-    one_fails = (
-        values and _met(claim, values)[0] is False
-    )  # then the others decide nothing
-    failed = filter(objection, study.rows(system=absent, group=rows.get("group", [])))
-    spoilt = {r.point.system: f" ({status(r)})" for r in failed}
-    missing = (
-        " and ".join(_name(s) + spoilt.get(s, "") for s in absent)
-        if values and not one_fails
-        else ""
-    )
-    if len(counts) < rows.get("counts", 0):
-        missing = "three numbers of ranks or more, which a law needs"
-    return Finding(
-        values,
-        rows.get("what", ""),
-        missing=missing,
-        timed=quantity in ("time", "tokens/s"),
-    )
-
-
-def pairs(study: Study, rows: dict) -> dict[str, tuple]:
-    """Where -> (first, second): rows that agree in all of ``SAME`` that the claim does
-    not set.
-
-    ``rows["first"]`` and ``rows["second"]`` hold the fields that differ, ``rows``
-    itself those of both. A list means any of its values. Options must be just those
-    named. By default rows are forward and not causal. The first has ``rows["longer"]``
-    times the tokens of the second, by default as many. Without a second it stands by
-    itself.
-    """
-    common = {k: v for k, v in rows.items() if k not in ABOUT_ROWS}
-    first, second = (
-        select(study, **common | rows.get(k, {})) for k in ("first", "second")
-    )
-    set_apart = rows["first"] | rows.get("second", {})
-    same = [name for name in SAME if name not in set_apart]
-    several = common | rows["first"]
-    found: dict[str, list[tuple]] = {}
-
-    def key(row, longer: int = 1) -> list:
-        return [
-            getattr(row.point, name) * (longer if name == "seq_len" else 1)
-            for name in same
-        ]
-
-    for a in sorted(first, key=lambda r: (r.point.seq_len, r.point.world_size)):
-        b = (
-            best([r for r in second if key(r, rows.get("longer", 1)) == key(a)])
-            if "second" in rows
-            else a
-        )
-        if b is not None:
-            name = (
-                f"for {_name(a.point.system)} "
-                if isinstance(several.get("system"), list)
-                else ""
-            )
-            counted = "world_size" in same or isinstance(
-                several.get("world_size"), list
-            )
-            ranks = (
-                f" on {a.point.world_size} ranks"
-                if counted and a.point.world_size > 1
-                else ""
-            )
-            found.setdefault(f"{name}at {a.point.seq_len:,} tokens{ranks}", []).append(
-                (a, b)
-            )
-    return {
-        where: next(x for x in each if x[0] is best([a for a, _ in each]))
-        for where, each in found.items()
-    }
-
-
-def select(study: Study, **wanted) -> list:
-    """Rows by fields of their points, as ``Study.rows``; their options must be exactly
-    these.
-    """
-    wanted = {"passes": "fwd", "causal": False, "options": {}, **wanted}
-    options = wanted.pop("options")
+def _rows(study: Study, query: dict, side: str) -> list:
+    if side not in query:
+        return []
+    wanted = {"passes": "fwd", "causal": False, **query["points"], **query[side]}
+    options = wanted.pop("options", {})
     return [r for r in study.rows(**wanted) if dict(r.point.options) == options]
 
 
-QUANTITIES = {
+def _value(study: Study, query: dict, a, b) -> Ratio | float | None:
+    name = query.get("quantity", "time")
+    if name == "time":
+        return study.ratio(a, b) if timed(a) and timed(b) else None
+    amount = QUANTITIES[name](a)
+    if "second" not in query:
+        return amount
+    over = b and QUANTITIES[name](b)
+    return amount / over if amount and over else None
+
+
+QUANTITIES = {  # besides the time
     "peak": peak_bytes,
-    "per token": per_token,
-    "sent": sent_bytes,
+    "peak in GB": lambda r: (held := peak_bytes(r)) and held / 1e9,
     "all ranks": lambda r: (held := peak_bytes(r)) and held * r.point.world_size,
-    # The scores of all heads in fp32 over the peak.
-    "scores": lambda r: (
-        (held := peak_bytes(r)) and 4 * r.point.heads * r.point.seq_len**2 / held
-    ),
+    "sent": sent_bytes,
     "tokens/s": lambda r: r.tokens_per_s if timed(r) else None,
+    # Operators of one call, views not counted.
+    "operators": lambda r: (
+        r.memory["operator_calls"] - r.memory["view_calls"]
+        if shown(r) and "operator_calls" in r.memory
+        else None
+    ),
+    # Tokens of a row that passed its check, 0 of one that the device refuses.
+    "passed": lambda r: (
+        r.point.seq_len if shown(r) else 0 if status(r) == "unsupported" else None
+    ),
 }
-ABOUT_ROWS = (
-    "first",
-    "second",
-    "what",
-    "quantity",
-    "printed",
-    "longer",
-    "counts",
-)  # no fields of a point
 
 
-def _name(system: str) -> str:
-    return system.removeprefix("RingDilatedAttention")
-
-
-# --------------------------------------------------------------------------------------
-# printed figures of one thing, inside a document and between documents
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one place prints, as a range: one figure has equal ends, "at most" and "at
-    least" an open one.
+def within(query: dict, found: list[Ratio | float]) -> bool | None:
+    """Whether all values lie within the tolerance; None if noise hides it, or there is
+    no value.
     """
-
-    document: str
-    where: str
-    low: float
-    high: float
-
-    def said(self, unit: str) -> str:
-        if self.low == 0:
-            return f"at most {_figure(self.high)}{unit}"
-        if self.high == math.inf:
-            return f"at least {_figure(self.low)}{unit}"
-        low, high = _figure(self.low), _figure(self.high)
-        return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
-
-
-def _figure(x: float) -> str:
-    return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Printed figures of one thing. They contradict each other where two lie further
-    apart than ``within``.
-
-    ``factor`` is false for figures that are no amounts, as versions are.
-    """
-
-    key: str
-    text: str
-    parts: tuple[Part, ...]
-    unit: str = "×"
-    within: float = 1.0
-    factor: bool = True
-
-    @property
-    def apart(self) -> float:
-        """The factor between the two that lie furthest apart; 1 where all ranges meet."""
-        return max(
-            1.0, max(p.low for p in self.parts) / min(p.high for p in self.parts)
-        )
-
-    @property
-    def contradict(self) -> bool:
-        return self.apart > self.within
-
-    @property
-    def said(self) -> str:
-        """The figures with their places; those of one document without its number."""
-        one = len({p.document for p in self.parts}) == 1
-        return ", ".join(
-            f"{p.said(self.unit)} ({p.where if one else f'{p.document}, {p.where}'})"
-            for p in self.parts
-        )
-
-
-def compared() -> Iterator[Compared]:
-    """All printed figures that are compared, by document, those between documents last."""
-    for name in (*DOCUMENTS, BETWEEN):
-        for x in published(name)["contradictions"]:
-            parts = tuple(_part(p, p.get("document", name)) for p in x["parts"])
-            yield Compared(**x | {"key": f"{name} {x['key']}", "parts": parts})
-
-
-def _part(part: dict, document: str) -> Part:
-    under = _product(document, part.get("over", ()))
-    low = _product(document, part["value"]) / under
-    high = _product(document, part["high"]) / under if "high" in part else low
-    bound = part.get("bound")
-    return Part(
-        document,
-        part["where"],
-        0.0 if bound == "most" else low,
-        math.inf if bound == "least" else high,
-    )
-
-
-def _product(document: str, factors) -> float:
-    return math.prod(printed(document, x) if isinstance(x, str) else x for x in factors)
-
-
-def printed(document: str, name: str) -> float:
-    """A figure of a document by its name: keys, keys of entries, and places in lists.
-
-    >>> printed("000", "rows.original.ms"), printed("002", "journey.cache.0"), printed("000", "claims.fp16-slow.high")
-    (136.52, 10, 10.0)
-    """
-    found = published(document)
-    for step in name.split("."):
-        if isinstance(found, dict):
-            found = found[step]
-        elif step.isdigit():
-            found = found[int(step)]
-        else:
-            found = next(x for x in found if x["key"] == step)
-    return found
-
-
-# --------------------------------------------------------------------------------------
-# a claim as a line of a table
-
-COLUMNS = ["Verdict", "Claim", "Printed, tolerance", "Measured here", "Why"]
-
-
-def cells(claim: dict, verdict: Verdict, document: str = "") -> list[Cell | str | None]:
-    """A claim with its verdict, for the columns in ``COLUMNS``; of a named document also
-    which rows of which page test it.
-    """
-    low, high = claim.get("low", -math.inf), claim.get("high", math.inf)
-    tolerance = claim.get("rule") or span(low, high, claim.get("unit", "×"))
-    tolerance = (
-        "" if verdict.kind == "odd" else tolerance.replace(";", ",")
-    )  # rows decide nothing there
-    apart = f"{number(verdict.apart)}× apart" if verdict.apart > 1 else ""
-    where, tested = claim["where"], []
-    if document:
-        where = f"{document}, {where}"
-        rows = ", ".join(claim.get("points", [claim.get("by", "printed figures")]))
-        tested = [Cell(rows, page=DOCUMENTS[document].report)]
-    return [
-        Cell(verdict.word, apart, verdict.kind),
-        Cell(claim["text"], where.replace(";", ",")),
-        Cell(claim["printed"], tolerance),
-        verdict.ours,
-        verdict.why,
-        *tested,
+    low, high = query.get("low", -math.inf), query.get("high", math.inf)
+    ends = [
+        (x.low / x.noise_floor, x.high * x.noise_floor)
+        if isinstance(x, Ratio)
+        else (x, x)
+        for x in found
     ]
+    if any(most < low or least > high for least, most in ends):
+        return False
+    inside = all(low <= least and most <= high for least, most in ends)
+    return True if ends and inside else None
 
 
-def counted(verdicts: Iterable[Verdict], what: str = "") -> str:
-    """How many have which verdict, in the order of ``WORDS``; ``what`` one of them is
-    goes after the first number.
+def amounts(query: dict, found: list[Ratio | float]) -> str:
+    """The values of a query in its unit, of several the ends.
 
-    >>> held, open_ = Verdict("holds", None, ""), Verdict("untested", None, "")
-    >>> counted([held, open_, held], "claim"), counted([held, open_], "claim")
-    ('2 claims hold, 1 untested', '1 claim holds, 1 untested')
+    >>> amounts({}, [1.31, 2.0, 1.5]), amounts({"unit": "GB"}, [0.0674])
+    ('1.31 to 2.00×', '0.0674 GB')
     """
-    found = Counter(verdict.word for verdict in verdicts)
-    first, *others = [
-        (found[w], w if found[w] == 1 else WORDS[w][1]) for w in WORDS if found[w]
-    ]
-    noun = f"{what}{'s' * (first[0] > 1)} " if what else ""
+    sizes = [x.value if isinstance(x, Ratio) else x for x in found]
+    low, high = number(min(sizes)), number(max(sizes))
+    unit = f" {query['unit']}" if "unit" in query else "×"
+    return (low if low == high else f"{low} to {high}") + unit
+
+
+def in_words(query: dict, found: list[Ratio | float]) -> str:
+    """What a query compares, its values, of one ratio the interval, and what was to be
+    met; rows that only had to pass say no more.
+
+    >>> in_words({"what": "peak", "low": 1.8, "high": 2.2}, [1.31, 2.0])
+    'peak: 1.31 to 2.00×, claimed 1.8 to 2.2'
+    """
+    said = amounts(query, found)
+    if len(found) == 1 and isinstance(found[0], Ratio):
+        said = times(found[0]).plain
+    if query.get("quantity") == "passed":
+        asked = ""
+    elif "low" not in query:
+        asked = f", claimed at most {query['high']:,}"
+    elif "high" not in query:
+        asked = f", claimed at least {query['low']:,}"
+    else:
+        asked = f", claimed {query['low']:,} to {query['high']:,}"
+    return f"{query['what']}: {said}{asked}"
+
+
+def counted(words: Iterable[str]) -> str:
+    """How many claims have which verdict, in the order of ``WORDS``.
+
+    >>> counted(["untested", "holds", "holds"])
+    '2 hold, 1 is untested'
+    """
+    found = Counter(words)
     return ", ".join(
-        [f"{first[0]} {noun}{first[1]}", *(f"{count} {said}" for count, said in others)]
+        f"{n} {WORDS[word][n > 1]}" for word in WORDS if (n := found[word])
     )

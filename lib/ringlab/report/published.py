@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "published"
-MB = 1e6  # what the documents print is decimal
-SIZES = {"KB": 1e3, "MB": MB, "GB": 1e9, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -31,20 +29,12 @@ DOCUMENTS = {
     "003": Document("performance_comparison", "performance_comparison"),
     "004": Document("hybrid_summary", "hybrid_summary"),
 }
-BETWEEN = "between"  # what several documents print of one thing
-
-
-def number_of(suite: str) -> str:
-    """The document that the rows of a suite are about."""
-    return next(
-        number for number, document in DOCUMENTS.items() if document.suite == suite
-    )
 
 
 @cache
 def published(number: str) -> dict:
-    """A document as data, by its number ("000" to "004"), or what lies ``BETWEEN``
-    them.
+    """A document as data, by its number ("000" to "004"); what they print of one quantity
+    in two places by "between".
 
     >>> published("000")["rows"][0]["ms"], len(published("003")["claims"])
     (136.52, 12)

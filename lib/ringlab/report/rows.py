@@ -1,6 +1,4 @@
-"""Which rows are which in document 000, and what a reader calls a row: by system,
-pattern, shape and switches.
-"""
+"""What a reader calls a row, by its system and switches, and what lies beside it."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ from dataclasses import replace
 
 from .. import patterns
 from ..measure.validity import objection
-from . import published as documents
 from .study import Study, best, together
 
 DEFAULTS = {"gather": False, "cache": True, "pool": False, "backend": "auto"}
@@ -19,54 +16,7 @@ CONTIGUOUS = {
     "flash": "torch's flash",
     "efficient": "torch's efficient",
 }
-OTHERS = (
-    "sgemm",
-    "dense_sdpa",
-    "contiguous_segments",
-    "plan_build",
-)  # compute another function, or none
-NAMED = "RingDilatedAttention"  # how the published names of the engine begin
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
-
-
-def published() -> dict:
-    """Document 000 as data."""
-    return documents.published("000")
-
-
-def shape() -> dict:
-    """The document's configuration as fields of a point, its pattern aside, on one
-    device.
-    """
-    pattern = ("segment_lengths", "dilation_rates")
-    return {k: v for k, v in published()["shape"].items() if k not in pattern} | {
-        "world_size": 1
-    }
-
-
-def pattern() -> patterns.Dilated:
-    """The document's pattern: head groups, offsets by branch, as the published classes
-    have it.
-    """
-    s = published()["shape"]
-    return patterns.Dilated(
-        s["segment_lengths"],
-        s["dilation_rates"],
-        mixing="head_groups",
-        offsets="branch",
-    )
-
-
-def document_rows(study: Study, **more) -> list:
-    """Timed or failed rows of the document's function at its shape."""
-    return study.rows(
-        **{
-            **shape(),
-            "pattern": pattern().to_dict(),
-            "system": lambda name: name not in OTHERS,
-            **more,
-        }
-    )
 
 
 def switches(point) -> dict:
@@ -79,13 +29,6 @@ def is_plain(result) -> bool:
 
 def is_optimised(result) -> bool:
     return result.point.system == "ringlab" and switches(result.point) == FULL
-
-
-def is_engine(result) -> bool:
-    """All optimizations, as ``ringlab.attention`` or under a published name: one
-    engine.
-    """
-    return is_optimised(result) or result.point.system.startswith(NAMED)
 
 
 def label(result) -> str:
