@@ -127,13 +127,12 @@ def test_every_number_is_one_of_advise_or_longest():
     for n, line in zip(first_screen.LENGTHS, found.table.rows):
         options = {x.need: x for x in ask(n, passes="fwd").options}
         advice, training = ask(n, passes="fwd"), ask(n)
-        length, use, forward, both, dense, local, reach = line
+        length, use, forward, both, memory, dense, local = line
         assert (length, use) == (n, advice.advised.name)
         assert forward.text == advice.advised.takes
-        assert forward.sub == tables.size(advice.advised.peak_bytes)
+        assert memory == tables.size(training.need_bytes)
         assert dense.text == options["exact"].takes
         assert local.text == options["local"].takes
-        assert reach == tables.percent(advice.advised.reach)
         fits = training.advised.peak_bytes <= MEMORY
         assert both.text == (training.advised.takes if fits else "does not fit")
     facts, at = found.facts, ask(found.facts["seq_len"], passes="fwd")
@@ -158,8 +157,8 @@ def test_a_measured_call_is_measured_and_none_of_another_call(monkeypatch):
     kept = [r for r in there.results if r.point != plain]
     quick = [longer(r, 0.01, bound_seconds=1e-9) for r in quicker]
     there.results = [*kept, mine, *quick]
-    assert screen_of(there).table.rows[0][5].text == format_seconds(mine.median)
-    assert "about" not in screen_of(there).table.rows[0][5].text
+    assert screen_of(there).table.rows[0][6].text == format_seconds(mine.median)
+    assert "about" not in screen_of(there).table.rows[0][6].text
 
 
 def test_a_gpu_that_is_not_here_has_computed_numbers_alone(monkeypatch):
@@ -167,7 +166,7 @@ def test_a_gpu_that_is_not_here_has_computed_numbers_alone(monkeypatch):
     found = screen_of(study("gtx1080"))
     assert found.title.endswith("GTX 1080, computed")
     assert found.figure.name == "first-screen-computed"
-    times = [x.text for line in found.table.rows for x in line[2:6]]
+    times = [x.text for line in found.table.rows for x in (*line[2:4], *line[5:])]
     assert times[0].startswith("≥ ") and times[-1] == "does not fit"
     assert all(x.startswith("≥ ") or x == "does not fit" for x in times)
     assert found.facts["computed"] and found.facts["kernel"] == "efficient"

@@ -27,7 +27,7 @@ from .evidence import evidence, learned
 from .figures import Figure
 from .rows import SHORT
 from .study import Study, with_rates
-from .tables import Cell, Table, number, percent, size
+from .tables import Cell, Table, number, size
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
 FAST = 131072  # tokens of the answer to how fast
@@ -157,22 +157,17 @@ def _option(advice: Advice, need: str) -> Option | None:
 
 
 def _takes(advice: Advice | None, need: str = "") -> Cell | None:
-    """The time of what is advised, or of the option for a need, and its memory."""
+    """The time of what is advised, or of the option for a need."""
     if advice is None:
         return Cell("does not fit", kind="bad")
     option = _option(advice, need) if need else advice.advised
     if option is None:
         return None
-    fits = (
-        advice.budget_bytes is None or (option.peak_bytes or 0) <= advice.budget_bytes
-    )
-    memory = "" if option.peak_bytes is None else size(option.peak_bytes)
-    if not fits:
-        ranks = (
-            f", {advice.enough_ranks} devices hold it" if advice.enough_ranks else ""
-        )
-        return Cell("does not fit", f"{memory}{ranks}", kind="bad")
-    return Cell(option.takes, memory)
+    budget = advice.budget_bytes
+    if budget is not None and (option.peak_bytes or 0) > budget:
+        ranks = f"{advice.enough_ranks} devices hold it" if advice.enough_ranks else ""
+        return Cell("does not fit", ranks, kind="bad")
+    return Cell(option.takes)
 
 
 def _decisions(advised: Mapping, profile: str, trained: str) -> Table:
@@ -180,15 +175,16 @@ def _decisions(advised: Mapping, profile: str, trained: str) -> Table:
     lines = []
     for n, (forward, training) in advised.items():
         known = forward or training
+        need = training and training.need_bytes
         lines.append(
             [
                 n,
                 known.advised.name if known else Cell("does not fit", kind="bad"),
                 _takes(forward),
                 _takes(training),
+                size(need) if need else None,
                 _takes(forward, "exact"),
                 _takes(forward, "local"),
-                known and percent(known.advised.reach),
             ]
         )
     return Table(
@@ -198,16 +194,15 @@ def _decisions(advised: Mapping, profile: str, trained: str) -> Table:
             "Use",
             ">Forward",
             ">Training",
+            ">Memory, training",
             ">Dense, forward",
             ">Windows, forward",
-            ">See half away",
         ],
         lines,
-        note="A call of one layer, not causal; of mixed layers the average. Small: its peak of memory. Without a "
-        "sign: measured. About: a measured call of the kind, by roofline. ≥: a computed lower bound. See half away: "
-        "queries that see a key at least half the sequence away. Windows see neighbours alone. "
-        f"{f'One layer of 4 dense: {trained}. ' if trained else ''}Other lengths, shapes "
-        f"and needs: `.venv/bin/python -m ringlab advise --profile {profile} --seq-len N`.",
+        note="A call of one layer, 8 heads of 64, not causal; of mixed layers the average. Without a sign: measured. "
+        "About: from a measured call of the kind, by roofline. ≥: a computed lower bound. Windows see neighbours "
+        f"alone. {f'One layer of 4 dense: {trained}. ' if trained else ''}Other lengths, shapes and needs: "
+        f"`.venv/bin/python -m ringlab advise --profile {profile} --seq-len N`.",
         cards=True,
     )
 

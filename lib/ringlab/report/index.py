@@ -18,9 +18,8 @@ EXPLORER = "notebooks/explore.ipynb"  # beside the folder of reports
 PAGES = {"html": "HTML", "md": "Markdown"}  # endings, as a link calls them
 SAID = {
     "title": "Which attention, how long a sequence, how fast",
-    "explained": "Times are of a forward call of one layer: 8 heads of 64, not causal; of mixed layers the average. "
-    "≥: a computed lower bound; about: from a measured call of the kind. For other lengths, shapes, needs and GPUs ask "
-    "`.venv/bin/python -m ringlab advise`, or {explorer} in `make lab`.",
+    "explained": "For other lengths, shapes, needs and GPUs ask `.venv/bin/python -m ringlab advise`, or {explorer} "
+    "in `make lab`.",
     "columns": ("Report", "Answer", "Files"),
 }
 
