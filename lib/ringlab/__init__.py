@@ -35,6 +35,7 @@ from .engine.chunked import OOMBackoff
 from .estimate import Estimate, estimate, longest
 from .kv_cache import KVCache, cache_bytes
 from .patterns import Dense, Dilated, Pattern
+from .presets import ladder
 from .ring import Simulated
 
 sys.modules["ringlab.blocks"] = blocks  # for ``from ringlab.blocks import ...``
@@ -75,6 +76,7 @@ __all__ = [
     "cache_bytes",
     "estimate",
     "kernels",
+    "ladder",
     "longest",
     "nn",
     "reference",

@@ -29,7 +29,6 @@ from .ring import SCHEMES, Layout
 from .ring.layout import layout_named
 from .ring.volume import unevenness
 
-PAPER = 2048  # LongNet's first segment (Ding et al. 2023, arXiv 2307.02486)
 WINDOW = 2048  # positions that a query of a window sees, itself among them
 BLOCK = (
     128  # positions of a block; longer ones where there would be more than MOST_BLOCKS
@@ -44,7 +43,6 @@ MOST_RANKS = 32  # tried for a sequence that does not fit
 STEP = 128  # a shorter length is sought in multiples of so many positions a rank
 TRIES = 6
 NEEDS = ("exact", "far", "local")
-PATTERNS = ("auto", "dense", "ladder", "local")
 POLICY, ESTIMATE, ASKED = "by policy", "by estimate", "as asked"
 MEASURED, ABOUT, AT_LEAST = (
     "measured",
@@ -356,28 +354,6 @@ def columns(rows: Sequence[Sequence[str]], sides: Sequence[str] = "") -> list[st
     ]
 
 
-def ladder(seq_len: int, first: int = PAPER, heads: int | None = None) -> Pattern:
-    """LongNet's ladder up to the sequence: segments first, 2 first, ... at rates 1, 2,
-    ...; dense where one holds all.
-
-    With ``heads``, no rate is larger than their number: head h takes the positions h of
-    every ``rate``, so with more no head would take the others.
-
-    >>> str(ladder(10000)), str(ladder(2048))
-    ('dilated [2048, 4096, 8192, 16384] / [1, 2, 4, 8]', 'dense')
-    >>> str(ladder(10000, heads=4))
-    'dilated [2048, 4096, 8192, 16384] / [1, 2, 4, 4]'
-    """
-    steps = max(0, (-(-seq_len // first) - 1).bit_length())
-    if not steps:
-        return Dense()
-    most = steps if heads is None else heads.bit_length() - 1
-    return Dilated(
-        [first << i for i in range(steps + 1)],
-        [1 << min(i, most) for i in range(steps + 1)],
-    )
-
-
 def local(seq_len: int, causal: bool = False, width: int = WINDOW) -> BlockSparse:
     """A sliding window in which a query sees about ``width`` positions: on either side,
     or before it if ``causal``.
@@ -404,7 +380,7 @@ def advise(
     kv_heads: int | None = None,
     head_dim: int = 64,
     causal: bool = False,
-    passes: str = "fwd+bwd",
+    passes: str = "fwd",
     layers: int = 1,
     pattern: str | Pattern = "auto",
     dtype: torch.dtype | None = None,
@@ -421,9 +397,9 @@ def advise(
     Dense attention is advised while a call of one layer takes at most ``seconds`` and
     fits in memory. Beyond that ``need`` decides. "exact": dense all the same. "far": a
     query has to find keys from anywhere; windows, and one dense layer of four. "local":
-    its neighbours are enough; windows alone, at any length. ``pattern``: one to keep, a
-    pattern or "dense", "local" (window) or "ladder" (LongNet, with rates up to the
-    number of heads: for who has such a model), instead of a choice by need.
+    its neighbours are enough; windows alone, at any length. ``pattern``: one to keep
+    instead of a choice by need, as ``ringlab.ladder(seq_len, heads=heads)`` for who has
+    a LongNet.
 
     ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``:
     of a rank (None: the profile's). ``rows``: measured calls on this hardware, which
@@ -452,11 +428,9 @@ def advise(
         machine = hardware.detect()
         profile = hardware.resolve(profile, machine).on(machine)
     check_choice("need", need, NEEDS)
-    if not isinstance(pattern, Pattern) and not (
-        isinstance(pattern, str) and pattern in PATTERNS
-    ):
+    if not isinstance(pattern, Pattern) and pattern != "auto":
         raise ValueError(
-            f"pattern must be a ringlab pattern or one of {', '.join(PATTERNS)}, got {short_repr(pattern)}"
+            f'pattern must be a ringlab pattern or "auto", got {short_repr(pattern)}'
         )
     seq_len = check_int("seq_len", seq_len, most=LARGEST)
     layers = check_int("layers", layers, most=LARGEST)
@@ -639,16 +613,10 @@ class _Advisor:
         window = local(n, c.causal)
         dense = self._option("exact", "dense attention", Dense(), "dense")
         near = self._option("local", f"windows of {WINDOW:,}", window, "local")
-        asked = {
-            "dense": Dense(),
-            "local": window,
-            "ladder": ladder(n, heads=c.heads),
-        }.get(wanted, wanted)
         found = {}
-        if isinstance(asked, Pattern):
-            name = f"LongNet, {asked}" if wanted == "ladder" else str(asked)
-            kind = "ladder" if isinstance(asked, Dilated) else ""
-            found["asked"] = self._option("asked", name, asked, kind)
+        if isinstance(wanted, Pattern):
+            kind = {Dense: "dense", Dilated: "ladder"}.get(type(wanted), "")
+            found["asked"] = self._option("asked", str(wanted), wanted, kind)
         found["exact"] = dense
         if near.share < 1:
             found |= {"far": self._far(dense, near), "local": near}
@@ -834,6 +802,8 @@ class _Advisor:
                     call, n, execution, sent=call.sent(problem, scheme)
                 )
                 total[scheme] = sum(found[scheme].sent.values())
+            if not total:
+                raise ValueError(f"no scheme can run it: {refused[0]}")
             order = sorted(
                 total,
                 key=lambda scheme: (

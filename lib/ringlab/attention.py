@@ -1,4 +1,13 @@
-"""The public function."""
+"""The public function.
+
+A key that is not finite changes no query that it is hidden from. A value in v that is
+not finite may make NaN of queries that it is hidden from, and products of q and k that
+overflow fp32 (fp64 for fp64) make wrong or NaN the queries that see them, as in torch's
+own kernels. Under autocast q, k and v are cast as those of torch's attention. With
+documents, a cache, simulated ranks or ``execution`` options for memory, a compiled
+function runs the call between its graphs; import ringlab before you load an exported
+program.
+"""
 
 from __future__ import annotations
 
@@ -74,72 +83,43 @@ def attention(
     execution: Execution = DEFAULT,
     **others,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern;
-    exact, but for ``exchange_dtype``.
+    """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern.
 
     q is (batch, seq, heads, head_dim), not (batch, heads, seq, head_dim) as in torch; k
-    and v are (batch, seq, kv_heads, head_dim) with heads a multiple of kv_heads. v may
-    have another head_dim, and then out has it too. Any sequence length is legal.
-    ``causal`` hides keys after the query's position. For ``Dense``, also named "dense",
-    k and v may have another length than q: in cross-attention, or, with ``causal``, a
-    longer one; the queries are the last positions then. ``scale`` defaults to 1 /
-    sqrt(head_dim). Returns out (batch, seq, heads, head_dim) in q's dtype, contiguous,
-    and with ``return_lse`` also lse (batch, heads, seq), natural log, in fp32 (fp64 for
-    fp64). A query that sees nothing gets out 0 and lse -inf. A key that is not finite
-    changes no query that it is hidden from. A value in v that is not finite may make
-    NaN of queries that it is hidden from, and products of q and k that overflow fp32
-    (fp64 for fp64) make wrong or NaN the queries that see them, as in torch's own
-    kernels.
+    and v are (batch, seq, kv_heads, head_dim), heads a multiple of kv_heads; v may have
+    another head_dim. Any length is legal. Returns out (batch, seq, heads, head_dim of
+    v) in q's dtype, and with ``return_lse`` also lse (batch, heads, seq), natural log,
+    in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf.
 
-    ``backend``: "auto", "sdpa", a name of ``ringlab.kernels.KERNELS``, or a tuple of
-    these to try in order; ``execution``: switches that change no value.
+    ``pattern``: ``Dense()`` or "dense", ``Dilated`` or one of ``ringlab.blocks``. Of
+    ``Dense`` k and v may have another length than q; with ``causal`` a longer one, and
+    the queries are the last positions then. ``causal`` hides keys after the query.
+    ``scale``: 1 / sqrt(head_dim) by default. ``backend``: "auto", "sdpa", a name of
+    ``ringlab.kernels.KERNELS`` or a tuple of these to try in order. ``execution``:
+    switches that change no value.
 
-    Documents: ``cu_seqlens`` (documents + 1,) are the borders of the documents of a
-    packed sequence, from 0 to seq, of batch 1; equal ones enclose none. ``lengths``
-    (batch,) says how many rows of each entry are not padding. Integers, in a list or a
-    tensor. Each document is attended as if it stood alone, and positions of the pattern
-    count from its start. Padding gets out 0, lse -inf and no gradient, and what it
-    holds changes nothing. Across ranks positions are global, the layout is "contiguous"
-    or "zigzag", and a document inside a shard moves nothing.
+    Documents, each attended as if it stood alone: ``cu_seqlens`` (documents + 1,), the
+    borders in a packed sequence of batch 1, from 0 to seq; or ``lengths`` (batch,), the
+    rows of each entry that are no padding. Padding gets out 0 and no gradient.
 
-    Generation: with a ``cache`` (``ringlab.KVCache``) q, k, v are the rows of new
-    positions, one or many, which see all positions so far; the cache keeps what later
-    ones will see. Under ``torch.no_grad()``, with ``causal=True``; ``lengths`` then
-    says how many of the new rows of each entry are no padding. A single position runs
-    by the kernel that ``backend`` chooses if this reads rows where they lie
-    ("compiled", on a CPU), else as two matrix products. Across ranks the cache has the
-    group, and every rank passes all new rows.
+    Generation: with ``cache``, a ``ringlab.KVCache``, under ``torch.no_grad()`` and
+    ``causal``, q, k, v are the rows of new positions, which see all positions so far.
 
     Across ranks: ``group`` is a ProcessGroup or a 1-D DeviceMesh, and q, k, v are this
     rank's shards; or ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who
-    owns which position: "contiguous" (equal shards), "zigzag", "striped", or a
-    ``ringlab.ring.Layout``; ``scheme`` how rows travel: "plan", "ring", "all_gather",
-    "ulysses", or "auto" (see ``ringlab.ring.choose``). Every scheme is the one-device
-    answer; positions are global. Under "plan" a row that several ranks of one host need
-    from another host crosses once: one of them receives it and passes it on, in a
-    second exchange. Hosts are told apart by name; ``Simulated(p, machines=m)`` shows
-    what moves. Along a Hilbert layout the pattern runs along the curve: that is the
-    answer for the sequence in the curve's order. ``exchange_dtype``, for "plan", which
-    "auto" then takes: rows of k and v travel in this narrower dtype. Who receives them
-    computes with the rounded rows, their owner with its own, so the result depends on
-    the ranks. Rounding changes an element by at most 2^-8 of itself in bfloat16, 2^-11
-    in float16 (more below 6e-5, infinite beyond 65504) and 2^-24 in float32. Gradients
-    take it for the identity, and travel in fp32 (fp64 for fp64).
+    owns which position: "contiguous", "zigzag", "striped" or a ``ringlab.ring.Layout``;
+    ``scheme`` how rows travel: "plan", "ring", "all_gather", "ulysses" or "auto". Each
+    is the answer of one device, but for ``exchange_dtype``: see ``help(ringlab.ring)``.
+
+    Differentiable once. ``torch.compile`` and ``torch.export`` take a call on one device
+    whole, as the operator ``ringlab::attention``. For callers of torch's
+    ``scaled_dot_product_attention``, ``is_causal`` is ``causal``, and ``enable_gqa``,
+    ``dropout_p=0.0`` and ``attn_mask=None`` change nothing.
 
     Warns of 256 heads or more that are more than the positions: such tensors may be in
     torch's layout. Raises ValueError for tensors or arguments that disagree, TypeError
     for an argument that cannot be honoured, and NotImplementedError, with the reason,
-    for a backend that cannot serve the device or dtype. Differentiable once, by
-    ``backward`` or ``torch.func.grad``: a second derivative, ``torch.func.vmap`` and
-    ``jvp`` raise NotImplementedError. ``torch.compile`` and ``torch.export`` take a
-    call on one device whole, as the operator ``ringlab::attention``, for any length;
-    import ringlab before you load an exported program. With documents, a cache,
-    simulated ranks or ``execution`` options for memory, a compiled function runs it
-    between its graphs.
-
-    For code that called ``scaled_dot_product_attention``: ``is_causal`` is taken for
-    ``causal``; ``enable_gqa``, ``dropout_p=0.0`` and ``attn_mask=None`` change nothing;
-    under autocast q, k and v are cast as there.
+    for a backend that cannot serve the call, a second derivative, ``vmap`` and ``jvp``.
 
     >>> from ringlab.patterns import Dilated
     >>> q = torch.randn(1, 100, 4, 16)

@@ -6,12 +6,33 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from inspect import signature
 
 import torch
 
 LARGEST = 2**40  # beyond any sequence, and strides still fit 64 bits
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+SHORT = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
+COUNTS = {
+    "": 1,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+}
+BYTES = {
+    f"{name}{unit}": base ** (i + 1)
+    for i, name in enumerate("KMGT")
+    for unit, base in (("IB", 1024), ("B", 1000))
+}
 
 
 def as_int(value) -> int | None:
@@ -73,6 +94,15 @@ def check_bool(name: str, value) -> None:
     """Raise TypeError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {short_repr(value)}")
+
+
+def check_arguments(name: str, call: Callable, /, *args, **options) -> None:
+    """Raise TypeError unless ``call`` takes these arguments; it lists those it takes."""
+    try:
+        signature(call).bind(*args, **options)
+    except TypeError as error:
+        known = ", ".join(signature(call).parameters)
+        raise TypeError(f"{name}: {error}; it takes {known}") from None
 
 
 def check_unknown(owner: str, arguments: dict, reasons: dict[str, str]) -> None:
@@ -151,3 +181,53 @@ def short_repr(value) -> str:
     except ValueError:  # an integer of thousands of digits
         text = f"a {type(value).__name__} too long to show"
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _number(text: str, units: dict[str, int], wanted: str) -> int:
+    """The whole number in ``text`` times its unit, rounded down; ValueError names what
+    is ``wanted``.
+    """
+    number = r"(\d[\d_]{0,399}(?:\.\d{1,99})?(?:e\d\d?)?)\s*([a-z]*)"
+    found = re.fullmatch(number, text.strip(), re.IGNORECASE)
+    if not found or found[2].upper() not in units:
+        raise ValueError(f"{wanted}, got {short_repr(text)}")
+    return int(Fraction(found[1].replace("_", "")) * units[found[2].upper()])
+
+
+def parse_count(text: str, name: str = "it") -> int:
+    """An integer as people write it; K, M and G are powers of 1024. ValueError for
+    anything else.
+
+    >>> [parse_count(text) for text in ("131072", "128K", "1M", "1e6", "8_192")]
+    [131072, 131072, 1048576, 1000000, 8192]
+    """
+    return _number(text, COUNTS, f"{name} must be a number, as 131072, 128K, 1M or 1e6")
+
+
+def parse_counts(text: str, name: str = "each") -> list[int]:
+    """The integers of a text, separated by commas or spaces; ValueError for none.
+
+    >>> parse_counts("2048, 4K 8_192")
+    [2048, 4096, 8192]
+    """
+    words = text.replace(",", " ").split()
+    return [parse_count(word, name) for word in words or [""]]
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from a number and its unit: KiB, MiB, GiB, TiB, KB, MB, GB or TB.
+    ValueError for anything else, also where there is no unit.
+
+    >>> parse_bytes("80GiB"), parse_bytes("1.5 MB")
+    (85899345920, 1500000)
+    """
+    return _number(text, BYTES, "memory is a number with a unit, as 80GiB or 80GB")
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """A dtype that attention supports by its name, as bfloat16 or bf16; ValueError for
+    another one.
+    """
+    name = SHORT.get(text, text)
+    check_choice("dtype", name, DTYPES)
+    return DTYPES[name]

@@ -9,35 +9,29 @@ import errno
 import json
 import math
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from . import __version__, block_patterns, hardware, measure
+from . import __version__, hardware, measure
 from .advise import NEEDS, SECONDS, advise, columns, dtype_name
-from .block_patterns import BlockSparse
-from .checks import FLOATS, check_choice
+from .attention import check_tensors
+from .checks import check_choice, parse_bytes, parse_count, parse_counts, parse_dtype
 from .cost import PASSES, format_bytes, format_seconds
-from .engine import Execution
-from .estimate import NETWORK_REMOVED, Estimate, estimate, longest
+from .estimate import SHAPE, Estimate, estimate, longest
 from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
 from .measure import provenance, suites
-from .patterns import Dense, Dilated, Pattern, from_dict
+from .patterns import Pattern, from_dict
+from .presets import NAMED, named
 from .report.evidence import learned, stored
 from .report.places import ReportError, UsageError, plan, reports_folder
 
-PDF_REMOVED = (
-    "pdf was removed; open a page of reports/ in a browser and print it to PDF"
-)
 STOPPED = "interrupted: what is done is kept; run again to go on"
-QUALITY_WENT = "the trainings went to notebooks/quality: run make report QUALITY=1, or its trainings.py"
 CALL = (
     ValueError,
     NotImplementedError,
@@ -63,17 +57,6 @@ REPORT_PACKAGES = (
     "scipy",
     "seaborn",
 )
-DTYPES = [dtype_name(dtype) for dtype in FLOATS]
-UNITS = {
-    "": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-}
 ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
 
 
@@ -89,13 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for option in argv:  # argparse reads this value as none, some or "--", by version
         if option.startswith("--") and option.endswith("=--"):
             parser.error(f"argument {option[:-3]}: expected one argument")
-    if "network" in argv[:1] or any(x.split("=")[0] == "--network" for x in argv):
-        return _refuse(NETWORK_REMOVED)
-    if "pdf" in argv[:1]:
-        return _refuse(PDF_REMOVED)
-    if "quality" in argv[:1]:
-        return _refuse(QUALITY_WENT)
-    given = parser.parse_args(argv)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        given.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code = given.run(given) or OK
         sys.stdout.flush()
@@ -144,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         one = commands.add_parser(
             name, help=about, description=f"{about[0].upper()}{about[1:]}."
         )
-        one.set_defaults(run=run, refuses=refuses)
+        one.set_defaults(run=run, refuses=refuses, parser=one)
         if profile:
             one.add_argument(
                 "--profile",
@@ -253,21 +232,10 @@ def _parser() -> argparse.ArgumentParser:
     add = command(
         "estimate",
         _estimate,
-        "what a call would need, and the longest sequence that fits",
+        "what a call would need; with --memory, or without --seq-len, the longest sequence that fits",
         (*CALL, TypeError),
     )
-    _add_pattern(add)
-    add(
-        "--seq-len",
-        type=int,
-        metavar="N",
-        help="tokens (default: none, only the longest sequence)",
-    )
-    _add_shape(add, batch=1, heads=8, kv_heads=None, head_dim=64)
-    add("--dtype", choices=DTYPES, help="(default: the profile's policy)")
-    add("--causal", action="store_true", help="(default: no)")
-    add("--passes", default="fwd", choices=list(PASSES), help="(default: fwd)")
-    add("--ranks", type=int, default=1, metavar="P", help="a device each (default: 1)")
+    _add_call(add, "dilated")
     add(
         "--scheme",
         default="auto",
@@ -283,22 +251,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--backend", default="auto", metavar="B", help="a kernel's name (default: auto)"
     )
-    add(
-        "--blocks",
-        default="auto",
-        metavar="WAY",
-        help="how a block-sparse pattern runs (default: auto)",
-    )
-    add(
-        "--merge",
-        default="auto",
-        metavar="WAY",
-        help="auto, eager (branch by branch) or fused (default: auto)",
-    )
-    text = (
-        "of a rank, as 8GiB, and the longest sequence for it (default: the profile's)"
-    )
-    add("--memory", type=size_in_bytes, metavar="SIZE", help=text)
     add("--json", action="store_true", help="JSON instead of text (default: no)")
 
     add = command(
@@ -307,30 +259,13 @@ def _parser() -> argparse.ArgumentParser:
         "say what to run for a length, on what evidence, with code (torch alone)",
         CALL,
     )
-    add(
-        "--seq-len",
-        type=int,
-        required=True,
-        metavar="N",
-        help="tokens of the whole sequence",
-    )
-    _add_shape(add, ranks=1, batch=1, heads=8, kv_heads=None, head_dim=64, layers=1)
-    add("--causal", action="store_true", help="hide what comes after (default: no)")
-    add("--passes", default="fwd+bwd", choices=list(PASSES), help="(default: fwd+bwd)")
+    _add_call(add, "auto")
+    _add_counts(add, layers=1)
     add(
         "--need",
         default="far",
         choices=NEEDS,
         help="beyond dense attention: every key, keys from far away, or neighbours (default: far)",
-    )
-    add(
-        "--pattern", default="auto", help="auto, dense, ladder or local (default: auto)"
-    )
-    add(
-        "--memory",
-        type=size_in_bytes,
-        metavar="SIZE",
-        help="of a rank, as 8GiB (default: the profile's)",
     )
     add(
         "--seconds",
@@ -351,23 +286,22 @@ def _parser() -> argparse.ArgumentParser:
         "time the Triton kernels' tile sizes on this GPU and keep the fastest",
         CALL,
     )
-    _add_pattern(add)
-    add(
-        "--seq-len",
-        type=int,
-        default=16384,
-        metavar="N",
-        help="tokens; choices hold for any (default: 16384)",
+    _add_pattern(add, "dilated")
+    _add_counts(
+        add,
+        seq_len=16384,
+        batch=1,
+        heads=16,
+        kv_heads=None,
     )
-    _add_shape(add, batch=1, heads=16, kv_heads=None)
     add(
         "--head-dim",
-        type=int,
+        type=COUNT,
         action="append",
         metavar="N",
         help="may be repeated (default: 64 and 128)",
     )
-    add("--dtype", choices=DTYPES, help="(default: the profile's policy)")
+    _add_dtype(add)
     add(
         "--data",
         type=folder,
@@ -382,59 +316,88 @@ def _parser() -> argparse.ArgumentParser:
         help="may be repeated (default: all)",
     )
 
-    command(
+    add = command(
         "profiles",
         _profiles,
         "list the hardware profiles and which of them run here",
         profile=False,
     )
+    add("--json", action="store_true", help="JSON instead of text (default: no)")
     return parser
 
 
-def _add_shape(add, **defaults: int | None) -> None:
+def reads(parse: Callable) -> Callable:
+    """``parse`` as a type of an option, so that what it refuses is told as it is."""
+
+    def read(text: str):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+COUNT, COUNTS = reads(parse_count), reads(parse_counts)
+
+
+def _add_call(add, pattern: str) -> None:
+    """The options of one call of attention that ``estimate`` and ``advise`` share."""
+    _add_pattern(add, pattern)
+    _add_counts(
+        add,
+        seq_len=None,
+        batch=1,
+        heads=8,
+        kv_heads=None,
+        head_dim=64,
+    )
+    _add_dtype(add)
+    add("--causal", action="store_true", help="hide what comes after (default: no)")
+    add("--passes", default="fwd", choices=list(PASSES), help="(default: fwd)")
+    _add_counts(add, ranks=1)
+    text = "of a rank, as 8GiB (default: the profile's)"
+    add("--memory", type=reads(parse_bytes), metavar="SIZE", help=text)
+
+
+def _add_dtype(add) -> None:
+    text = "float32 or fp32, bfloat16 or bf16, float16 or fp16, float64 or fp64 (default: the profile's policy)"
+    add("--dtype", type=reads(parse_dtype), metavar="D", help=text)
+
+
+def _add_counts(add, **defaults: int | None) -> None:
     about = {
+        "seq_len": "tokens of the whole sequence, as 131072, 128K, 1M or 1e6",
         "ranks": "GPUs or processes that share it",
         "batch": "sequences at a time",
         "heads": "query heads",
-        "kv_heads": "K/V heads",
+        "kv_heads": "K/V heads; None: as many as heads",
         "head_dim": "size of a head",
         "layers": "layers that keep their tensors from forward to backward",
     }
     for name, default in defaults.items():
-        said = "as many as heads" if default is None else default
-        text = f"{about[name]} (default: {said})"
-        add(
-            f"--{name.replace('_', '-')}",
-            type=int,
-            default=default,
-            metavar="N",
-            help=text,
-        )
+        text = f"{about[name]} (default: {default})"
+        option = f"--{name.replace('_', '-')}"
+        add(option, type=COUNT, default=default, metavar="N", help=text)
 
 
-def _add_pattern(add) -> None:
+# Options of patterns, each an argument of what makes the pattern.
+PATTERN_OPTIONS = {
+    "segment_lengths": (COUNTS, "of dilated, as 2K,4K (default: 2048,4096)"),
+    "dilation_rates": (COUNTS, "of dilated (default: 1,2)"),
+    "block_size": (COUNT, "of window, local_global, bigbird (default: 128)"),
+    "before": (COUNT, "blocks of their window, either way (default: 2)"),
+    "count": (COUNT, "global blocks of local_global, bigbird (default: 2)"),
+    "random": (COUNT, "random blocks of bigbird (default: 3)"),
+}
+
+
+def _add_pattern(add, default: str) -> None:
     """The options that ``_pattern_of`` reads."""
-    names = "dilated, dense, window, local_global, bigbird, or a pattern's to_dict() as JSON"
-    add("--pattern", default="dilated", metavar="P", help=f"{names} (default: dilated)")
-    add(
-        "--segments",
-        type=numbers_and_commas,
-        metavar="W,W",
-        help="segment lengths of dilated (default: 2048,4096)",
-    )
-    add(
-        "--rates",
-        type=numbers_and_commas,
-        metavar="R,R",
-        help="their dilation rates (default: 1,2)",
-    )
-    add(
-        "--block-size",
-        type=int,
-        default=128,
-        metavar="B",
-        help="of block-sparse patterns (default: 128)",
-    )
+    text = f"{', '.join(NAMED)}, or a pattern's to_dict() as JSON (default: {default})"
+    add("--pattern", default=default, metavar="P", help=text)
+    for name, (kind, text) in PATTERN_OPTIONS.items():
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
 
 
 def _add_comparison(add) -> None:
@@ -458,31 +421,6 @@ def folder(text: str) -> Path:
     if Path(text).exists() and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
     return Path(text)
-
-
-def size_in_bytes(text: str) -> int:
-    """Bytes from a size as people write it.
-
-    >>> size_in_bytes("8GiB"), size_in_bytes("1.5 MB"), size_in_bytes("1024")
-    (8589934592, 1500000, 1024)
-    """
-    found = re.fullmatch(
-        r"([0-9]+(?:\.[0-9]*)?)\s*([a-z]*)", text.strip(), re.IGNORECASE
-    )
-    if not found or found[2].upper() not in UNITS:
-        raise argparse.ArgumentTypeError(
-            f"a size is a number and a unit, as 8GiB, got {text!r}"
-        )
-    return int(Fraction(found[1]) * UNITS[found[2].upper()])
-
-
-def numbers_and_commas(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"not numbers and commas, as 2048,4096: {text!r}"
-        ) from None
 
 
 def _report(given) -> int | None:
@@ -541,19 +479,34 @@ def _compare(given) -> int:
 
 
 def _profiles(given) -> None:
-    machine = hardware.detect()
-    rows = [("profile", "device", "sm", "memory", "dtype", "runnable here")]
+    machine, rows = hardware.detect(), []
     for name, profile in hardware.profiles().items():
         runnable, why = profile.runnable(machine)
         here = profile.on(machine)
-        memory = f"{here.memory_bytes / 2**30:.0f} GiB" if here.memory_bytes else "-"
-        dtype = dtype_name(here.default_dtype())
-        marked = f"{name} *" if name == hardware.match(machine) else name
-        told = f"{'yes' if runnable else 'no'}: {why}"
         rows.append(
-            (marked, here.title, hardware.sm(here.capability), memory, dtype, told)
+            {
+                "profile": name,
+                "device": here.title,
+                "sm": hardware.sm(here.capability),
+                "memory_bytes": here.memory_bytes,
+                "dtype": dtype_name(here.default_dtype()),
+                "runnable": runnable,
+                "why": why,
+                "here": name == hardware.match(machine),
+            }
         )
-    print(*columns(rows), "", "* matches this machine (GPU=auto)", sep="\n")
+    if given.json:
+        print(json.dumps(rows, indent=1))
+        return
+    lines = [("profile", "device", "sm", "memory", "dtype", "runnable here")]
+    for row in rows:
+        memory = row["memory_bytes"] and f"{row['memory_bytes'] / 2**30:.0f} GiB"
+        told = f"{'yes' if row['runnable'] else 'no'}: {row['why']}"
+        marked = row["profile"] + " *" * row["here"]
+        lines.append(
+            (marked, row["device"], row["sm"], memory or "-", row["dtype"], told)
+        )
+    print(*columns(lines), "", "* matches this machine (GPU=auto)", sep="\n")
 
 
 def _measure(given) -> None:
@@ -584,26 +537,21 @@ def _measure(given) -> None:
     _show([data])
 
 
-def _pattern_of(given) -> Pattern:
-    """The pattern that the options name; ValueError for none."""
-    name, block = given.pattern, given.block_size
-    named = {
-        "dilated": lambda: Dilated(
-            given.segments or [2048, 4096], given.rates or [1, 2]
-        ),
-        "dense": Dense,
-        "window": lambda: block_patterns.sliding_window(2, block_size=block),
-        "local_global": lambda: block_patterns.local_global(2, 4, block_size=block),
-        "bigbird": lambda: block_patterns.bigbird(1, 2, 3, block_size=block),
+def _pattern_of(given) -> Pattern | str:
+    """The pattern that the options name, or "auto"; ValueError for none."""
+    name, in_json = given.pattern, given.pattern.lstrip().startswith("{")
+    options = {
+        option: value
+        for option in PATTERN_OPTIONS
+        if (value := getattr(given, option)) is not None
     }
-    if (given.segments or given.rates) and name != "dilated":
-        raise ValueError(f"--segments and --rates belong to dilated, not to {name}")
-    if name in named:
-        return named[name]()
-    if not name.lstrip().startswith("{"):
-        raise ValueError(
-            f"unknown pattern {name!r}; known: {', '.join(named)}, or JSON"
-        )
+    if options and (name == "auto" or in_json):
+        option = next(iter(options)).replace("_", "-")
+        raise ValueError(f"--{option} needs a --pattern by name: {', '.join(NAMED)}")
+    if not in_json:
+        if name == "auto":
+            return name
+        return named(name, given.seq_len, given.heads, **options)
     try:
         return from_dict(json.loads(name))
     except (ValueError, TypeError) as error:
@@ -612,31 +560,17 @@ def _pattern_of(given) -> Pattern:
         ) from None
 
 
+def _options(given, *more: str) -> dict:
+    """The options of a call that ``estimate`` and ``advise`` share, and ``more``."""
+    return {name: getattr(given, name) for name in (*SHAPE, *more)}
+
+
 def _estimate(given) -> None:
     profile = hardware.resolve(given.profile).on(hardware.detect())
-    dtype = getattr(torch, given.dtype) if given.dtype else profile.default_dtype()
+    dtype = given.dtype or profile.default_dtype()
     pattern = _pattern_of(given)
-    names = (
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "batch",
-        "causal",
-        "passes",
-        "ranks",
-        "scheme",
-        "layout",
-        "backend",
-    )
-    call = {name: getattr(given, name) for name in names} | {
-        "dtype": dtype,
-        "profile": profile,
-    }
-    if given.blocks != "auto" and not isinstance(pattern, BlockSparse):
-        raise ValueError(
-            f"--blocks says how block-sparse patterns run; this is {pattern}"
-        )
-    call["execution"] = Execution(blocks=given.blocks, merge=given.merge)
+    call = _options(given, "scheme", "layout", "backend")
+    call |= {"dtype": dtype, "profile": profile}
     found = (
         None
         if given.seq_len is None
@@ -660,12 +594,7 @@ def _estimate(given) -> None:
             "device": profile.title,
             "pattern": str(pattern),
             "dtype": dtype_name(dtype),
-            "shape": {
-                name: getattr(given, name)
-                for name in ("seq_len", "batch", "heads", "head_dim")
-            },
-            "passes": given.passes,
-            "causal": given.causal,
+            **_options(given, "seq_len"),
             "memory_bytes": budget,
             "longest": most,
             "estimate": None,
@@ -743,26 +672,16 @@ def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterat
 
 def _advise(given) -> None:
     profile, rows = stored(hardware.resolve(given.profile).on(hardware.detect()))
-    asked = (
-        "ranks",
-        "batch",
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "layers",
-        "causal",
-        "passes",
-        "pattern",
-        "need",
-        "seconds",
-    )
+    if given.seq_len is None:
+        raise ValueError("advise needs --seq-len")
     advice = advise(
         profile,
         given.seq_len,
+        pattern=_pattern_of(given),
         memory_bytes=given.memory,
         rows=rows,
         trained=learned(),
-        **{name: getattr(given, name) for name in asked},
+        **_options(given, "layers", "dtype", "need", "seconds"),
     )
     print(
         getattr(advice, given.show)()
@@ -782,12 +701,8 @@ def _tune(given) -> None:
     )
     if not here:
         raise ValueError(f"tune times kernels on a GPU: {why}")
-    dtype = getattr(torch, given.dtype) if given.dtype else profile.default_dtype()
+    dtype = given.dtype or profile.default_dtype()
     kv_heads = given.kv_heads or given.heads
-    if min(given.seq_len, given.batch, kv_heads) < 1 or given.heads % kv_heads:
-        raise ValueError(
-            "--seq-len, --batch and --heads are positive, and --heads a multiple of --kv-heads"
-        )
     pattern, every = _pattern_of(given), []
     for head_dim in given.head_dim or (64, 128):
         q, k, v = (
@@ -796,6 +711,7 @@ def _tune(given) -> None:
             )
             for heads in (given.heads, kv_heads, kv_heads)
         )
+        check_tensors(q, k, v)
         for causal in (False, True):
             for name in given.passes or TILE_PASSES:
                 for found in tune(q, k, v, pattern, causal=causal, passes=(name,)):

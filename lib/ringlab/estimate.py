@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 
 from . import cost, hardware
 from .block_patterns import BlockSparse, Given
-from .checks import LARGEST, check_int
+from .checks import LARGEST, check_arguments, check_int, parse_bytes
 from .hardware import Rates
 from .kv_cache import cache_bytes
 from .meta_run import MetaCall
@@ -27,6 +27,15 @@ MOST_BYTES = 2**50  # of a rank's memory: beyond any machine
 NETWORK_REMOVED = (
     "predicted times of networks were removed; estimate tells what ranks send, and "
     "measure times it"
+)
+SHAPE = (
+    "batch",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "causal",
+    "passes",
+    "ranks",
 )
 FEW_BLOCKS = 1024  # longer block-sparse calls are extrapolated, as planning random parts takes quadratic time
 
@@ -115,8 +124,7 @@ def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
     >>> e.scheme, e.peak_bytes >> 20, e.sent, e.binds
     ('plan', 547, {}, 'compute')
     """
-    if call.pop("network", None) is not None:
-        raise TypeError(NETWORK_REMOVED)
+    check_arguments("estimate", MetaCall, pattern, **call)
     seq_len = check_int("seq_len", seq_len, most=LARGEST)
     return estimate_of(MetaCall(pattern, **call), seq_len)
 
@@ -126,7 +134,14 @@ def estimate_of(call: MetaCall, seq_len: int) -> Estimate:
     run, scheme, at_least = call.at(seq_len)
     cached = None
     if call.causal:
-        names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "ranks")
+        names = (
+            "batch",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "dtype",
+            "ranks",
+        )
         cached = cache_bytes(
             call.pattern,
             max_seq_len=seq_len,
@@ -147,10 +162,8 @@ def estimate_of(call: MetaCall, seq_len: int) -> Estimate:
 
 def cost_of(call: MetaCall, seq_len: int) -> cost.Cost:
     """Pairs, FLOPs and bytes of a call at a length, of all ranks together."""
-    names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "passes")
-    return cost.count(
-        call.pattern, seq_len=seq_len, **{name: getattr(call, name) for name in names}
-    )
+    shape = {name: getattr(call, name) for name in SHAPE if name != "ranks"}
+    return cost.count(call.pattern, seq_len=seq_len, dtype=call.dtype, **shape)
 
 
 def rates_of(call: MetaCall, counted: cost.Cost) -> Rates:
@@ -174,9 +187,9 @@ def _probed(dtype: str) -> hardware.Peaks:
     return hardware.measure_cpu_peaks(dtype)
 
 
-def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
-    """The longest sequence whose peak on every rank fits ``memory_bytes``; keywords are
-    those of ``estimate``.
+def longest(pattern: Pattern, memory_bytes: int | str, **call) -> int:
+    """The longest sequence whose peak on every rank fits ``memory_bytes``, a number or
+    a text as "8GiB"; keywords are those of ``estimate``.
 
     A multiple of 128 positions (of blocks, where they are larger) a rank, to within
     1/256 of itself. Of a block-sparse pattern over more than 1,024 blocks the peak is
@@ -184,9 +197,12 @@ def longest(pattern: Pattern, memory_bytes: int, **call) -> int:
     where not even the shortest fits, and as ``estimate`` does.
 
     >>> from ringlab.patterns import Dilated
-    >>> longest(Dilated([2048, 4096], [1, 2]), 8 << 30, profile="gtx1080")
+    >>> longest(Dilated([2048, 4096], [1, 2]), "8GiB", profile="gtx1080")
     1010304
     """
+    if isinstance(memory_bytes, str):
+        memory_bytes = parse_bytes(memory_bytes)
+    check_arguments("longest", MetaCall, pattern, **call)
     memory_bytes = check_int(
         "the memory budget in bytes", memory_bytes, most=MOST_BYTES
     )

@@ -42,7 +42,9 @@ class KVCache:
     ``attention(q, k, v, pattern, causal=True, cache=cache)`` takes the rows of new
     positions, one or many, and returns their rows of attention over all positions so
     far, whatever the pieces were. The sequences may differ in length: ``lengths=`` of
-    ``attention`` says how many of the new rows of each are not padding. The memory for
+    ``attention`` says how many of the new rows of each are not padding. A single
+    position runs by the kernel that ``backend`` chooses if this reads rows where they
+    lie ("compiled", on a CPU), else as two matrix products. The memory for
     rows is allocated once; ``cache.nbytes``, with tables of their positions, is at most
     what ``cache_bytes`` tells beforehand.
 

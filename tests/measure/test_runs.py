@@ -334,7 +334,7 @@ def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(
     assert said[0].startswith("slow: 3 points, taking turns (") and not [
         line for line in said if "Traceback" in line
     ]
-    kept = "interrupted: 0 points and the finished samples of others are kept; run again to go on"
+    kept = "interrupted: 0 whole points are kept, and the samples of those that were begun; run again to go on"
     assert (said[-1] == kept) == (stop == signal.SIGINT)
 
     before = rows_of(tmp_path, "sample")

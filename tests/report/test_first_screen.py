@@ -126,7 +126,7 @@ def test_every_number_is_one_of_advise_or_longest():
     ask = partial(advise, with_rates(study()), memory_bytes=MEMORY, rows=rows)
     for n, line in zip(first_screen.LENGTHS, found.table.rows):
         options = {x.need: x for x in ask(n, passes="fwd").options}
-        advice, training = ask(n, passes="fwd"), ask(n)
+        advice, training = ask(n, passes="fwd"), ask(n, passes="fwd+bwd")
         length, use, forward, both, memory, dense, local = line
         assert (length, use) == (n, advice.advised.name)
         assert forward.text == advice.advised.takes

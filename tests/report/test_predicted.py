@@ -1,13 +1,17 @@
 """Predictions beside rows that were measured."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from ringlab import cli, measure
+from ringlab.estimate import estimate
 from ringlab.hardware import Rates
 from ringlab.kernels import torch_kernels
+from ringlab.patterns import Dense
 from ringlab.report import predicted
 from ringlab.report.study import Study, rates_of
 
@@ -157,23 +161,16 @@ def test_the_command_line(capsys):
         (["--memory", "10KiB"], "more than the 10,240 there are"),
         (["--pattern", "dens"], "unknown pattern 'dens'"),
         (["--pattern", "{"], "Expecting"),
-        (["--memory", "0", "--seq-len", "64"], "in bytes must be a positive"),
+        (["--memory", "0KB", "--seq-len", "64"], "in bytes must be a positive"),
         (
-            ["--pattern", '{"kind": "dense"}', "--segments", "5"],
-            "--segments and --rates belong to dilated",
+            ["--pattern", '{"kind": "dense"}', "--segment-lengths", "5"],
+            "--segment-lengths needs a --pattern by name: dilated, dense, ladder",
         ),
+        (["--pattern", "dense", "--block-size", "5"], "'dense' takes no block_size"),
+        (["--pattern", "ladder"], "seq_len must be a positive integer"),
         (
             ["--pattern", '{"kind":"block_sparse","block_size":64,"parts":[5]}'],
             "is no pattern's to_dict()",
-        ),
-        (
-            ["--blocks", "bsr", "--seq-len", "64"],
-            "--blocks says how block-sparse patterns run",
-        ),
-        (["--merge", "fuse", "--seq-len", "64"], "unknown merge 'fuse'"),
-        (
-            ["--merge", "fused", "--seq-len", "8192"],
-            "needs compute capability 8.0 or newer, this is 6.1",
         ),
     ],
 )
@@ -181,3 +178,15 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, given, why):
     assert cli.main(["estimate", "--profile", "gtx1080", *given]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and why in err
+
+
+def test_other_threads_of_torch_are_those_of_that_call_alone():
+    before = torch.get_num_threads()
+    for threads in (1, before + 3, None):
+        seen = predicted.with_threads(threads, torch.get_num_threads)
+        assert seen == (threads or before)
+        assert torch.get_num_threads() == before
+    with ThreadPoolExecutor(1) as new:
+        assert new.submit(torch.get_num_threads).result() == before
+    with pytest.raises(ValueError, match="seq_len must be"):
+        predicted.with_threads(before + 1, estimate, Dense(), seq_len=0)

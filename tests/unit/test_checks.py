@@ -24,7 +24,9 @@ from ringlab import (
     patterns,
     ring,
 )
+from ringlab.checks import parse_bytes, parse_count, parse_dtype
 from ringlab.nn import DecoderBlock, MultiheadAttention
+from ringlab.presets import named
 
 PACKAGE = Path(checks.__file__).parent
 
@@ -320,6 +322,7 @@ FITTING = [
             "ranks": 1,
         },
     ),
+    (ringlab.ladder, {"seq_len": 1 << 20, "first": 2048}),
     (
         ringlab.advise,
         {
@@ -725,6 +728,33 @@ REFUSED = [
         ValueError,
         "the layout is for 64 positions, the",
     ),
+    (
+        lambda: ringlab.advise(
+            "gtx1080",
+            1024,
+            ranks=8,
+            heads=4,
+            layout="striped",
+            pattern=Dilated([64], [1]),
+        ),
+        ValueError,
+        "^no scheme can run it: ",
+    ),
+    (
+        lambda: estimate(Dense(), seq_len=64, batch_size=1),
+        TypeError,
+        "^estimate: got an unexpected .* 'batch_size'; it takes pattern, heads, ",
+    ),
+    (lambda: ringlab.longest(Dense(), "80"), ValueError, "a number with a unit, as"),
+    (lambda: named("windw"), ValueError, "unknown pattern 'windw'; known: dilated, "),
+    (lambda: named("dense", before=1), ValueError, "'dense' takes no before"),
+    (lambda: parse_bytes("8G"), ValueError, "with a unit, as 80GiB or 80GB, got '8G'"),
+    (
+        lambda: parse_count("1_0e999"),
+        ValueError,
+        "as 131072, 128K, 1M or 1e6, got '1_0",
+    ),
+    (lambda: parse_dtype("half"), ValueError, "unknown dtype 'half'; known: float64, "),
     (
         lambda: estimate(Dense(), **OTHER),
         ValueError,

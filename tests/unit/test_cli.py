@@ -2,13 +2,15 @@
 where that is promised.
 """
 
+import json
 import tomllib
 from pathlib import Path
 
 import pytest
-from ringlab import cli, hardware, measure
+from ringlab import block_patterns, cli, hardware, measure
 from ringlab.hardware.profiles import load
 from ringlab.measure import suites
+from ringlab.presets import NAMED, named
 
 LIB = Path(cli.__file__).resolve().parents[1]
 PASCAL = hardware.Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65")
@@ -101,13 +103,17 @@ def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch, tm
             "argument --minutes: invalid float value: 'soon'",
         ),
         (
-            ["estimate", "--rates", "1;2"],
-            "argument --rates: not numbers and commas, as 2048,4096: '1;2'",
+            ["estimate", "--dilation-rates", "1;2"],
+            "argument --dilation-rates: each must be a number, as 131072, 128K, ",
         ),
         (
             ["estimate", "--dtype", "nn"],
-            "argument --dtype: invalid choice: 'nn' (choose from ",
+            "argument --dtype: unknown dtype 'nn'; known: float64, float32, ",
         ),
+        (["estimate", "--foo", "5"], "--foo 5; see python -m ringlab estimate --help"),
+        (["advise", "--network=x"], "--network=x; see python -m ringlab advise --help"),
+        (["estimate", "--memory", "80"], "memory is a number with a unit, as 80GiB"),
+        (["advise", "--seq-len", "1.3X"], "--seq-len: it must be a number, as "),
         (
             ["report", "--profile"],
             "argument --profile: expected one argument; see python -m ringlab report --help",
@@ -121,7 +127,7 @@ def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch, tm
         ),
         (
             ["advise", "--seq-len", "1", "--memory", "9" * 5000],
-            "invalid size_in_bytes value",
+            "memory is a number with a unit, as 80GiB or 80GB, got '9999",
         ),
         (["estimate", "--pattern=--"], "argument --pattern: expected one argument"),
     ],
@@ -242,17 +248,46 @@ def test_a_folder_in_use_is_one_line(capsys, monkeypatch, tmp_path, command, row
     assert found == (1, "", "ringlab: it is in use by another measurement\n")
 
 
-@pytest.mark.parametrize(
-    "argv, instead",
-    [
-        (["network"], "estimate tells what ranks send"),
-        (["network", "--file", "network.json"], "estimate tells"),
-        (["estimate", "--seq-len", "512", "--network", "network.json"], "estimate"),
-        (["advise", "--seq-len", "512", "--network=network.json"], "estimate tells"),
-        (["pdf", "--profile", "cpu"], "open a page of reports/ in a browser"),
-    ],
-)
-def test_what_was_removed_is_refused_and_it_is_said_what_to_use(capsys, argv, instead):
+def shown(capsys, *argv) -> dict:
     code, out, err = said(capsys, *argv)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f" removed; {instead}" in err
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_lengths_and_dtypes_are_read_as_people_write_them(capsys):
+    def asked(*argv):
+        return shown(capsys, "estimate", "--profile", "gtx1080", "--json", *argv)
+
+    plain = asked("--seq-len", "131072", "--dtype", "float32")
+    for length in ("128K", "131_072", "128k", "0.125M", "131.072e3"):
+        assert asked("--seq-len", length, "--dtype", "fp32") == plain
+    assert asked("--seq-len", "1e6", "--dtype", "bf16")["seq_len"] == 10**6
+    given = ["--segment-lengths", "2K, 4K", "--dilation-rates", "1 2"]
+    assert asked("--seq-len", "128K", *given) == plain
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_estimate_and_advise_share_the_names_of_patterns(capsys, name):
+    shape = ["--profile", "gtx1080", "--seq-len", "4K", "--pattern", name]
+    found = shown(capsys, "estimate", *shape, "--json")
+    assert found["pattern"] == str(named(name, 4096))
+    code, out, err = said(capsys, "advise", *shape, "--dtype", "fp16")
+    assert (code, err) == (0, "") and str(named(name, 4096)) in out
+    assert "float16" in out and "forward\n" in out
+
+
+def test_the_options_of_a_pattern_are_the_arguments_of_its_function(capsys):
+    options = ["--before", "1", "--count", "2", "--random", "3", "--block-size", "64"]
+    shape = ["--profile", "gtx1080", "--seq-len", "4K", "--json"]
+    found = shown(capsys, "estimate", *shape, "--pattern", "bigbird", *options)
+    assert found["pattern"] == str(block_patterns.bigbird(1, 2, 3, block_size=64))
+
+
+def test_profiles_as_json_are_the_lines_of_the_table(capsys):
+    found = shown(capsys, "profiles", "--json")
+    assert [row["profile"] for row in found] == list(hardware.profiles())
+    row = next(row for row in found if row["profile"] == "gtx1080")
+    assert (row["sm"], row["dtype"], row["memory_bytes"]) == ("sm_61", "float32", 2**33)
+    assert [row["profile"] for row in found if row["here"]] == [
+        hardware.match(hardware.detect())
+    ]

@@ -376,6 +376,7 @@ LAYERS = [
     {"attention", "ring", "kv_cache"},
     {
         "estimate",
+        "presets",
         "meta_run",
         "advise",
         "adaptive",

@@ -296,7 +296,7 @@ class Session:
                     )
                     self._run_group(group, points, earlier)
             except KeyboardInterrupt:
-                said = f"{len(self.results)} points and the finished samples of others are kept"
+                said = f"{len(self.results)} whole points are kept, and the samples of those that were begun"
                 raise Interrupted(f"interrupted: {said}; run again to go on") from None
         return latest(
             [

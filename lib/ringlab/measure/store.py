@@ -113,7 +113,7 @@ def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Re
         shown = ", ".join(map(str, sorted(bad)[:5])) + (", ..." if len(bad) > 5 else "")
         what = f"{len(bad)} unreadable or incomplete row{'s' * (len(bad) > 1)} (line {shown})"
         warn(
-            f"{Path(folder) / NAME}: skipped {what}; delete these lines to be rid of this"
+            f"{Path(folder) / NAME}: skipped {what}; without these lines in the file this is not said"
         )
     return results
 

@@ -14,7 +14,7 @@ from itertools import product
 
 from .. import block_patterns, hardware, kernels
 from ..advise import WINDOW as NEIGHBOURS
-from ..advise import ladder, local
+from ..advise import local
 from ..block_patterns import (
     BlockSparse,
     bigbird,
@@ -24,6 +24,7 @@ from ..block_patterns import (
 )
 from ..checks import check_int, check_ints
 from ..patterns import Dense, Dilated, Pattern
+from ..presets import ladder
 from . import peers
 from .model_systems import STEPS, document_lengths
 from .points import Group, Point, sgemm

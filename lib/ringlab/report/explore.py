@@ -7,9 +7,7 @@ ipywidgets.
 
 from __future__ import annotations
 
-import base64
 import functools
-import re
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -20,28 +18,18 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import LinearSegmentedColormap
 
-from .. import block_patterns, cost, hardware, patterns, ring
-from ..advise import advise, ladder, local
+from .. import cost, hardware, patterns, presets, ring
+from ..advise import advise
+from ..checks import DTYPES, parse_count, parse_counts
 from ..cost import format_seconds
-from ..estimate import Estimate, estimate, longest
+from ..estimate import SHAPE, Estimate, estimate, longest
 from ..hardware import Profile
 from . import theme
 from .figures import BLUE, RED, Figure, drawing
 from .first_screen import LENGTHS, rooflines
 from .tables import Cell, Table, Text, number, size
 
-# Block-sparse patterns: the function of ``ringlab.blocks``, and the controls that are
-# its arguments.
-BLOCKS = {
-    "sliding window": ("sliding_window", ("window",)),
-    "local and global": ("local_global", ("window", "global_blocks")),
-    "BigBird": ("bigbird", ("window", "global_blocks", "random_blocks")),
-}
-# Each pattern with the controls that only it has.
-KINDS = {"dilated": ("lengths", "rates", "mixing", "offsets"), "dense": ()}
-KINDS |= {name: ("block_size", *arguments) for name, (_, arguments) in BLOCKS.items()}
 MOST_BLOCKS = 1024  # of a block-sparse pattern; more take minutes to count
-SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 NEAR = 64  # positions that are drawn one by one
 SHADES = LinearSegmentedColormap.from_list(
     "seen", [theme.PAPER, "#bcd9ea", BLUE, "#00304d"]
@@ -51,7 +39,6 @@ PATTERN, TENSORS, HARDWARE = (
     "Tensors",
     "Hardware and view",
 )  # groups of controls
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def control(default, group: str, label: str, values: Iterable = ()):
@@ -68,19 +55,20 @@ class Choice:
     """The controls and their values by name, texts as they were typed; ``pattern`` and
     ``n`` raise ValueError for wrong ones.
 
-    >>> Choice(lengths="2K 4K", rates="1, 2", seq_len="128K").pattern
+    >>> Choice("dilated", segment_lengths="2K 4K", dilation_rates="1, 2").pattern
     Dilated(segment_lengths=(2048, 4096), dilation_rates=(1, 2), mixing='lse', offsets='head')
     """
 
-    kind: str = control("dilated", PATTERN, "pattern", KINDS)
-    lengths: str = control("2048, 4096, 8192", PATTERN, "segments")
-    rates: str = control("1, 2, 4", PATTERN, "dilation rates")
+    kind: str = control("ladder", PATTERN, "pattern", presets.NAMED)
+    # Arguments of the function that makes the pattern.
+    segment_lengths: str = control("2048, 4096", PATTERN, "segment lengths")
+    dilation_rates: str = control("1, 2", PATTERN, "dilation rates")
     mixing: str = control("lse", PATTERN, "mixing", patterns.MIXINGS)
     offsets: str = control("head", PATTERN, "offsets by", patterns.OFFSETS)
     block_size: int = control(128, PATTERN, "block size")
-    window: int = control(2, PATTERN, "window")
-    global_blocks: int = control(1, PATTERN, "global blocks")
-    random_blocks: int = control(2, PATTERN, "random blocks")
+    before: int = control(2, PATTERN, "blocks before")
+    count: int = control(2, PATTERN, "global blocks")
+    random: int = control(3, PATTERN, "random blocks")
     causal: bool = control(False, PATTERN, "causal")
     seq_len: str = control("8192", TENSORS, "length n")
     batch: int = control(1, TENSORS, "batch")
@@ -103,29 +91,22 @@ class Choice:
     @property
     def n(self) -> int:
         """The sequence length."""
-        return one("sequence length", self.seq_len)
+        return parse_count(self.seq_len, "the length")
 
     @property
     def pattern(self) -> patterns.Pattern:
-        if self.kind == "dense":
-            return patterns.Dense()
-        if self.kind == "dilated":
-            lengths, rates = (
-                counts("segment lengths", self.lengths),
-                counts("dilation rates", self.rates),
-            )
-            return patterns.Dilated(lengths, rates, self.mixing, self.offsets)
-        function, names = BLOCKS[self.kind]
-        return getattr(block_patterns, function)(
-            *(getattr(self, x) for x in names), block_size=self.block_size
-        )
+        names = presets.arguments(self.kind)
+        options = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        for name in ("segment_lengths", "dilation_rates"):
+            if name in options:
+                options[name] = parse_counts(options[name], f"each of {name}")
+        return presets.named(self.kind, self.n, self.heads, **options)
 
     @property
     def shape(self) -> dict:
         """What ``estimate`` and ``advise`` both take."""
-        names = ("batch", "heads", "kv_heads", "head_dim", "causal", "passes", "ranks")
-        return {name: getattr(self, name) for name in names} | {
-            "dtype": getattr(torch, self.dtype)
+        return {name: getattr(self, name) for name in SHAPE} | {
+            "dtype": DTYPES[self.dtype]
         }
 
     @property
@@ -155,33 +136,6 @@ class Choice:
         return estimate(
             self.pattern, seq_len=self.n, profile=profile or self.hardware, **self.call
         )
-
-
-def counts(name: str, text: str) -> list[int]:
-    """The integers of a text, separated by commas or spaces; K, M and G are powers of
-    1024.
-
-    >>> counts("segment lengths", "2048, 4K 8_192")
-    [2048, 4096, 8192]
-    """
-    words = text.replace(",", " ").strip("[]() ").split()
-    found = [
-        re.fullmatch(r"(\d+(?:_\d+)*)([KMG]?)", word, re.IGNORECASE) for word in words
-    ]
-    if not words or None in found:
-        wrong = f"not {words[found.index(None)]!r}" if words else "and there is none"
-        raise ValueError(
-            f"{name} must be positive integers, as 2048, 4096 or 2K 4K, {wrong}"
-        )
-    return [int(m[1]) * SIZES[m[2].upper()] for m in found]
-
-
-def one(name: str, text: str) -> int:
-    """The only integer of a text."""
-    found = counts(name, text)
-    if len(found) != 1:
-        raise ValueError(f"{name} must be one number, as 8192 or 128K, got {text!r}")
-    return found[0]
 
 
 # --------------------------------------------------------------------------------------
@@ -263,7 +217,7 @@ def seen(choice: Choice) -> Figure:
         choice.pattern,
         choice.n,
         choice.head,
-        one("position", choice.at),
+        parse_count(choice.at, "the position"),
     )
     if not 0 <= head < choice.heads:
         raise ValueError(
@@ -352,18 +306,22 @@ def memory(found: Estimate) -> Table:
 
 
 def variants(choice: Choice) -> dict[str, patterns.Pattern]:
-    """The patterns that are compared: the kinds that ``advise`` knows, BigBird, and the
-    one that is chosen.
+    """The named patterns and the one that is chosen, in blocks that are few enough to
+    count.
     """
-    window = local(choice.n, choice.causal)
-    found = {
-        "Dense": patterns.Dense(),
-        "LongNet ladder": ladder(choice.n, heads=choice.heads),
-        "Local window": window,
-    }
+    size = max(128, -(-choice.n // MOST_BLOCKS))
+    names = [
+        "window",
+        "local_global",
+    ]
     if choice.ranks == 1:  # its random blocks take seconds to plan on several
-        found["BigBird"] = block_patterns.bigbird(1, 1, 1, block_size=window.block_size)
-    return found | {"Chosen": choice.pattern}
+        names.append("bigbird")
+    return {
+        "dense": patterns.Dense(),
+        "ladder": presets.ladder(choice.n, heads=choice.heads),
+        **{name: presets.named(name, block_size=size) for name in names},
+        "chosen": choice.pattern,
+    }
 
 
 def compared(choice: Choice) -> Table:
@@ -437,24 +395,26 @@ STYLE = f"""<style>
 .ringlab-explore svg {{ max-width: 100%; height: auto; {theme.LIGHT} }}
 [data-jp-theme-light=false] .ringlab-explore svg {{ {theme.DARK} }}
 </style>"""
-SLIDER = [f"{1 << i}K" for i in range(11)]  # 1K to 1M
-SHOWN = ("seen", "facts", "traffic", "memory", "code", "compared", "over_length")
+SHOWN = (
+    "seen",
+    "facts",
+    "traffic",
+    "memory",
+    "code",
+    "compared",
+    "over_length",
+)
 
 
 def overview(profile: str = "auto", **start) -> Table:
     """Show the figure over length and return the table of variants, for those who see
     no widgets.
     """
-    from IPython.display import display
+    from IPython.display import Image, display
 
     choice = Choice(profile=hardware.resolve(profile).name, **start)
     figure = over_length(choice)
-    about = {"image/png": {"alt": figure.alt, "width": 500}}
-    display(
-        {"image/png": base64.b64encode(figure.png).decode(), "text/plain": figure.alt},
-        metadata=about,
-        raw=True,
-    )
+    display(Image(figure.png, width=500, alt=figure.alt))
     return compared(choice)
 
 
@@ -485,13 +445,6 @@ class Panel:
         self.places = at = {
             name: widgets.HTML().add_class("jp-RenderedHTMLCommon") for name in places
         }
-        length = start.seq_len if start.seq_len in SLIDER else "8K"
-        look = {
-            "description": "length",
-            "continuous_update": False,
-            "layout": {"width": "500px"},
-        }
-        self.slider = widgets.SelectionSlider(options=SLIDER, value=length, **look)
         self.advise_button = widgets.Button(description="Advise me", icon="lightbulb-o")
         wrap = widgets.Layout(
             display="flex",
@@ -512,16 +465,16 @@ class Panel:
         one = widgets.VBox(
             [at["seen"], widgets.HBox([at["facts"], right], layout=wrap), at["code"]]
         )
-        two = widgets.VBox([self.slider, at["compared"], at["over_length"]])
+        two = widgets.VBox([at["compared"], at["over_length"]])
         self.tabs = widgets.Tab(children=[one, two], titles=("One call", "Compare"))
         self.box = widgets.VBox(
             [
                 widgets.HTML(STYLE),
                 widgets.HBox(columns, layout=wrap),
                 at["alert"],
-                self.tabs,
                 self.advise_button,
                 at["advice"],
+                self.tabs,
             ]
         ).add_class("ringlab-explore")
         self.held = False
@@ -531,7 +484,6 @@ class Panel:
         self.refresh()
         for control in self.controls.values():
             control.observe(self.refresh, names="value")
-        self.slider.observe(lambda change: self.set(seq_len=change.new), names="value")
         self.tabs.observe(self.refresh, names="selected_index")
         self.advise_button.on_click(self.advise)
 
@@ -588,10 +540,10 @@ class Panel:
 
     def _hide(self, choice: Choice) -> None:
         """Show the controls that this choice has."""
-        own = {name for names in KINDS.values() for name in names}
-        hidden = own - set(KINDS[choice.kind]) | (
-            {"scheme", "layout"} if choice.ranks == 1 else set()
-        )
+        own = {name for kind in presets.NAMED for name in presets.arguments(kind)}
+        hidden = own - {*presets.arguments(choice.kind)}
+        if choice.ranks == 1:
+            hidden |= {"scheme", "layout"}
         for name, control in self.controls.items():
             control.layout.display = "none" if name in hidden else None
 
@@ -610,18 +562,7 @@ class Panel:
             return _alert(error)
 
     def _repr_mimebundle_(self, **asked) -> dict:
-        """The widgets, and for who shows none the variants as a table, or why there is
-        none.
-        """
-        try:
-            table = compared(self.choice).markdown
-        except ValueError as error:
-            table = str(error)
-        return {
-            **self.box._repr_mimebundle_(**asked),
-            "text/markdown": table,
-            "text/plain": table,
-        }
+        return self.box._repr_mimebundle_(**asked)
 
 
 def _control(widgets, value, label: str, options: tuple):

@@ -6,8 +6,10 @@ the settings of the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from functools import lru_cache
 from itertools import accumulate
 
@@ -66,23 +68,29 @@ def estimate_of(
     )
     if point.system not in ENGINE or short or "simulated" in dict(point.options):
         return None
+    how = _ringlab(point) if point.system == "ringlab" else _published(point)
+    return how and with_threads(
+        threads,
+        estimate,
+        pattern_of(point),
+        dtype=getattr(torch, point.dtype),
+        ranks=point.world_size,
+        profile=profile,
+        **point.shape,
+        **how,
+    )
+
+
+def with_threads(threads: int | None, call: Callable, *args, **options):
+    """What ``call`` returns where torch has so many threads: plans depend on them. It
+    runs in a thread of its own, so that others keep theirs; None: as many as here.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        how = _ringlab(point) if point.system == "ringlab" else _published(point)
-        if how is None:
-            return None
-        dtype = getattr(torch, point.dtype)
-        return estimate(
-            pattern_of(point),
-            dtype=dtype,
-            ranks=point.world_size,
-            profile=profile,
-            **point.shape,
-            **how,
-        )
-    finally:
-        torch.set_num_threads(before)
+    with ThreadPoolExecutor(1) as one:
+        one.submit(torch.set_num_threads, threads or before)
+        result = one.submit(copy_context().run, call, *args, **options)
+        one.submit(torch.set_num_threads, before)  # what a new thread starts with
+    return result.result()
 
 
 def _ringlab(point: Point) -> dict:

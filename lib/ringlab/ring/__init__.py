@@ -1,5 +1,20 @@
 """Attention across ranks: layouts, exchange plans, and the schemes that move rows by
 them.
+
+``ringlab.attention(..., group=, scheme=, layout=, exchange_dtype=)``: positions of the
+pattern and of documents are global, and every scheme gives the answer of one device.
+"auto" takes the scheme that sends the fewest bytes (``choose``). Under "plan" a row that
+several ranks of one host need from another host crosses once: one of them receives it
+and passes it on, in a second exchange. Hosts are told apart by name;
+``Simulated(p, machines=m)`` shows what moves. With documents the layout is "contiguous"
+or "zigzag", and a document inside a shard moves nothing. Along a Hilbert layout the
+pattern runs along the curve: that is the answer for the sequence in the curve's order.
+
+``exchange_dtype``, for "plan", which "auto" then takes: rows of k and v travel in this
+narrower dtype. Who receives them computes with the rounded rows, their owner with its
+own, so the result depends on the ranks. Rounding changes an element by at most 2^-8 of
+itself in bfloat16, 2^-11 in float16 (more below 6e-5, infinite beyond 65504) and 2^-24
+in float32. Gradients take it for the identity, and travel in fp32 (fp64 for fp64).
 """
 
 # Its functions keep, as a default, the group that is there when they are imported.
