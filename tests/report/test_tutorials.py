@@ -93,7 +93,7 @@ def test_measure_it_yourself(run):
     # no order is asserted.
     assert all(0 <= told["false_speedups"](count, times=100) <= 1 for count in (3, 30))
     assert {r.point.dtype for r in told["results"].values()} == {"float32", "bfloat16"}
-    assert len(told["results"]) == 6 and "dense, twice the length" in told["lines"]
+    assert len(told["results"]) == 7 and "dense, twice the length" in told["lines"]
 
 
 def test_which_attention_learns(run, monkeypatch):
