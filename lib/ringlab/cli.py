@@ -133,15 +133,15 @@ def _parser() -> argparse.ArgumentParser:
             )
         return one.add_argument
 
-    strict = {
-        "action": "store_true",
-        "default": os.environ.get("STRICT", "") not in ("", "0"),
-        "help": "refuse all but real measurements, exit 2 (default: no, or STRICT=1)",
-    }
     add = command(
         "report", _report, "measure what is missing and write reports/<profile>/"
     )
-    add("--strict", **strict)
+    add(
+        "--strict",
+        action="store_true",
+        default=os.environ.get("STRICT", "") not in ("", "0"),
+        help="refuse all but real measurements, exit 2 (default: no, or STRICT=1)",
+    )
     add(
         "--reports",
         type=folder,
@@ -189,7 +189,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where rows go (default: reports/<profile>/data)",
     )
-    add("--strict", **strict)
     add(
         "--force",
         action="store_true",
@@ -512,11 +511,9 @@ def _profiles(given) -> None:
 def _measure(given) -> None:
     check_choice("suite", given.suite, ("all", *suites.SUITES))
     asked_for = suites.SUITES if given.suite == "all" else [given.suite]
-    asked = plan(given.profile, hardware.detect(), strict=given.strict)
-    how = {"device": asked.device, "rehearsal": asked.rehearsal}
-    groups = [
-        g for name in asked_for for g in suites.SUITES[name](asked.profile, **how)
-    ]
+    machine, folders = hardware.detect(), (reports_folder(), given.data or "")
+    asked = plan(given.profile, machine, *folders, strict=True)
+    groups = [g for name in asked_for for g in suites.SUITES[name](asked.profile)]
     if not groups:
         raise ValueError(
             f"suite {given.suite!r} has no points for {asked.profile.name!r} here: it is for a GPU"
@@ -527,14 +524,9 @@ def _measure(given) -> None:
             f"unknown group {unknown[0]!r}; known here: {'; '.join(known)}"
         )
     groups = [g for g in groups if not given.group or g.name in given.group]
-    if asked.why:
-        print(
-            f"{asked.profile.name}: {asked.why}; rehearsal on this CPU", file=sys.stderr
-        )
-    data = given.data or reports_folder() / asked.folder / "data"
-    how |= {"profile": asked.profile, "force": given.force, "minutes": given.minutes}
-    measure.run(groups, data, progress=True, **how)
-    _show([data])
+    how = {"profile": asked.profile, "force": given.force, "minutes": given.minutes}
+    measure.run(groups, asked.data, progress=True, **how)
+    _show([asked.data])
 
 
 def _pattern_of(given) -> Pattern | str:

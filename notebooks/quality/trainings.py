@@ -307,8 +307,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given.minutes is not None and not given.minutes > 0:
             raise UsageError(f"--minutes must be positive, got {given.minutes:g}")
-        asked = plan(given.profile, hardware.detect(), strict=True)
-        folder = given.data or reports_folder() / asked.folder / "data"
+        machine, folders = hardware.detect(), (reports_folder(), given.data or "")
+        asked = plan(given.profile, machine, *folders, strict=True)
+        folder = asked.data
         rows = run_all(folder, device=asked.device, minutes=given.minutes)
     except KeyboardInterrupt:
         return refuse("interrupted: what is done is kept; run again to go on", 130)

@@ -19,7 +19,7 @@ from ringlab import hardware, patterns, report
 from ringlab.measure import Group, Point, stats, suites, validity
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
-from ringlab.report import claims, figures, tables
+from ringlab.report import claims, figures, predicted, render, tables
 from ringlab.report.published import DOCUMENTS, published
 from ringlab.report.study import Source, Study, cost_of
 from traitlets.config import Config
@@ -47,13 +47,13 @@ MEMORY = 4 << 30  # few tokens, so that the longest sequences that fit are soon 
 
 
 def made_up(
-    point: Point, group: Group, rehearsal: bool, rounds: int = 10, **changes
+    point: Point, group: Group, computed: bool = False, rounds: int = 10, **changes
 ) -> Result:
-    """An ok Result with plausible samples."""
+    """An ok Result with plausible samples, or one as it is computed, without any."""
     where = {
         "device": "cpu",
         "device_name": "a CPU",
-        "device_memory_bytes": MEMORY,
+        "device_memory_bytes": None if computed else MEMORY,
         "commit": "0" * 40,
     }
     where |= {
@@ -78,7 +78,7 @@ def made_up(
     noise = random.Random(point.id)
     taken = (
         tuple(t * (1 + 0.02 * noise.random()) for _ in range(rounds))
-        if group.timed
+        if group.timed and not computed
         else ()
     )
     names = ["out", "lse"] + (["dq", "dk", "dv"] if point.passes != "fwd" else [])
@@ -86,7 +86,6 @@ def made_up(
         point=point,
         group=group.name,
         status="ok",
-        rehearsal=rehearsal,
         provenance=where,
         composition=group.composition(point),
         run=hashlib.sha256(group.name.encode()).hexdigest()[:12],
@@ -101,6 +100,8 @@ def made_up(
         bound_seconds=0.6 * t,
         share=0.81 if point.system == "ringlab" else None,
     )
+    if computed:
+        made = replace(made, status="computed", errors={}, tolerance={}, share=None)
     return replace(sampled(made, taken) if taken else made, **changes)
 
 
@@ -133,18 +134,18 @@ def write_rows(folder: Path, results) -> None:
     with Store(folder) as store:
         for r in results:
             for i, s in enumerate(r.seconds):
-                about = {"run": r.run, "point": r.point.id, "rehearsal": r.rehearsal}
+                about = {"run": r.run, "point": r.point.id}
                 store.append(kind="sample", **about, round=i, seconds=s, loops=1)
             store.append(
                 run=r.run, **{k: v for k, v in result_row(r, 0.1).items() if k != "run"}
             )
 
 
-def document_row(point: Point, group: Group, rehearsal: bool, device: str) -> Result:
+def document_row(point: Point, group: Group, computed: bool, device: str) -> Result:
     """A row of document 000 as a CPU or, with every kernel, a GPU would give it."""
     options = dict(point.options)
     backend = options.pop("backend", "auto")
-    row = made_up(point.but(options=options), group, rehearsal)
+    row = made_up(point.but(options=options), group, computed)
     row = replace(row, point=point, provenance=row.provenance | {"device": device})
     if device == "cpu" and backend not in ("auto", "eager", "compiled", "cpu_flash"):
         reason = f"backend '{backend}' cannot run on cpu in torch.float32: {backend}: needs a CUDA device, this is cpu"
@@ -164,12 +165,12 @@ def document_row(point: Point, group: Group, rehearsal: bool, device: str) -> Re
     return longer(row, 2) if backend == "eager" else row
 
 
-def rank_row(point: Point, group: Group, rehearsal: bool, device: str) -> Result:
+def rank_row(point: Point, group: Group, computed: bool, device: str) -> Result:
     """Ranks divide work and memory, the ring holds two shards more, the all-gather all
     of them.
     """
     p = point.world_size
-    row = made_up(point.but(world_size=1, options={}), group, rehearsal)
+    row = made_up(point.but(world_size=1, options={}), group, computed)
     shard = row.memory["floor_bytes"] // p
     kept = {"RingDilatedAttentionV2Collective": p - 1, "ringlab": 0.2}.get(
         point.system, 1 if p > 1 else 0
@@ -213,9 +214,9 @@ def rank_row(point: Point, group: Group, rehearsal: bool, device: str) -> Result
     return longer(row, 1 / p, bound_seconds=row.bound_seconds / p)
 
 
-def session_row(point: Point, group: Group, rehearsal: bool, device: str) -> Result:
+def session_row(point: Point, group: Group, computed: bool, device: str) -> Result:
     """Row by row is slow, building is quick, and dense attention takes its pairs' time."""
-    row = made_up(point.but(options={}), group, rehearsal)
+    row = made_up(point.but(options={}), group, computed)
     options = dict(point.options)
     way = options.get(
         "blocks",
@@ -251,27 +252,25 @@ ROWS = {"000": document_row, "002": session_row}  # of the other documents rank_
 
 
 def made(
-    number: str, profile: str = "cpu", rehearsal: bool = False
+    number: str, profile: str = "cpu", computed: bool = False
 ) -> tuple[Result, ...]:
     """Rows of a document's suite, as a profile's own device would give them: the same
     objects for each call.
     """
-    return _made(number, profile, rehearsal)
+    return _made(number, profile, computed)
 
 
 @functools.cache
-def _made(number: str, profile: str, rehearsal: bool) -> tuple[Result, ...]:
-    about = hardware.get_profile(profile)
-    device = "cpu" if rehearsal else about.kind
-    if (row := ROWS.get(number, rank_row)) is rank_row:
-        groups = suites.SUITES[DOCUMENTS[number].suite](
-            hardware.get_profile("cpu"), device="cpu", rehearsal=False
-        )
-    else:
-        groups = suites.SUITES[DOCUMENTS[number].suite](
-            about, device=device, rehearsal=rehearsal
-        )
-    return tuple(row(p, g, rehearsal, device) for g in groups for p in g.points)
+def _made(number: str, profile: str, computed: bool) -> tuple[Result, ...]:
+    about, row = hardware.get_profile(profile), ROWS.get(number, rank_row)
+    few = row is rank_row and not computed
+    suite = suites.SUITES[DOCUMENTS[number].suite]
+    groups = suite(hardware.get_profile("cpu") if few else about)
+    if computed and row is rank_row:  # which takes less than a second
+        return tuple(predicted.rows_of(about, groups))
+    if computed:
+        return tuple(made_up(p, g, True) for g in groups for p in g.points)
+    return tuple(row(p, g, False, about.kind) for g in groups for p in g.points)
 
 
 @functools.cache
@@ -299,16 +298,9 @@ class Shown:
     """
 
     def __init__(self, name: str, page: Study, *beside: Study, **parameters):
-        self.tables, self.texts, self.labels, self.drawn, self.stamps = (
-            [],
-            [],
-            [],
-            [],
-            [],
-        )
-        here = Source(
-            page.profile, page.folder, page.device_type, page.rehearsal, False
-        )
+        self.tables, self.texts, self.labels, self.drawn = [], [], [], []
+        self.panels = []
+        here = Source(page.profile, page.folder, False, page.computed)
         pages = iter((page, *beside))
 
         def source(*asked):
@@ -333,7 +325,7 @@ class Shown:
                     self.names |= {"profile": page.profile.name} | parameters
                 elif tag == "points":
                     self.points = value
-                else:
+                elif tag != render.MEASURED or not page.computed:
                     self._keep(value)
         self.text = "\n".join(self.texts)
 
@@ -352,6 +344,7 @@ class Shown:
         self.drawn += [b.value for b in items]
 
     def _draw_lines(self, each, *, colors=(), by="variant", **_) -> None:
+        self.panels += each
         for series in each.values():
             if isinstance(series, dict):
                 points = [p for found in series.values() for p in found]
@@ -361,42 +354,41 @@ class Shown:
                 self.labels.append([x for x in colors if x in {*series[by]}])
                 self.drawn += series.y.dropna().tolist()
 
-    def _show(self, fig, name, caption, alt, data=None, *, stamp=""):
+    def _show(self, fig, name, caption, alt, data=None):
         assert alt.strip() and caption.strip()
         self.texts += [caption, alt]
-        self.stamps.append(stamp)
         self._keep(data)
         if fig is not None:
             figures.plt.close(fig)
 
 
 def study_of(
-    results, profile: str = "cpu", rehearsal: bool = False, suite: str = ""
+    results, profile: str = "cpu", computed: bool = False, suite: str = ""
 ) -> Study:
-    folder = Path(f"{profile}-rehearsal/data" if rehearsal else f"{profile}/data")
-    return Study(hardware.get_profile(profile), list(results), folder, suite=suite)
+    about, folder = hardware.get_profile(profile), Path(profile, "data")
+    return Study(about, list(results), folder, suite=suite, computed=computed)
 
 
 @functools.cache
 def page(
-    number: str, change=None, profile: str = "cpu", rehearsal: bool = False
+    number: str, change=None, profile: str = "cpu", computed: bool = False
 ) -> Study:
     """What a document's page is made from: its made-up rows, each after a change."""
-    results = made(number, profile, rehearsal)
+    results = made(number, profile, computed)
     return study_of(
         map(change, results) if change else results,
         profile,
-        rehearsal,
+        computed,
         DOCUMENTS[number].suite,
     )
 
 
 @functools.cache
 def shown(
-    number: str, change=None, profile: str = "cpu", rehearsal: bool = False
+    number: str, change=None, profile: str = "cpu", computed: bool = False
 ) -> Shown:
     """All that a document's page shows."""
-    about = page(number, change, profile, rehearsal)
+    about = page(number, change, profile, computed)
     return Shown(DOCUMENTS[number].report, about)
 
 
@@ -543,7 +535,7 @@ def run_in_this_process(source, target, parameters, names=None, **_):
     return nb
 
 
-def two_points(profile=None, device="cpu", rehearsal=False):
+def two_points(profile=None):
     return [
         Group(
             "pair",
@@ -557,11 +549,7 @@ def two_points(profile=None, device="cpu", rehearsal=False):
 
 def write_two_rows(reports: Path, profile: str = "cpu", **changes) -> None:
     """Made-up rows of the two points in ``reports/<profile>/data``."""
-    rows = [
-        made_up(p, g, profile.endswith("-rehearsal"), **changes)
-        for g in two_points()
-        for p in g.points
-    ]
+    rows = [made_up(p, g, **changes) for g in two_points() for p in g.points]
     write_rows(reports / profile / "data", rows)
 
 

@@ -100,15 +100,6 @@ def test_what_cannot_be_read_is_skipped_with_a_warning_and_other_schemas_without
     assert bool(said) == bool(skipped) and skipped in "".join(said)
 
 
-def test_rows_of_shaped_links_are_left_out_without_a_warning(tmp_path):
-    """Earlier versions measured them; reports that are committed still hold some."""
-    linked = TINY.but(world_size=2, options={"scheme": "plan", "link": [100, 1]})
-    rows = [result(), result(linked, "links, 100 Mbit/s, 1 ms")]
-    write_rows(tmp_path, rows)
-    said = []
-    assert load(tmp_path, warn=said.append) == rows[:1] and not said
-
-
 def test_the_newest_result_counts_and_an_interleaved_group_is_of_one_make_up(tmp_path):
     other = TINY.but(causal=True)
     old, new = result(run="r1"), result(run="r2")

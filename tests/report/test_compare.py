@@ -333,7 +333,6 @@ def test_missing_points_are_said(side, call):
             {"group": Group("lengths", tuple(p.but(batch=2) for p in GROUP.points))},
             "a and b have no point in common",
         ),
-        ({"rehearsal": True}, "b is a rehearsal and a is not"),
         (
             {"ranks": {"oversubscribed": True, "threads": 1}},
             "oversubscribed in b (8 of 8 points)",

@@ -20,7 +20,7 @@ from ringlab.report.study import Study, with_rates
 
 def study(profile: str = "cpu", change=lambda r: r) -> Study:
     about, rehearsal = hardware.get_profile(profile), profile != "cpu"
-    groups = suites.landscape(about, device="cpu", rehearsal=rehearsal)
+    groups = suites.landscape(about)
     rows = [change(made_up(p, g, rehearsal)) for g in groups for p in g.points]
     return study_of(rows, profile, rehearsal)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ringlab import cli, measure
 from ringlab.estimate import estimate
-from ringlab.hardware import Rates
+from ringlab.hardware import Rates, get_profile
 from ringlab.kernels import torch_kernels
 from ringlab.patterns import Dense
 from ringlab.report import predicted
@@ -89,7 +89,7 @@ def test_the_sentence_of_a_report(known):
         | {"tracked_peak_bytes": 2 * rows[0].memory["tracked_peak_bytes"]},
     )
     said, of_both = (
-        predicted.accuracy(Study(None, some, DATA)).markdown
+        predicted.accuracy(Study(get_profile("cpu"), some, DATA)).markdown
         for some in (rows, [off, *rows[1:]])
     )
     count = int(re.search(r"predicts (\d+) of", said)[1])
@@ -100,7 +100,8 @@ def test_the_sentence_of_a_report(known):
     )
     assert f"predicts {count - 1} of {count} peaks" in of_both and "-50.0 %" in of_both
     assert f"not of {off.point.system}, " in of_both
-    assert "Nothing was measured" in predicted.accuracy(Study(None, [], DATA)).markdown
+    none = Study(get_profile("cpu"), [], DATA)
+    assert "Nothing was measured" in predicted.accuracy(none).markdown
 
 
 def test_the_command_line(capsys):

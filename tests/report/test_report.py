@@ -11,7 +11,7 @@ from ringlab.report import driver, places, render
 # page: the least number of its figures
 PAGES = {
     "cpu/optimization_results": 1,
-    "gtx1080-rehearsal/optimization_results": 1,
+    "gtx1080/optimization_results": 1,
     "cpu/claims": 0,
     "index": 1,
 }
@@ -19,12 +19,11 @@ PAGES = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """A folder with all cpu reports and one of a rehearsal, from made-up rows of the
-    optimization suite.
+    """A folder with all cpu reports, from made-up rows of the optimization suite, and
+    one of a GPU that is absent.
     """
     folder = tmp_path_factory.mktemp("reports")
     write_rows(folder / "cpu" / "data", made("000"))
-    write_rows(folder / "gtx1080-rehearsal" / "data", made("000", "gtx1080", True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "run", lambda *a, **k: [])
         patch.setenv(places.NO_MEASURING, "1")  # as in the kernels of the driver
@@ -99,53 +98,24 @@ def test_markdown_has_no_html_and_its_figures_exist(reports, page):
         )
 
 
-def test_rehearsal_is_said_in_the_title_one_banner_and_the_figures(reports):
-    folder = reports / "gtx1080-rehearsal"
+def test_a_page_of_an_absent_gpu_says_so_once_and_is_not_of_what_was_measured(reports):
+    folder = reports / "gtx1080"
     html, text = (
         (folder / f"optimization_results.{x}").read_text() for x in ("html", "md")
     )
-    page = BeautifulSoup(html, "html.parser")
-    assert page.title.text.endswith(" (rehearsal)") and page.h1.text.endswith(
-        " (rehearsal)"
-    )
-    banner = [x for x in page.select(".banner") if "rehearsal" in x.text.lower()]
-    assert len(banner) == 1 and banner[0].text.startswith(
-        "Rehearsal. No NVIDIA GeForce GTX 1080 was here. "
-    )
-    for figure in page("figure"):
-        assert figure.figcaption.text.startswith("Rehearsal: ") and figure.svg[
-            "aria-label"
-        ].startswith("Rehearsal: ")
-        assert "rehearsal" in [x.text for x in figure.svg("text")]
-    rest = page.select("h2, h3, nav, .caption, summary, th, td, .note, .answer")
-    assert len(rest) > 60 and not [
-        x.text for x in rest if "rehearsal" in x.text.lower()
-    ]
-    prose = re.sub(
-        r"```.*?```|!\[.*?\]\(.*?\)|^\*Rehearsal: .*\*$", "", text, flags=re.S | re.M
-    )
-    said = [line for line in prose.splitlines() if "rehearsal" in line.lower()]
-    assert [line.partition(" ")[0] for line in said] == [">", "#"]
-    summary = (folder / "data" / "summary.csv").read_text().splitlines()
-    column = summary[0].split(",").index("rehearsal")
-    assert {
-        line.split(",")[column]
-        for line in summary[1:]
-        if line.count(",") == summary[0].count(",")
-    } == {"True"}
-
-
-def test_rehearsal_says_policy_install_line_refusals_and_what_fits(reports):
-    text = (reports / "gtx1080-rehearsal" / "optimization_results.md").read_text()
+    (banner,) = BeautifulSoup(html, "html.parser").select(".banner")
+    assert "Nothing was measured on NVIDIA GeForce GTX 1080" in banner.text
+    assert banner.code.text == "make report GPU=gtx1080"
+    assert not (folder / "data" / "samples.jsonl").exists()
+    opening = text.split("## ")[0]
+    assert "takes at least 2.90 ms, dense attention 15.5 ms" in opening
+    assert "**Trust**" not in text and "Shortest possible time (ms), computed" in text
     assert "float32; by policy: native fp16 runs at 1/64" in text
     assert (
         "pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"
         in text
     )
     assert "needs compute capability 8.0 or newer, this is 6.1" in text
-    assert (
-        "These rows were measured on another machine (a CPU), commit 0000000000" in text
-    )
     assert "'dtype': torch.float32" in text
 
 
@@ -156,7 +126,7 @@ def test_report_answers_first_and_links_the_claims(reports):
         1 <= len(re.findall(r"^- ", opening, re.M)) <= 5
         and "**Optimizing pays" in opening
     )
-    assert "(claims.md)" in text and "rehearsal" not in opening
+    assert "(claims.md)" in text
     for section in (
         "Recommended configuration",
         "Implementations",
@@ -169,10 +139,3 @@ def test_report_answers_first_and_links_the_claims(reports):
         "Dense SDPA" in implementations
         and "another function" in text.split("## How to read the tables")[1][:2000]
     )
-
-
-def test_without_rows_the_notebook_says_how_to_measure(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match="python -m ringlab measure --profile h200"
-    ):
-        places.data_folder("h200", str(tmp_path))

@@ -170,14 +170,25 @@ def test_our_pages_show_each_thing_once(executed, tmp_path):
     assert 'profile: str = "cpu"' not in html + text
 
 
-def test_a_dry_run_is_folded_under_its_head(executed, tmp_path):
-    executed.cells.insert(1, nbformat.v4.new_markdown_cell("## Times"))
-    for name, head in (("measured", ""), ("rehearsed", "Dry run on a CPU")):
-        render.render(executed, render.Page(name, dry_run=head), tmp_path)
-        found = BeautifulSoup((tmp_path / f"{name}.html").read_text(), "html.parser")
-        folds = [x for x in found("details") if x.find("h2")]
-        assert [x.summary.text for x in folds] == [head] * bool(head)
-        assert not folds or (folds[0].find("table") and folds[0].find("figure"))
+def test_a_computed_page_has_its_note_and_no_cell_that_needs_measurements(
+    executed, tmp_path
+):
+    said = nbformat.v4.new_markdown_cell("## Times")
+    said.metadata["tags"] = [render.MEASURED]
+    executed.cells.insert(1, said)
+    for computed in (False, True):
+        page = render.Page("page", note="**Computed** by `it`.", computed=computed)
+        render.render(executed, page, tmp_path)
+        found = BeautifulSoup((tmp_path / "page.html").read_text(), "html.parser")
+        (note,) = found.select(".banner")
+        assert note.text == "Computed by it." and note.strong and note.code
+        assert ("origin" in note["class"]) != computed
+        texts = [
+            found.nav.text if found.nav else "",
+            (tmp_path / "page.md").read_text(),
+        ]
+        assert ["Times" in text for text in texts] == [not computed] * 2
+        assert ("samples.jsonl" in texts[1]) != computed
 
 
 def manifest(**more) -> dict:
@@ -283,28 +294,30 @@ def test_the_index_links_the_explorer_where_it_is(tmp_path):
 
 
 def test_plan(tmp_path):
-    def folder(name, machine, reports=tmp_path):
-        p = driver.plan(name, machine, reports)
-        return p.folder, p.measure, p.rehearsal, p.device
+    def planned(name, machine, data=""):
+        p = driver.plan(name, machine, tmp_path, data)
+        assert bool(p.why) == (name == "gtx1080" and machine is CPU)
+        return p.data, p.computed
+
+    def at(name: str, computed: bool = False) -> tuple:
+        return tmp_path / name / "data", computed
 
     gpu = hardware.Gpu(
         "NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65"
     )
     build = {"torch": "2.13.0+cu126", "torch_cuda": "12.6", "arch_list": ("sm_60",)}
     on_card = hardware.Machine(device="cuda", gpus=(gpu,), **build)
-    assert folder("auto", CPU) == ("cpu", True, False, "cpu")
-    assert folder("gtx1080", CPU) == ("gtx1080-rehearsal", True, True, "cpu")
-    assert folder("auto", on_card) == ("gtx1080", True, False, "cuda")
-    assert folder("cpu", on_card) == ("cpu", True, False, "cpu")
+    assert planned("auto", CPU) == at("cpu")
+    assert planned("gtx1080", CPU) == at("gtx1080", True)
+    assert planned("auto", on_card) == at("gtx1080")
+    assert planned("cpu", on_card) == at("cpu")
     write_two_rows(tmp_path, "gtx1080")
-    assert folder("gtx1080", CPU) == ("gtx1080", False, False, "cpu")
-    assert folder("gtx1080", CPU, None) == ("gtx1080-rehearsal", True, True, "cpu")
+    assert planned("gtx1080", CPU) == at("gtx1080")
+    assert planned("gtx1080", CPU, tmp_path) == (tmp_path, True)
     new_torch = replace(
         on_card,
         torch="2.13.0",
         torch_cuda="13.0",
         arch_list=("sm_75", "sm_80", "sm_90"),
     )
-    assert folder("cpu", new_torch) == ("cpu", True, False, "cpu"), (
-        "which cannot drive the GPU"
-    )
+    assert planned("cpu", new_torch) == at("cpu"), "which cannot drive the GPU"

@@ -32,7 +32,7 @@ NAME = "session_summary"
     ids=str,
 )
 def test_a_parameter_changes_the_points_and_the_page_is_of_them(how):
-    groups = suites.session_summary(hardware.get_profile("cpu"), device="cpu")
+    groups = suites.session_summary(hardware.get_profile("cpu"))
     groups = suites.vary(groups, **how)
     results = [session_row(p, g, False, "cpu") for g in groups for p in g.points]
     found = Shown(NAME, study_of(results), **how)
@@ -54,7 +54,9 @@ def test_a_cache_and_a_pool_are_compared_with_none_by_what_they_may_hold():
     assert [x[:2] for x in gains()] == about and all(19 < x[2] < 21 for x in gains())
     slow = slower(100, lambda r: r.option("pool") and r.option("size_mb") == 4)
     assert [x[:2] for x in gains(slow) if x[2] < 1] == [(4, 1), (4, 2)]
-    assert not any(x[2] for x in gains(lambda r: replace(r, status="oom")))
+    lost = shown("002", lambda r: replace(r, status="oom"))
+    assert not lost.table("lookups").rows
+    assert "As fast as fresh memory" not in "".join(lost.table("Scratch").columns)
 
 
 def test_blocks_chosen_by_content_stand_beside_the_patterns():
@@ -111,7 +113,7 @@ def test_every_row_that_a_verdict_rests_on_stands_in_the_data_of_the_figure():
 
 
 def test_dense_attention_of_another_page_stands_beside_the_window_as_not_timed_in_turns():
-    suite = suites.landscape(hardware.get_profile("cpu"), device="cpu", rehearsal=False)
+    suite = suites.landscape(hardware.get_profile("cpu"))
     wanted = ("dense_sdpa", 16384)
     other = [
         made_up(p, g, False)

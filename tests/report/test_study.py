@@ -23,13 +23,13 @@ def here(tmp_path, monkeypatch):
     def run(groups, folder, **how):
         asked.append((folder.name, [g.name for g in groups]))
         now = provenance.collect("cpu") | {"utc": f"{len(asked)}"}
-        rows = [made_up(p, g, False) for g in groups for p in g.points]
+        rows = [made_up(p, g) for g in groups for p in g.points]
         write_rows(folder, [replace(r, provenance=r.provenance | now) for r in rows])
 
     monkeypatch.setattr(measure, "run", run)
-    monkeypatch.setattr(suites, "SUITES", {"only": lambda profile, **how: [LISTED]})
+    monkeypatch.setattr(suites, "SUITES", {"only": lambda profile: [LISTED]})
     profile = hardware.get_profile("cpu")
-    found = study.Source(profile, tmp_path / "data", "cpu", False, True)
+    found = study.Source(profile, tmp_path / "data", True)
     return found, asked
 
 
@@ -122,10 +122,12 @@ def test_a_machine_that_cannot_measure_shows_what_is_there(here, monkeypatch):
 
 def test_the_source_follows_the_rows_that_are_there(here):
     source, _ = here
-    row = made_up(TINY, LISTED, True)
+    with pytest.raises(places.UsageError, match="'generic' cannot be measured here"):
+        study.source("generic", str(source.folder))
+    row = made_up(TINY, LISTED)
     gpu = row.provenance | {"device": "cuda", "device_memory_bytes": 7}
     write_rows(source.folder, [replace(row, provenance=gpu)])
     found = study.source("generic", str(source.folder))
-    assert found.how == {"device": "cuda", "rehearsal": True}
+    assert not found.computed and found.profile.memory_bytes == 7
     with pytest.raises(hardware.UnknownProfile):
         study.source("nothing")

@@ -141,7 +141,6 @@ def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
         {"provenance": {"engine": "other"}},
         {"provenance": {"crowded": True}},
         {"composition": "other"},
-        {"rehearsal": True},
         {"status": "incorrect"},
         {"group": "other"},
         {"run": "now"},

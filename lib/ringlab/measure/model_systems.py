@@ -25,7 +25,8 @@ def visible(pattern: Pattern, n: int, heads: int, kv_heads: int) -> list[Tensor]
     """M of the positions n .. n + STEPS - 1 over all up to themselves, (STEPS, n +
     STEPS) for each query head.
     """
-    queries, keys = torch.arange(n, n + STEPS), torch.arange(n + STEPS)
+    queries = torch.arange(n, n + STEPS)
+    keys = torch.arange(n + STEPS)
     about = {"n": n + STEPS, "heads": heads, "kv_heads": kv_heads}
     before = keys <= queries[:, None]
     return [
@@ -44,12 +45,11 @@ def generation(point: Point, device) -> System:
     only(point)
     if not point.causal or point.passes != "fwd":
         raise Refused("generation is causal and has no backward")
-    system, n, group = (
-        System(point, device, None),
-        point.seq_len,
-        point.heads // point.kv_heads,
-    )
-    tensors, pattern = system.inputs, system.pattern
+    system = System(point, device, None)
+    n = point.seq_len
+    group = point.heads // point.kv_heads
+    tensors = system.inputs
+    pattern = system.pattern
     sizes = {
         "batch": point.batch,
         "heads": point.heads,
@@ -86,7 +86,9 @@ def generation(point: Point, device) -> System:
         return [q, k, v]
 
     def run(given: list[Tensor]) -> Output:
-        q, k, v = given[0], given[1][:, n:], given[2][:, n:]
+        q = given[0]
+        k = given[1][:, n:]
+        v = given[2][:, n:]
         with torch.no_grad():
             steps = zip(*(t.split(1, 1) for t in (q, k, v)))
             out = torch.cat(
@@ -118,7 +120,9 @@ def generation(point: Point, device) -> System:
             system.tolerance
         )
 
-    system.inputs, system.run, system.check = inputs, run, check
+    system.inputs = inputs
+    system.run = run
+    system.check = check
     return system
 
 
@@ -134,7 +138,8 @@ def document_lengths(count: int, equal: bool = False) -> list[int]:
     lengths = [rng.randint(SHORTEST, LONGEST) for _ in range(count)]
     if not equal:
         return lengths
-    total, each = sum(lengths), round(sum(x * x for x in lengths) / sum(lengths))
+    total = sum(lengths)
+    each = round(sum(x * x for x in lengths) / sum(lengths))
     return [each] * (total // each) + [total % each] * (total % each > 0)
 
 

@@ -57,7 +57,8 @@ class Point:
     options: tuple = ()
 
     def __post_init__(self):
-        pattern, set_ = self.pattern, object.__setattr__
+        pattern = self.pattern
+        set_ = object.__setattr__
         set_(
             self,
             "pattern",
@@ -199,16 +200,16 @@ class Group:
 class Result:
     """The result of one point after a run; times in seconds, memory in bytes.
 
-    ``status``: "ok", "incorrect", "oom", "unsupported", "timeout", "crashed", or
-    "suspect" for what cannot be true. ``seconds`` has one time per sample and
-    ``rounds`` their numbers (by default 0, 1, ...); results of one ``run`` and an
-    interleaved group are paired by round. ``final`` is false if trying again may help.
-    ``share``: useful FLOPs per second as a fraction of the rate of the group's sgemm.
-    ``ranks``, in a group with points on several: ``threads`` of each,
-    ``oversubscribed`` (more ranks than cores: no time is taken), the ``scheme`` and, by
-    rank, ``bytes_sent`` in a call, ``planned`` bytes, ``messages`` and
-    ``tracked_peak_bytes``. Times are those of the slowest rank, ``memory`` that of the
-    rank with the highest peak.
+    ``status``: "ok", "incorrect", "oom", "unsupported", "timeout", "crashed", "suspect"
+    for what cannot be true, or "computed" for a row of a device that is not here.
+    ``seconds`` has one time per sample and ``rounds`` their numbers (by default 0, 1,
+    ...); results of one ``run`` and an interleaved group are paired by round.
+    ``final`` is false if trying again may help. ``share``: useful FLOPs per second as a
+    fraction of the rate of the group's sgemm. ``ranks``, in a group with points on
+    several: ``threads`` of each, ``oversubscribed`` (more ranks than cores: no time is
+    taken), the ``scheme`` and, by rank, ``bytes_sent`` in a call, ``planned`` bytes,
+    ``messages`` and ``tracked_peak_bytes``. Times are those of the slowest rank,
+    ``memory`` that of the rank with the highest peak.
     """
 
     point: Point
@@ -230,7 +231,6 @@ class Result:
     bound_seconds: float | None = None
     share: float | None = None
     provenance: dict = field(default_factory=dict)
-    rehearsal: bool = False
     run: str = ""
     composition: str = ""
     interleaved: bool = False

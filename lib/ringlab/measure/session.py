@@ -63,7 +63,10 @@ class CpuContention:
     """
 
     def __init__(self, threads: int, clock: Callable[[], float] = time.monotonic):
-        self.threads, self.clock, self.wall_s, self.others_s = threads, clock, 0.0, 0.0
+        self.threads = threads
+        self.clock = clock
+        self.wall_s = 0.0
+        self.others_s = 0.0
 
     @contextmanager
     def watched(self, workers: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
@@ -71,7 +74,9 @@ class CpuContention:
         have used so far.
         """
         ours = lambda: time.process_time() + workers()  # noqa: E731
-        busy, used, begin = busy_seconds(), ours(), self.clock()
+        busy = busy_seconds()
+        used = ours()
+        begin = self.clock()
         yield
         self.wall_s += self.clock() - begin
         self.others_s += busy_seconds() - busy - (ours() - used)
@@ -103,8 +108,11 @@ class Progress:
     """
 
     def __init__(self, total: int, show: bool, clock: Callable[[], float]):
-        self.total, self.show, self.clock = total, show, clock
-        self.count, self.done = 0, 0.0
+        self.total = total
+        self.show = show
+        self.clock = clock
+        self.count = 0
+        self.done = 0.0
         self.start = self.said = clock()
 
     def say(self, text: str) -> None:
@@ -175,8 +183,6 @@ class Session:
         folder,
         *,
         profile,
-        device=None,
-        rehearsal=False,
         timeout_s=TIMEOUT_S,
         progress=False,
         workers: Callable[..., Workers] = Workers,
@@ -186,20 +192,17 @@ class Session:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
         name = getattr(profile, "name", profile)
-        if device is None:
-            device = "cpu" if rehearsal else hardware.get_profile(name).kind
+        device = hardware.get_profile(name).kind
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError(
-                f"profile {name!r} is of a GPU, and torch drives none here; rehearsal=True times this CPU"
+                f"profile {name!r} is of a GPU, and torch drives none here"
             )
         self.here = provenance.collect(device) | {"profile": name}
-        self.folder, self.device, self.rehearsal, self.timeout_s = (
-            folder,
-            device,
-            rehearsal,
-            timeout_s,
-        )
-        self.threads, self.show = self.here["threads"], progress
+        self.folder = folder
+        self.device = device
+        self.timeout_s = timeout_s
+        self.threads = self.here["threads"]
+        self.show = progress
         memory = (
             available_bytes(hardware.detect().ram_bytes) if device == "cpu" else None
         )
@@ -209,8 +212,10 @@ class Session:
             "timeout_s": timeout_s,
             "memory_bytes": memory,
         }
-        self.start, self.contention, self.clock = workers, contention, clock
-        self.bounds = Bounds(device, None if rehearsal else name, self.probe)
+        self.start = workers
+        self.contention = contention
+        self.clock = clock
+        self.bounds = Bounds(device, name, self.probe)
         self.results: list[Result] = []
         self.more_s = MORE_S  # left for points that are unstable
         self.tolerances: dict[
@@ -280,19 +285,15 @@ class Session:
             try:
                 for number, (group, points) in enumerate(todo):
                     if number and self.clock() >= until:
-                        left, names = (
-                            sum(len(p) for _, p in todo[number:]),
-                            "; ".join(g.name for g, _ in todo[number:]),
-                        )
+                        left = sum(len(p) for _, p in todo[number:])
+                        names = "; ".join(g.name for g, _ in todo[number:])
                         warn(
                             f"{minutes:g} minutes are over: {left} points are left, of {names}; run again to go on"
                         )
                         break
                     anew = force or group.name in disturbed
                     earlier = (
-                        None
-                        if anew
-                        else unfinished(self.folder, group, self.here, self.rehearsal)
+                        None if anew else unfinished(self.folder, group, self.here)
                     )
                     self._run_group(group, points, earlier)
             except KeyboardInterrupt:
@@ -310,9 +311,7 @@ class Session:
         """Whether a result of an earlier run counts: the same code on this machine, and
         nothing to try again.
         """
-        same = result.rehearsal == self.rehearsal and not provenance.differs(
-            result.provenance, self.here
-        )
+        same = not provenance.differs(result.provenance, self.here)
         less_time = result.provenance.get("timeout_s", self.timeout_s) < self.timeout_s
         return result.final and same and not (result.status == "timeout" and less_time)
 
@@ -335,11 +334,9 @@ class Session:
             f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self.progress.left()})"
         )
         if run is None:
-            run = Run({"run": uuid4().hex[:12], "rehearsal": self.rehearsal})
-            key = provenance.key(self.here)
-            self.store.append(
-                kind="run", group=group.name, members=group.id, key=key, **run.about
-            )
+            run = Run(uuid4().hex[:12])
+            about = {"members": group.id, "key": provenance.key(self.here)}
+            self.store.append(kind="run", run=run.name, group=group.name, **about)
         most = (
             len(points) if group.interleave else 1
         )  # points whose processes live at the same time
@@ -423,7 +420,8 @@ class Session:
             )  # the rest is for its first call and its check
             member.wanted = max(count, min(group.rounds, in_time))
         while waiting := self._waiting(members):
-            more, start = len(waiting[0].samples) >= waiting[0].wanted, self.clock()
+            more = len(waiting[0].samples) >= waiting[0].wanted
+            start = self.clock()
             turn = run.rounds % len(waiting)  # each comes first in some round
             for member in waiting[turn:] + waiting[:turn]:
                 number = len(member.samples) + 1
@@ -441,7 +439,7 @@ class Session:
                         "loops": member.row["loops"],
                     }
                     self.store.append(
-                        kind="sample", point=member.point.id, **run.about, **sample
+                        kind="sample", run=run.name, point=member.point.id, **sample
                     )
             run.rounds += 1
             self.more_s -= (self.clock() - start) * more
@@ -491,7 +489,8 @@ class Session:
         A disturbed rate is too low, and correct rows would be faster than the roofline
         that it gives.
         """
-        others, reply = self.contention(self.threads), {"cpu_s": 0.0}
+        others = self.contention(self.threads)
+        reply = {"cpu_s": 0.0}
         with closing(self.start(self.settings | {"memory_bytes": None})) as worker:
             with others.watched(lambda: reply["cpu_s"]):
                 reply |= worker.ask("probe", self.timeout_s, dtypes=names)
@@ -552,7 +551,7 @@ class Session:
             result = Result(
                 point=member.point,
                 group=group.name,
-                **run.about,
+                run=run.name,
                 composition=group.composition(member.point),
                 interleaved=group.interleave,
                 seconds=tuple(samples.values()),
@@ -570,7 +569,8 @@ class Session:
 
     def _statistics(self, member: Member, rate: float | None, crowded: bool) -> dict:
         """Of the samples of a point, with its roofline."""
-        cost, row = Cost(**member.row["cost"]), {}
+        cost = Cost(**member.row["cost"])
+        row = {}
         if member.samples:
             found = summary([*member.samples.values()])
             gpus = (
@@ -599,24 +599,19 @@ def run(
     groups: Iterable[Group],
     folder: Path | str,
     *,
-    profile,
-    device: str | None = None,
-    rehearsal: bool = False,
-    timeout_s: float = TIMEOUT_S,
-    progress: bool = False,
     force: bool = False,
     minutes: float | None = None,
+    **session,
 ) -> list[Result]:
     """Measure the points of ``groups`` that have no rows in ``folder`` yet, and return
     the results of all of them.
 
-    ``profile``: a hardware profile or its name, whose rates bound GPU times.
-    ``device``: "cuda" or "cpu", by default the profile's kind, and "cpu" for a
-    rehearsal. ``timeout_s``: seconds per point. ``progress``: a line per point on
-    stderr. ``force``: measure again what is there. ``minutes``: after this time no
-    further group is begun (the first always is), and the next run goes on there.
-    Unstable points get up to three times their rounds, for three seconds each and 45
-    seconds of a run.
+    ``profile``: a hardware profile or its name, on whose kind of device it measures and
+    whose rates bound GPU times. Others are ``timeout_s=120``, seconds per point, and
+    ``progress=False``: a line per point on stderr. ``force``: measure again what is
+    there. ``minutes``: after this time no further group is begun (the first always is),
+    and the next run goes on there. Unstable points get up to three times their rounds,
+    for three seconds each and 45 seconds of a run.
 
     A point is done if a result exists for the same point, group, engine, method, torch,
     device, machine and threads, and, if the group is interleaved, the same points in
@@ -626,12 +621,4 @@ def run(
     the folder, OSError if the folder cannot be written, and ValueError for invalid
     arguments.
     """
-    session = Session(
-        folder,
-        profile=profile,
-        device=device,
-        rehearsal=rehearsal,
-        timeout_s=timeout_s,
-        progress=progress,
-    )
-    return session.run(groups, force, minutes)
+    return Session(folder, **session).run(groups, force, minutes)

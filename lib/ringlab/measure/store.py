@@ -1,9 +1,9 @@
 """The rows: one file, samples.jsonl, to which every measurement is appended as it
 comes.
 
-Schema 1, one JSON object per line. Every row has ``schema``, ``kind``, ``run`` (one
-group measured, perhaps with interruptions) and ``rehearsal``, and all but the first
-kind ``point`` (its id). Non-finite numbers are strings ("inf").
+Schema 1, one JSON object per line. Every row has ``schema``, ``kind`` and ``run`` (one
+group measured, perhaps with interruptions), and all but the first kind ``point`` (its
+id). Non-finite numbers are strings ("inf").
 
     run     a group is begun: ``group``, ``members`` (a digest of its points), ``key`` (engine, torch, machine, ...)
     sample  one time: ``round``, ``seconds`` for one call, ``loops`` calls that were timed together
@@ -78,11 +78,6 @@ class Store:
             os.fsync(self.file.fileno())
 
 
-# Groups of earlier versions, between two hosts over a shaped link: their rows are left
-# out.
-REMOVED = "links, "
-
-
 def warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -91,9 +86,7 @@ warn_once = functools.cache(warn)  # a report reads its rows more than once
 
 
 def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Result]:
-    """All complete results in the order of the file, but those of ``REMOVED``; [] if
-    there is none yet.
-    """
+    """All complete results in the order of the file; [] if there is none yet."""
     samples: dict[tuple, dict] = {}
     results: list[Result] = []
     bad: list[int] = []
@@ -104,9 +97,8 @@ def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Re
                     float(row["seconds"])
                 )
             elif row["kind"] == "result":
-                one = _result(row, samples.pop((row["run"], row["point"]), {}))
-                if not (one.group.startswith(REMOVED) and one.option("link")):
-                    results.append(one)
+                taken = samples.pop((row["run"], row["point"]), {})
+                results.append(_result(row, taken))
         except (ValueError, KeyError, TypeError, OverflowError):
             bad.append(number)
     if bad:
@@ -127,37 +119,31 @@ def _rows(folder: Path | str, bad: list[int]) -> Iterator[tuple[int, dict]]:
     for number, line in enumerate(lines, 1):
         try:
             if line.strip() and (row := json.loads(line))["schema"] == SCHEMA:
-                yield number, row
+                if not row.get("rehearsal"):  # of a GPU's points on a CPU, as once were
+                    yield number, row
         except (ValueError, KeyError, TypeError):
             bad.append(number)
 
 
 @dataclass
 class Run:
-    """A run of a group: fields of all its rows, the rounds begun, the samples of points
-    without a result.
+    """A run of a group: its name, the rounds begun, the samples of points without a
+    result.
     """
 
-    about: dict
+    name: str
     rounds: int = 0
     samples: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
-def unfinished(
-    folder: Path | str, group: Group, here: dict, rehearsal: bool
-) -> Run | None:
+def unfinished(folder: Path | str, group: Group, here: dict) -> Run | None:
     """The newest run of exactly these points by this engine, torch, device and machine."""
     found: Run | None = None
-    same = {
-        "group": group.name,
-        "members": group.id,
-        "key": list(key(here)),
-        "rehearsal": rehearsal,
-    }
+    same = {"group": group.name, "members": group.id, "key": list(key(here))}
     for _, row in _rows(folder, []):
         if row.get("kind") == "run" and same.items() <= row.items():
-            found = Run({"run": row["run"], "rehearsal": rehearsal})
-        elif found is None or row.get("run") != found.about["run"]:
+            found = Run(row["run"])
+        elif found is None or row.get("run") != found.name:
             continue
         elif row["kind"] == "sample":
             found.samples.setdefault(row["point"], {})[row["round"]] = row["seconds"]

@@ -1,9 +1,9 @@
 """The points of each report page. A suite is a function of a profile, so that every
 machine measures the same list.
 
-``suite(profile, device=..., rehearsal=...)`` returns groups of points; the points of a
-group take turns. The option ``twin`` marks an A/A control: the same call once more,
-which shows the noise floor.
+``suite(profile)`` returns groups of points, as the profile's kind of device gets them;
+the points of a group take turns. The option ``twin`` marks an A/A control: the same
+call once more, which shows the noise floor.
 """
 
 from __future__ import annotations
@@ -30,35 +30,26 @@ from .model_systems import STEPS, document_lengths
 from .points import Group, Point, sgemm
 
 TWIN = {"twin": True}
-SHORTEST = 4096  # the longest sequence of a rehearsal
 
 
-def own_dtype(profile: hardware.Profile, device: str) -> str:
+def own_dtype(profile: hardware.Profile) -> str:
     """The dtype that the profile's policy chooses; float32 on a CPU."""
-    return (
-        "float32"
-        if device == "cpu"
-        else str(profile.default_dtype()).removeprefix("torch.")
-    )
+    if profile.kind == "cpu":
+        return "float32"
+    return str(profile.default_dtype()).removeprefix("torch.")
 
 
-def half_dtype(profile: hardware.Profile, device: str) -> str:
+def half_dtype(profile: hardware.Profile) -> str:
     """The half precision to use: bfloat16 on a CPU, else the profile's own or float16."""
-    own = "bfloat16" if device == "cpu" else own_dtype(profile, device)
+    own = "bfloat16" if profile.kind == "cpu" else own_dtype(profile)
     return "float16" if own == "float32" else own
 
 
-def by_size(
-    profile: hardware.Profile, device: str, cpu: int, small: int, large: int
-) -> int:
+def by_size(profile: hardware.Profile, cpu: int, small: int, large: int) -> int:
     """One of these lengths or factors: for a CPU, a GPU, or a GPU of more than 16 GB."""
-    return (
-        cpu
-        if device == "cpu"
-        else large
-        if (profile.memory_bytes or 0) > 16e9
-        else small
-    )
+    if profile.kind == "cpu":
+        return cpu
+    return large if (profile.memory_bytes or 0) > 16e9 else small
 
 
 def dense(point: Point) -> Point:
@@ -97,10 +88,6 @@ def vary(groups: list[Group], *, longest: int = 0, **fields) -> list[Group]:
     return found
 
 
-def _lengths(rehearsal: bool, *lengths: int) -> list[int]:
-    return [n for n in lengths if not rehearsal or n <= SHORTEST]
-
-
 # --------------------------------------------------------------------------------------
 # document 000: what each optimisation is worth, and how close the engine comes to the rate of the machine
 
@@ -125,11 +112,8 @@ POOLED = Dilated(
 )  # few products; 16 sequences of 4096 accumulate 16 MiB in half precision
 
 
-def optimization(
-    profile: hardware.Profile, *, device: str, rehearsal: bool = False
-) -> list[Group]:
-    """Document 000, about three minutes on two CPU cores; a rehearsal has the first two
-    groups.
+def optimization(profile: hardware.Profile) -> list[Group]:
+    """Document 000, about three minutes on two CPU cores.
 
     ``implementations``: the document's table, dtype by optimisation, the switches and
     the kernels. ``lengths``: all optimisations and dense SDPA over growing n.
@@ -139,18 +123,14 @@ def optimization(
     pair once, and branch by branch, beside a matrix product. ``two ranks``: the length
     at which the document ran out of memory.
     """
-    cpu, dtype, half = (
-        device == "cpu",
-        own_dtype(profile, device),
-        half_dtype(profile, device),
-    )
+    cpu = profile.kind == "cpu"
+    dtype = own_dtype(profile)
+    half = half_dtype(profile)
     ours = Point("ringlab", DOCUMENT, seq_len=TOKENS, options=FULL)
-    plain, flash = (
-        ours.but(options=PLAIN),
-        ours.but(system="RingDilatedAttentionV2Flash", options={}),
-    )
+    plain = ours.but(options=PLAIN)
+    flash = ours.but(system="RingDilatedAttentionV2Flash", options={})
     table = [ours, dense(ours), again(ours)]
-    bf16 = cpu and not rehearsal or hardware.has_bf16(profile.capability)
+    bf16 = cpu or hardware.has_bf16(profile.capability)
     for name in ("float32", "float16", "bfloat16") if bf16 else ("float32", "float16"):
         # The document has no bfloat16 row and no V2Flash in float32; on a CPU they
         # would repeat other rows.
@@ -173,27 +153,19 @@ def optimization(
             for name in ("gather", "backend")
         ]
     kernel = [ours.but(options=FULL | {"backend": name}) for name in kernels.KERNELS]
-    if not rehearsal:
-        # Only gathered does this function borrow buffers, of the published threshold of
-        # 16 MB.
-        table += [ours.but(options=FULL | {"gather": True, "pool": False}), *kernel]
+    # Only gathered does this function borrow buffers, of the published threshold of
+    # 16 MB.
+    table += [ours.but(options=FULL | {"gather": True, "pool": False}), *kernel]
     if dtype != "float32":  # which most GPU kernels refuse
         table += [p.but(dtype=dtype) for p in kernel]
 
-    longest = by_size(profile, device, 4096, 32768, 65536)
+    longest = by_size(profile, 4096, 32768, 65536)
     growing = [
         ours.but(seq_len=2**i, dtype=dtype) for i in range(10, 20) if 2**i <= longest
     ]
     growing = [p for each in growing for p in (each, dense(each))]
-    groups = [
-        Group("implementations", dict.fromkeys(table)),
-        Group("lengths", (*growing, again(growing[0]))),
-    ]
-    if rehearsal:
-        return groups
-
     n = by_size(
-        profile, device, 4096, 8192, 32768
+        profile, 4096, 8192, 32768
     )  # forward and backward of dense attention take a second at most
     ours = ours.but(seq_len=n, dtype=dtype)
     both = ours.but(passes="fwd+bwd")
@@ -223,7 +195,8 @@ def optimization(
         reuse.append(again(off))
 
     long = Point("ringlab", LONG, seq_len=(2 if cpu else 4) * n, dtype=dtype)
-    ladder, others = long.but(pattern=LADDER), ({}, {"system": "contiguous_segments"})
+    ladder = long.but(pattern=LADDER)
+    others = ({}, {"system": "contiguous_segments"})
     forward = [
         long,
         long.but(system="copying"),
@@ -246,7 +219,8 @@ def optimization(
         "ringlab", DOCUMENT, seq_len=16384, world_size=2
     )  # where its own run on two GPUs failed
     return [
-        *groups,
+        Group("implementations", dict.fromkeys(table)),
+        Group("lengths", (*growing, again(growing[0]))),
         Group("passes", passes),
         Group("cache and pool", reuse),
         Group("engine forward", forward),
@@ -264,18 +238,17 @@ def optimization(
 # ranks; those of DOCUMENT cross a border. Points on more ranks than the machine has
 # cores have memory and no time.
 RING_DOCUMENT = Dilated([512, 1024], [1, 2], mixing="head_groups", offsets="branch")
-SDPA, CORRECT = "RingDilatedAttentionSDPA", "RingDilatedAttentionCorrect"
+SDPA = "RingDilatedAttentionSDPA"
+CORRECT = "RingDilatedAttentionCorrect"
 HILBERT = "RingDilatedAttentionHilbertGPUOptimized"
 MILLION = 2**20  # tokens
 ONE_HEAD = {"heads": 1, "kv_heads": 1}
-V2_COLLECTIVE, ROBUST, HYBRID = (
-    f"RingDilatedAttention{name}" for name in ("V2Collective", "V2Robust", "Hybrid")
-)
+V2_COLLECTIVE = "RingDilatedAttentionV2Collective"
+ROBUST = "RingDilatedAttentionV2Robust"
+HYBRID = "RingDilatedAttentionHybrid"
 
 
-def benchmark_summary(
-    profile: hardware.Profile, *, device: str, rehearsal: bool = False
-) -> list[Group]:
+def benchmark_summary(profile: hardware.Profile) -> list[Group]:
     """Document 001: throughput and memory per rank over n and p.
 
     ``throughput``: on one rank, two and four. ``million``: a million tokens on two,
@@ -283,7 +256,7 @@ def benchmark_summary(
     ranks in one process, which shows no rank's memory.
     """
     first = Point(SDPA, RING_DOCUMENT)
-    ns = _lengths(rehearsal, 2048, 4096, 8192, 16384)
+    ns = (2048, 4096, 8192, 16384)
     second = first.but(seq_len=ns[1])
     points = [first.but(seq_len=n, world_size=p) for n in ns for p in (1, 2, 4)]
     points += [
@@ -293,25 +266,24 @@ def benchmark_summary(
     ]
     points += [dense(second), *(second.but(world_size=p, options=TWIN) for p in (1, 2))]
     simulated = first.but(seq_len=ns[-1], options={"simulated": 8})
-    groups = [
+    million = first.but(
+        seq_len=MILLION, world_size=2, **(ONE_HEAD if profile.kind == "cpu" else {})
+    )
+    return [
         Group("throughput", points),
         Group("simulated", (simulated,), timed=False),
+        Group("million", (million,), timed=False),
     ]
-    million = first.but(
-        seq_len=MILLION, world_size=2, **(ONE_HEAD if device == "cpu" else {})
-    )
-    return groups if rehearsal else [*groups, Group("million", (million,), timed=False)]
 
 
-def performance_comparison(
-    profile: hardware.Profile, *, device: str, rehearsal: bool = False
-) -> list[Group]:
+def performance_comparison(profile: hardware.Profile) -> list[Group]:
     """Document 003: gathering, the ring and the plan; time, memory and bytes.
 
     ``one device``: its tables, where no ring code runs. ``schemes``: two and four
     ranks, with segments across a border.
     """
-    first, ns = Point(V2_COLLECTIVE, DOCUMENT), (1024, 2048, 4096)
+    first = Point(V2_COLLECTIVE, DOCUMENT)
+    ns = (1024, 2048, 4096)
     one = [
         first.but(system=system, seq_len=n)
         for n in ns
@@ -334,14 +306,12 @@ def performance_comparison(
     ]
 
 
-def hybrid_summary(
-    profile: hardware.Profile, *, device: str, rehearsal: bool = False
-) -> list[Group]:
+def hybrid_summary(profile: hardware.Profile) -> list[Group]:
     """Document 004: the hybrid over n and p. ``long``: memory at 32K and 64K on several
     ranks, untimed.
     """
     first = Point(HYBRID, RING_DOCUMENT, world_size=2)
-    ns = _lengths(rehearsal, 1024, 2048, 4096, 8192, 16384)
+    ns = (1024, 2048, 4096, 8192, 16384)
     points = [first.but(seq_len=n) for n in ns]
     points += [
         first.but(seq_len=n, world_size=p)
@@ -351,28 +321,24 @@ def hybrid_summary(
         first.but(seq_len=n, world_size=p)
         for n, p in ((32768, 2), (32768, 4), (65536, 2))
     ]
-    groups = [
+    return [
         Group("hybrid", (*points, again(points[0]))),
         Group("long", long, timed=False),
     ]
-    return groups[:1] if rehearsal else groups
 
 
 # --------------------------------------------------------------------------------------
 # document 002: block-sparse attention
 
-SPARSE_TABLE, JOURNEY, EFFICIENCY, WINDOW_LENGTHS = (
-    "block sparse table",
-    "journey",
-    "efficiency",
-    "window lengths",
-)
-EXTREME_LENGTHS, BLOCK_PATTERNS, SESSION_REUSE = (
-    "extreme lengths",
-    "block patterns",
-    "reuse",
-)
-ORIGINAL, OPTIMIZED = "BlockSparseRingDilatedAttention", "BlockSparseOptimized"
+SPARSE_TABLE = "block sparse table"
+JOURNEY = "journey"
+EFFICIENCY = "efficiency"
+WINDOW_LENGTHS = "window lengths"
+EXTREME_LENGTHS = "extreme lengths"
+BLOCK_PATTERNS = "block patterns"
+SESSION_REUSE = "reuse"
+ORIGINAL = "BlockSparseRingDilatedAttention"
+OPTIMIZED = "BlockSparseOptimized"
 TORCH_SPARSE = "BlockSparseTorchSparse"
 
 # The document has batch 1, 8 heads of 64, blocks of 64 and a window of 256 positions,
@@ -387,7 +353,8 @@ FRESH = {"results": False}
 ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window has
 LOOKED_UP = 2048  # the longest length whose patterns are looked up
 CACHES_MB = (0, 0.25, 1, 64)  # 64 is the library's default; with 0 nothing is kept
-SCRATCH_MB, THREADS = (1, 4, 16, 64), (1, 2)
+SCRATCH_MB = (1, 4, 16, 64)
+THREADS = (1, 2)
 KINDS: dict[str, BlockSparse] = {
     "window": WINDOW,
     "strided": BlockSparse([block_patterns.Window(1), block_patterns.Strided(8)], 64),
@@ -403,11 +370,8 @@ def a_tenth(block_size: int, seq_len: int) -> BlockSparse:
     return local_global(some, 2 * some, block_size=block_size)
 
 
-def session_summary(
-    profile: hardware.Profile, *, device: str, rehearsal: bool = False
-) -> list[Group]:
-    """Document 002, about three minutes on two CPU cores; a rehearsal has the first
-    four groups.
+def session_summary(profile: hardware.Profile) -> list[Group]:
+    """Document 002, about three minutes on two CPU cores.
 
     ``block sparse table``: its table and dense attention. ``journey``: plans built and
     looked up, the three ways of execution, and the cache off and on. ``window
@@ -417,10 +381,8 @@ def session_summary(
     attention and FlexAttention. ``extreme lengths``: those of its headlines, each
     alone. ``reuse``: the cache by its bytes, and the pool by size and threads.
     """
-    cpu = device == "cpu"
-    ours = Point(
-        "ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=own_dtype(profile, device)
-    )
+    cpu = profile.kind == "cpu"
+    ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=own_dtype(profile))
     original, optimized = (ours.but(system=system) for system in (ORIGINAL, OPTIMIZED))
     # torch's sparse tensors exist in float32 only, so others are measured in float32
     # too.
@@ -438,16 +400,12 @@ def session_summary(
     journey = [ours.but(system="plan_build", options=how) for how in built]
     journey += [ours.but(options=how) for how in (*ways, {"blocks": "views"} | TWIN)]
 
-    longest = (
-        SHORTEST if rehearsal else by_size(profile, device, LONG_TOKENS, 32768, 65536)
-    )
+    longest = by_size(profile, LONG_TOKENS, 32768, 65536)
     growing = [ours.but(seq_len=2**i) for i in range(10, 20) if 2**i <= longest]
-    growing += [dense(p) for p in growing if not cpu or p.seq_len <= SHORTEST]
-    if not rehearsal:
-        growing += [
-            p.but(seq_len=longest // 2 if cpu else longest)
-            for p in (original, optimized)
-        ]
+    growing += [dense(p) for p in growing if not cpu or p.seq_len <= SESSION_TOKENS]
+    growing += [
+        p.but(seq_len=longest // 2 if cpu else longest) for p in (original, optimized)
+    ]
 
     chosen = ours.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
     kinds = [*(ours.but(pattern=pattern) for pattern in KINDS.values()), chosen]
@@ -455,12 +413,9 @@ def session_summary(
         Group(SPARSE_TABLE, dict.fromkeys(table)),
         Group(JOURNEY, journey),
         Group(WINDOW_LENGTHS, growing),
+        Group(BLOCK_PATTERNS, kinds),
     ]
-    groups.append(Group(BLOCK_PATTERNS, kinds))
-    if rehearsal:
-        return groups
-
-    n = by_size(profile, device, LONG_TOKENS // 2, LONG_TOKENS, 4 * LONG_TOKENS)
+    n = by_size(profile, LONG_TOKENS // 2, LONG_TOKENS, 4 * LONG_TOKENS)
     long = ours.but(pattern=a_tenth(128, n), seq_len=n)
     tenth = [
         long,
@@ -481,10 +436,8 @@ def session_summary(
         EXTREME_LENGTHS, [far.but(seq_len=n) for n in EXTREME_TOKENS], interleave=False
     )
 
-    lookup, scratch = (
-        Point("cache_workload", WINDOW, seq_len=LOOKED_UP),
-        Point("pool_workload", Dense(), seq_len=1),
-    )
+    lookup = Point("cache_workload", WINDOW, seq_len=LOOKED_UP)
+    scratch = Point("pool_workload", Dense(), seq_len=1)
     reuse = [
         lookup.but(options={"max_mb": mb, "blocks": "batched"}) for mb in CACHES_MB
     ]
@@ -499,10 +452,14 @@ def session_summary(
 # kernels on a GPU: each way to run a pattern there, beside the fastest calls that do similar work
 
 # One shape: 16 heads in the GPU's half precision, three branches that fold.
-RUNGS, RUNGS_BY_LENGTH = "rungs", "rungs by length"
-RUNGS_ON_BLOCKS, RUNGS_IN_MEMORY = "rungs on blocks", "rungs in memory"
+RUNGS = "rungs"
+RUNGS_BY_LENGTH = "rungs by length"
+RUNGS_ON_BLOCKS = "rungs on blocks"
+RUNGS_IN_MEMORY = "rungs in memory"
 RUNG_PATTERN = Dilated([2048, 4096, 8192], [1, 2, 4])
-RUNG_TOKENS, RUNG_HEADS, RUNG_HEAD_DIMS = 65536, 16, (128, 64)
+RUNG_TOKENS = 65536
+RUNG_HEADS = 16
+RUNG_HEAD_DIMS = (128, 64)
 RUNG_LONGER = (262_144, 1_048_576)
 RUNG_MASK = a_tenth(128, RUNG_TOKENS)
 # Each way of this library by the options of the system "ringlab"; the notebook
@@ -524,18 +481,15 @@ RUNG_PASSES: dict[str, dict] = {
 }
 
 
-def kernel_suite(
-    profile: hardware.Profile, *, device: str, rehearsal: bool = False
-) -> list[Group]:
-    """Points for a GPU, about four minutes on a data-centre GPU; none for a CPU or a
-    rehearsal.
+def kernel_suite(profile: hardware.Profile) -> list[Group]:
+    """Points for a GPU, about four minutes on a data-centre GPU; none for a CPU.
 
     ``rungs``: every way, the copying form and torch's kernels at 65,536 tokens, by
     head_dim and pass. ``rungs by length``: from 16,384 tokens to a million. ``rungs on
     blocks``: a tenth of all pairs in blocks of 128. ``rungs in memory``: the longest,
     forward and backward, each alone on the GPU.
     """
-    if device == "cpu" or rehearsal:
+    if profile.kind == "cpu":
         return []
     first = Point(
         "ringlab",
@@ -543,7 +497,7 @@ def kernel_suite(
         seq_len=RUNG_TOKENS,
         heads=RUNG_HEADS,
         head_dim=RUNG_HEAD_DIMS[0],
-        dtype=half_dtype(profile, device),
+        dtype=half_dtype(profile),
     )
 
     def ways(point: Point, *names: str) -> list[Point]:
@@ -609,7 +563,8 @@ def kernel_suite(
 # A query of the sparse patterns sees 270 to 450 keys on average at every length: they
 # differ in which keys, not in how many. Beside them stands LongNet's own ladder, which
 # `advise` proposes.
-LANDSCAPE, LANDSCAPE_TRAINING = "landscape", "landscape training"
+LANDSCAPE = "landscape"
+LANDSCAPE_TRAINING = "landscape training"
 LANDSCAPE_ADDED = "landscape, added"
 LANDSCAPE_WINDOW = WINDOW  # five blocks: 320 keys
 BIGBIRD = bigbird(1, 1, 1, block_size=64)  # three, a global and a random one
@@ -665,7 +620,8 @@ def windows(tokens: Sequence[int]) -> dict[str, tuple[str, Callable[[int], Patte
     return found
 
 
-BESIDE, BESIDE_CAUSAL = "beside", "beside, causal"
+BESIDE = "beside"
+BESIDE_CAUSAL = "beside, causal"
 BRANCHES = (
     [512, 1024, 2048],
     [1, 2, 4],
@@ -683,22 +639,21 @@ LANDSCAPE_PEERS: dict[
 }
 
 
-def peer_groups(point: Point, half: int, longest: int) -> list[Group]:
+def peer_groups(point: Point, half: int) -> list[Group]:
     """Each other package in a group ``beside PACKAGE``, in turns with this library; the
     shortest with a backward too.
 
     ``beside, causal``: gradients of causal attention, untimed. A package that is not
     installed has no points.
     """
-    groups, causal = [], []
+    groups = []
+    causal = []
     for name, (pattern, times) in LANDSCAPE_PEERS.items():
         if version := peers.installed(name):
             first = point.but(
                 system=name, pattern=pattern, options={"version": version}
             )
-            theirs = [
-                first.but(seq_len=n) for n in (half * x for x in times) if n <= longest
-            ]
+            theirs = [first.but(seq_len=half * x) for x in times]
             theirs.append(theirs[0].but(passes="fwd+bwd"))
             points = [
                 q for p in theirs for q in (p, p.but(system="ringlab", options={}))
@@ -708,16 +663,15 @@ def peer_groups(point: Point, half: int, longest: int) -> list[Group]:
     return groups + ([Group(BESIDE_CAUSAL, causal, timed=False)] if causal else [])
 
 
-GENERATION, PACKED = "generation", "packed documents"
+GENERATION = "generation"
+PACKED = "packed documents"
 
 
-def model_groups(point: Point, cpu: bool, rehearsal: bool) -> list[Group]:
+def model_groups(point: Point, cpu: bool) -> list[Group]:
     """``generation``: a step from the cache over the position. ``packed documents``:
-    uneven ones beside equal ones.
-
-    A rehearsal has no documents, a CPU few of them.
+    uneven ones beside equal ones, few of them on a CPU.
     """
-    ns = _lengths(rehearsal, 4096, 16384, 65536, *([] if cpu else [262_144]))
+    ns = (4096, 16384, 65536, *([] if cpu else [262_144]))
     step = point.but(system=GENERATION, causal=True)
     kinds = (
         (n, p)
@@ -727,15 +681,12 @@ def model_groups(point: Point, cpu: bool, rehearsal: bool) -> list[Group]:
     steps = [
         step.but(seq_len=n - STEPS, pattern=p) for n, p in kinds
     ]  # where segments are full
-    groups = [Group(GENERATION, (*steps, again(steps[0])))]
-    if rehearsal:
-        return groups
     count = 40 if cpu else 1000
     one = point.but(system="packed", seq_len=sum(document_lengths(count)), causal=True)
     kinds = Dense(), landscape_ladder(4096), LANDSCAPE_WINDOW
     ways = {"documents": count}, {"documents": count, "equal": True}
     return [
-        *groups,
+        Group(GENERATION, (*steps, again(steps[0]))),
         Group(
             PACKED,
             [one.but(pattern=p, options=way) for p in kinds for way in ways],
@@ -747,8 +698,6 @@ def model_groups(point: Point, cpu: bool, rehearsal: bool) -> list[Group]:
 def landscape(
     profile: hardware.Profile,
     *,
-    device: str,
-    rehearsal: bool = False,
     seq_lens: Sequence[int] = (),
     systems: Mapping[str, tuple[str, Callable[[int], Pattern]]] | None = None,
 ) -> list[Group]:
@@ -765,10 +714,11 @@ def landscape(
     the first screen's table. Then those of ``model_groups``. The other packages that are installed have
     groups of their own, by ``peer_groups``; they take about a minute.
     """
-    own, known = [1024, 4096, 16384], landscape_systems()
-    ns = sorted({*check_ints("seq_lens", seq_lens)}) if seq_lens else None
-    ns = ns or _lengths(rehearsal, *(own if device == "cpu" else [4096, 16384, 65536]))
-    window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile, device))
+    known = landscape_systems()
+    cpu = profile.kind == "cpu"
+    own = [1024, 4096, 16384] if cpu else [4096, 16384, 65536]
+    ns = sorted({*check_ints("seq_lens", seq_lens)}) if seq_lens else own
+    window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile))
     systems = known if systems is None else systems
 
     def points_at(n: int, names) -> list[Point]:
@@ -788,9 +738,9 @@ def landscape(
             n, [x for x in ours if x not in (LONGNET, ADVISED) or n > NEIGHBOURS]
         )
     points.append(window.but(seq_len=ns[0], options=TWIN))
-    if not rehearsal and "FlexAttention" in systems:
+    if "FlexAttention" in systems:
         # Its mask is made from all pairs: 4 GiB at 65,536.
-        n = by_size(profile, device, ns[-1], ns[len(ns) > 1 and -2], ns[-1])
+        n = by_size(profile, ns[-1], ns[len(ns) > 1 and -2], ns[-1])
         points += points_at(n, ["FlexAttention"])
     trained = [
         p for p in points if p.seq_len in ns[:2] and p.system != "flex" and p == p.first
@@ -804,10 +754,10 @@ def landscape(
         if same and name != other:
             raise ValueError(f"{name!r} and {other!r} are one system")
     added = [p for n in ns for p in (dense(window.but(seq_len=n)), *points_at(n, more))]
-    half = 2048 if device == "cpu" else 8192
+    half = 2048 if cpu else 8192
     advised = [
         window.but(seq_len=n, pattern=local(n))
-        for n in (8192, 32768, *([] if device == "cpu" else [131_072]))
+        for n in (8192, 32768, *([] if cpu else [131_072]))
     ]
     advised.append(advised[0].but(pattern=Dense()))
     # At the next length their checks take minutes.
@@ -822,9 +772,9 @@ def landscape(
         return ranking
     return [
         *ranking,
-        *([] if rehearsal else [Group("advised", advised, rounds=5)]),
-        *model_groups(window, device == "cpu", rehearsal),
-        *peer_groups(window, half, SHORTEST if rehearsal else 8 * half),
+        Group("advised", advised, rounds=5),
+        *model_groups(window, cpu),
+        *peer_groups(window, half),
     ]
 
 

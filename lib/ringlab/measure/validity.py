@@ -2,7 +2,8 @@
 comparisons.
 
 No time without a passed check, none that is faster than its bound, no peak smaller than
-its own tensors, no speed-up on p ranks beyond 1.1 p.
+its own tensors, no speed-up on p ranks beyond 1.1 p. A row that was computed is shown as
+such; it is never timed and enters no ratio.
 """
 
 from __future__ import annotations
@@ -138,8 +139,13 @@ def is_row(x) -> bool:
     return isinstance(x, Result)
 
 
+def computed(row) -> bool:
+    """It says what a device that is not here needs at least; nothing was measured."""
+    return is_row(row) and row.status == "computed"
+
+
 def shown(row) -> bool:
-    return is_row(row) and not objection(row)
+    return is_row(row) and (computed(row) or not objection(row))
 
 
 def simulated(row) -> bool:
@@ -150,7 +156,8 @@ def simulated(row) -> bool:
 def timed(row) -> bool:
     """It has a time to compare: a process and a core for each rank, and a passed check."""
     return (
-        shown(row)
+        is_row(row)
+        and not objection(row)
         and bool(row.median)
         and not simulated(row)
         and not row.ranks.get("oversubscribed")

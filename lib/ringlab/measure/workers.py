@@ -66,7 +66,9 @@ class Workers(ExitStack):
 
     def __init__(self, settings: dict, ranks: int = 1):
         super().__init__()
-        self.settings, self.failed, self.processes = settings, None, []
+        self.settings = settings
+        self.failed = None
+        self.processes = []
         self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix="ringlab-"))
         paths = [Path(self.folder, f"{rank}.stderr") for rank in range(ranks)]
         self.stderrs = [self.enter_context(open(path, "w+b")) for path in paths]
@@ -164,11 +166,10 @@ class Worker:
     """
 
     def __init__(self, settings: dict):
-        self.settings, self.point = settings, Point.from_dict(settings["point"])
-        self.device, self.ranks = (
-            torch.device(settings["device"]),
-            self.point.world_size,
-        )
+        self.settings = settings
+        self.point = Point.from_dict(settings["point"])
+        self.device = torch.device(settings["device"])
+        self.ranks = self.point.world_size
         self.system: System | None = None
         self.latest: Output | None = None
         self.keep = False
@@ -222,7 +223,8 @@ class Worker:
                 raise NotImplementedError(
                     f"{self.ranks} ranks need a GPU each, this machine has {found}"
                 )
-            self.device, backend = torch.device("cuda", rank), "nccl"
+            self.device = torch.device("cuda", rank)
+            backend = "nccl"
             torch.cuda.set_device(self.device)
         # The session's own time is up first, and it names the rank that is behind.
         launch.join_group(
@@ -239,12 +241,15 @@ class Worker:
         """
         gc.collect()
         gc.disable()
-        warmups, estimate, spent = 1, self.cold_s, 0.0
+        warmups = 1
+        estimate = self.cold_s
+        spent = 0.0
         while self.cold_s < LONG_S and (
             warmups < 2 or spent < WARM_S
         ):  # by the clock, which ranks share
             estimate = self.timed(1)
-            warmups, spent = warmups + 1, spent + estimate
+            warmups = warmups + 1
+            spent = spent + estimate
         self.loops = loops_for(estimate)
         return {
             "estimate": estimate * self.loops,
@@ -275,7 +280,8 @@ class Worker:
         return float(found)
 
     def sample(self, last: bool) -> dict:
-        self.keep, self.latest = last, None
+        self.keep = last
+        self.latest = None
         return {"seconds": self.timed(self.loops)}
 
     def _call(self) -> None:
@@ -290,7 +296,8 @@ class Worker:
         latest = self.latest or self.system.run(
             self.inputs
         )  # an earlier process may have taken all samples
-        was, now = self.checked.named(), latest.named()
+        was = self.checked.named()
+        now = latest.named()
         for name, limit in self.tolerance.items():
             # dout is standard normal, so a gradient below this counts as zero
             floor = 1.0 if name in ("out", "lse") else 0.01 * was["out"].numel() ** 0.5
@@ -309,10 +316,8 @@ class Worker:
         try:
             return getattr(self, command)(**arguments)
         except Exception as error:  # noqa: BLE001  any failure of a system is a result, reported with its reason
-            status, reason = (
-                "crashed",
-                " ".join(str(error).split())[:300] or type(error).__name__,
-            )
+            status = "crashed"
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
             if is_out_of_memory(error):
                 status = "oom"
             elif isinstance(error, NotImplementedError | Refused):

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ..adaptive import Adaptive
 from ..measure.validity import (
+    computed,
     is_row,
     objection,
     roofline_s,
@@ -21,7 +22,7 @@ from ..measure.validity import (
 )
 from .rows import pass_of
 from .study import Study, cost_of, pattern_of
-from .tables import Cell, counted, interval, number, size
+from .tables import Cell, cell, counted, interval, number, size
 
 # --------------------------------------------------------------------------------------
 # which rows may be shown, and how far
@@ -111,7 +112,7 @@ def calls(rows) -> str:
     points = [(row.point, threads(row)) for row in filter(is_row, rows)]
     said = [
         f"batch {p.batch}, {p.heads} heads of {p.head_dim}, {p.dtype}, {pattern_of(p)}, "
-        f"{pass_of(p)}, threads of a rank: {n}"
+        f"{pass_of(p)}{f', threads of a rank: {n}' if n else ''}"
         for p, n in points
     ]
     return " or ".join(dict.fromkeys(said))
@@ -123,10 +124,13 @@ def calls(rows) -> str:
 
 def time(row, scale: float = 1e3) -> Cell:
     """Median with its interval, of several ranks the slowest one's, or why there is
-    none.
+    none; of a computed row the roofline, as a lower bound.
     """
     if not is_row(row):
         return Cell("not measured", kind="none")
+    if computed(row):
+        bound = row.bound_seconds
+        return Cell(f"≥ {number(bound * scale)}", "computed") if bound else cell(None)
     if objection(row):
         return Cell(status(row), kind="bad")
     if not timed(row):
@@ -160,7 +164,8 @@ def roofline(row) -> Cell | None:
 
 def peak(row) -> Cell | None:
     """Peak memory, and as a multiple of inputs and results."""
-    held, floor = peak_bytes(row), floor_bytes(row)
+    held = peak_bytes(row)
+    floor = floor_bytes(row)
     return Cell(size(held), f"{held / floor:.2f} × tensors") if held and floor else None
 
 
@@ -168,7 +173,7 @@ def error(row) -> Cell | None:
     """The error that is nearest to what is allowed, among output, log-sum-exp and
     gradients.
     """
-    if not shown(row) or not row.errors:
+    if not is_row(row) or objection(row) or not row.errors:
         return None
     name = max(row.errors, key=lambda k: row.errors[k] / row.tolerance[k])
     return Cell(f"{row.errors[name]:.1e}", f"{name} ≤ {row.tolerance[name]:.1e}")

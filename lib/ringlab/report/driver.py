@@ -70,19 +70,17 @@ def run(
     """
     reports = home() / "reports" if reports is None else Path(reports)
     asked = plan(name, machine or hardware.detect(), reports, strict=strict)
-    # This command trains nothing.
-    trained = (reports / asked.folder / "data" / TRAININGS).is_file()
-    names = [n for n in REPORTS if n != "quality" or trained]
+    names = [*REPORTS]
+    if not (asked.data / TRAININGS).is_file():  # this command trains nothing
+        names.remove("quality")
+    if asked.computed:  # other pages are about what was measured
+        names = [n for n in names if REPORTS[n]]
     sources = [notebook_of(n) for n in names] if notebooks is None else notebooks
-    pages = Pages(
-        asked, reports / asked.folder, sources, notebooks is None, cell_timeout_s
-    )
+    pages = Pages(asked, sources, notebooks is None, cell_timeout_s)
     if asked.why:
-        kind = (
-            "rehearsal on this CPU"
-            if asked.rehearsal
-            else "showing the rows recorded elsewhere"
-        )
+        kind = "showing the rows recorded elsewhere"
+        if asked.computed:
+            kind = "its rows are computed, nothing is measured"
         note(f"{asked.profile.name}: {asked.why}; {kind}")
     try:
         for source in sources:  # before minutes are spent on measuring
@@ -90,17 +88,10 @@ def run(
         try:
             with locked(pages.folder):
                 before = pages.begin()
-                if asked.measure:
-                    how = {"device": asked.device, "rehearsal": asked.rehearsal}
-                    groups = (suite or _suite(sources))(asked.profile, **how)
-                    measure.run(
-                        groups,
-                        pages.data,
-                        progress=True,
-                        profile=asked.profile,
-                        force=remeasure,
-                        **how,
-                    )
+                if not asked.why:
+                    groups = (suite or _suite(sources))(asked.profile)
+                    how = {"profile": asked.profile, "force": remeasure}
+                    measure.run(groups, asked.data, progress=True, **how)
                 written = pages.write(before, force)
         finally:  # after Ctrl-C too: the index says at once what is unfinished
             listed = index.write_index(reports)
@@ -127,8 +118,8 @@ def _suite(notebooks: Sequence[Path]) -> Callable:
     wanted = dict.fromkeys(
         s for name in names for s in (REPORTS[name], *BESIDE.get(name, ())) if s
     )
-    return lambda profile, **how: [
-        g for suite in wanted for g in suites.SUITES[suite](profile, **how)
+    return lambda profile: [
+        g for suite in wanted for g in suites.SUITES[suite](profile)
     ]
 
 
@@ -139,14 +130,13 @@ class Pages:
     """
 
     asked: Plan
-    folder: Path
     notebooks: Sequence[Path]
     first_screen: bool  # of the index
     cell_timeout_s: int
 
     @property
-    def data(self) -> Path:
-        return self.folder / "data"
+    def folder(self) -> Path:
+        return self.asked.data.parent
 
     @property
     def given(self) -> dict:
@@ -169,13 +159,16 @@ class Pages:
         """Render all pages unless they are current. Raises ReportError that names every
         notebook that failed.
         """
-        study = read_study(self.asked.profile, self.data)
-        if not study.results:
-            raise ReportError(f"no rows in {self.data}: nothing was measured")
-        render.write(
-            self.data / "summary.csv",
-            study.frame().drop(columns="row").to_csv(index=False),
-        )
+        profile = self.asked.profile
+        data = self.asked.data
+        study = Study(profile, [], data, computed=True)  # whose rows notebooks compute
+        data.mkdir(parents=True, exist_ok=True)
+        if not self.asked.computed:
+            study = read_study(profile, data)
+            if not study.results:
+                raise ReportError(f"no rows in {data}: nothing was measured")
+            summary = study.frame().drop(columns="row").to_csv(index=False)
+            render.write(data / "summary.csv", summary)
         made_from = self._made_from(study)
         if not force and before.get("digest") == f"{made_from} {self._made()}":
             index.write_manifest(self.folder, before, complete=True)
@@ -189,7 +182,9 @@ class Pages:
 
     def _render(self, study: Study, made_from: str, before: dict) -> None:
         known = {r["name"]: r for r in before.get("reports", ())}
-        entries, files, failures = [], [], []
+        entries = []
+        files = []
+        failures = []
         manifest = _about(study) | {
             k: before[k] for k in ("reports", "first_screen") if k in before
         }
@@ -232,7 +227,7 @@ class Pages:
         self, source: Path, study: Study, about: dict
     ) -> tuple[dict, list[Path], list[dict]]:
         """(entry for the manifest, files, figures) of one notebook, run and rendered."""
-        trainings = self.data / TRAININGS
+        trainings = self.asked.data / TRAININGS
         if source.stem == "quality" and trainings.is_file():  # it has rows of its own
             newest = _newest(trainings)
             about = about | {
@@ -240,31 +235,13 @@ class Pages:
                 "device": newest.get("device_name"),
                 **{key: newest.get(key) for key in ("commit", "dirty", "torch")},
             }
-        subtitle, by = (
-            " · ".join([study.profile.name, *index.facts(about)]),
-            about["made_by"],
-        )
+        subtitle = " · ".join([study.profile.name, *index.facts(about)])
+        by = about["made_by"]
         made = (
             f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "
             f"{index.short_commit(by)}, torch {by['torch']}, Python {by['python']}."
         )
-        dry = study.rehearsal and REPORTS.get(
-            source.stem
-        )  # the others show no times of this device
-        dry_run = (
-            f"Details: a dry run on {study.device}, what is computed, provenance"
-            if dry
-            else ""
-        )
-        page = render.Page(
-            source.stem,
-            subtitle,
-            study.stamp,
-            study.stamp_note,
-            study.origin,
-            dry_run,
-            made,
-        )
+        page = render.Page(source.stem, subtitle, _note(study), study.computed, made)
         notebook = render.execute(
             source,
             self.given,
@@ -300,7 +277,7 @@ class Pages:
         )
         rows = [
             p
-            for p in (self.data / "samples.jsonl", self.data / TRAININGS)
+            for p in (self.asked.data / "samples.jsonl", self.asked.data / TRAININGS)
             if p.is_file()
         ]
         beside = [
@@ -328,6 +305,20 @@ def _digest(text: str, paths: Sequence[Path]) -> str:
     for path in paths:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def _note(study: Study) -> str:
+    """What a page says of its rows under its title; empty where they are from here and
+    now.
+    """
+    if not study.computed:
+        return study.origin
+    profile = study.profile
+    return (
+        f"Nothing was measured on {profile.title}: times are lower bounds (≥), computed from the rates of its data "
+        f"sheet, and memory is computed by running the library without data. `make report GPU={profile.name}` "
+        "measures there."
+    )
 
 
 def _newest(rows: Path) -> dict:

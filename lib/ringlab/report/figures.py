@@ -151,8 +151,10 @@ def _rows(items: Sequence[Bar]):
 
 
 def in_ms(frame):
-    """Rows of a DataFrame as ``lines`` draws them: their times in ms."""
-    y, low, high = (1e3 * frame[x] for x in ("median_s", "ci_low_s", "ci_high_s"))
+    """Rows of a DataFrame as ``lines`` draws them: their times in ms, of computed rows
+    the rooflines.
+    """
+    y, low, high = (1e3 * frame[x] for x in ("shown_s", "ci_low_s", "ci_high_s"))
     return frame.assign(y=y, low=low, high=high)
 
 
@@ -197,7 +199,7 @@ def lines(
         )
         for ax, (title, frame) in zip(axes[:, 0], each.items()):
             _draw(ax, frame, x, by, colors, dashed)
-            ax.set_title(title, loc="left", fontsize=10)  # above, where it reads level
+            ax.set_title(title, loc="left", fontsize=10, pad=18)  # above all labels
             ends = frame.sort_values(x).drop_duplicates(by, keep="last")
             ends = [(*p, colors[p[2]]) for p in zip(ends[x], ends.y, ends[by])]
             label_ends(ax, ends, {*frame[x]}, linear)
@@ -267,7 +269,8 @@ def label_ends(
     ax.autoscale_view()  # or positions were of the axes before
     # All names stand at the right edge, in the order of the lines' ends, each with a
     # line to its own.
-    used, points = -math.inf, 72 / ax.figure.dpi
+    used = -math.inf
+    points = 72 / ax.figure.dpi
     for x, y, name, color in sorted(ends, key=lambda e: e[1]):
         used = max(ax.transData.transform((x, y))[1] * points, used + LINE)
         place = 1.04, ax.transData.inverted().transform((0, used / points))[1]
@@ -291,7 +294,8 @@ def label_ends(
 
 def _apart(ticks: list[float]) -> list[float]:
     """The ticks whose labels do not touch, the longest among them."""
-    kept, least = [], (math.log2(ticks[-1] / ticks[0]) or 1) / 5.5
+    kept = []
+    least = (math.log2(ticks[-1] / ticks[0]) or 1) / 5.5
     for tick in reversed(ticks):
         if not kept or math.log2(kept[-1] / tick) >= least:
             kept.append(tick)
@@ -329,7 +333,8 @@ class Figure:
         if not alt.strip():
             raise ValueError(f"figure {name!r} needs alt text, got none")
         with drawing():
-            svg, png = io.StringIO(), io.BytesIO()
+            svg = io.StringIO()
+            png = io.BytesIO()
             fig.savefig(svg, format="svg", metadata={"Date": None})
             fig.savefig(png, format="png", dpi=200, metadata={"Software": None})
         plt.close(fig)
@@ -342,8 +347,6 @@ def show(
     caption: str,
     alt: str,
     data: Table | None = None,
-    *,
-    stamp: str = "",
 ) -> None:
     """Display ``fig`` as ``figures/<name>.png`` and inline SVG, described by
     ``caption`` and ``alt``; ``data``, which a figure needs whose numbers stand in no
@@ -351,9 +354,6 @@ def show(
     """
     from IPython.display import display
 
-    if stamp:
-        caption, alt = (f"{stamp.capitalize()}: {text}" for text in (caption, alt))
-        fig.suptitle(stamp, x=0.99, ha="right", fontsize=10, style="italic", color=RED)
     figure = Figure.of(fig, name, caption, alt)
     about = {"alt": alt, "caption": caption}
     bundle = {

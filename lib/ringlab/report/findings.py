@@ -18,7 +18,7 @@ from ..measure.peers import PEERS
 from ..measure.stats import UNSTABLE
 from ..measure.validity import objection, reason, status
 from .rows import SHORT, label, pass_of
-from .study import Study, pattern_of
+from .study import Study
 from .tables import FINDING, Cell, Table, Text, counted, number, size, some
 from .trust import NORMAL, WIDEST
 
@@ -43,31 +43,27 @@ class Finding(Text):
         return super()._repr_mimebundle_() | {FINDING: data}
 
 
-def finding(study: Study, *lines: str, computed: str = "") -> Finding:
+def finding(study: Study, *lines: str, computed: Sequence[str] = ()) -> Finding:
     """What a page found: its ``lines``, the strongest first, then how far to trust it
-    and what was not measured.
-
-    ``computed``: what was computed for a device that is not here. It comes first, and
-    one line holds all that was measured on another one.
+    and what was not measured; where nothing was, the lines ``computed`` alone.
     """
-    lines = tuple(filter(None, lines))
-    if study.rehearsal:
-        here = " ".join(line for line in lines if line != computed).replace("**", "")
-        lines = computed, f"**Measured on {study.device}, not on that GPU**: {here}"
-    lines = [*lines, trust_line(study), gaps_line(study)]
+    measured = *lines, trust_line(study), gaps_line(study)
+    lines = [*filter(None, computed if study.computed else measured)]
     return Finding(lines, kind="answer", bullets=True)
 
 
 def fits(study: Study, pattern, seq_len: int, ranks=(1,), **shape) -> str:
-    """A line of how long a sequence fits on one rank and on so many, by ``longest``; in
-    a rehearsal with the roofline of the device too. ``shape``: other ``HEADS``.
+    """A line of how long a sequence fits on one rank and on so many, by ``longest``;
+    where nothing was measured with the rooflines too. ``shape``: other ``HEADS``.
     """
-    gpu, bound, ranks = study.profile, "", sorted({1, *ranks})
-    if study.rehearsal and (least := bounds(gpu, pattern, seq_len, **shape)):
+    gpu = study.profile
+    bound = ""
+    ranks = sorted({1, *ranks})
+    if study.computed and (least := bounds(gpu, pattern, seq_len, **shape)):
         dtype = SHORT[dtype_name(gpu.default_dtype())]
-        bound = f"computed for {gpu.title} in {dtype}, over {seq_len:,} tokens on one device: {pattern} takes {least}; "
+        bound = f" Over {seq_len:,} tokens in {dtype}, on one device, {pattern} takes {least}."
     if not study.memory_bytes:
-        return f"**How long a sequence fits**: {bound}not known, because the size of the memory is not."
+        return f"**How long a sequence fits**: not known, because the size of the memory is not.{bound}"
     how = {"dtype": gpu.default_dtype(), "profile": gpu.name, **HEADS, **shape}
 
     def tokens(**more) -> str:
@@ -81,7 +77,7 @@ def fits(study: Study, pattern, seq_len: int, ranks=(1,), **shape) -> str:
         )
         said = f"a rank hold {each} in a forward call"
     held = size(study.memory_bytes)
-    return f"**How long a sequence fits**: {bound}{held} {said}, by `ringlab.longest` for attention alone."
+    return f"**How long a sequence fits**: {held} {said}, by `ringlab.longest` for attention alone.{bound}"
 
 
 def bounds(profile: hardware.Profile, pattern, seq_len: int, **shape) -> str:
@@ -89,14 +85,13 @@ def bounds(profile: hardware.Profile, pattern, seq_len: int, **shape) -> str:
     rates.
     """
     dtype = profile.default_dtype()
-    rate, bandwidth = profile.peak(dtype), profile.bandwidth_bytes_per_s
+    rate = profile.peak(dtype)
+    bandwidth = profile.bandwidth_bytes_per_s
     if not rate or not bandwidth:
         return ""
     how = {"batch": 1, "dtype": dtype, "seq_len": seq_len, **HEADS, **shape}
-    ours, dense = (
-        cost.count(p, **how).seconds(rate, bandwidth)
-        for p in (pattern, patterns.Dense())
-    )
+    ours = cost.count(pattern, **how).seconds(rate, bandwidth)
+    dense = cost.count(patterns.Dense(), **how).seconds(rate, bandwidth)
     return f"at least {number(ours * 1e3)} ms, dense attention {number(dense * 1e3)} ms"
 
 
@@ -114,11 +109,9 @@ def trust_line(study: Study) -> str:
         for k, e in r.errors.items()
         if r.tolerance[k]
     ]
-    timed, (again, agreed), good = (
-        [r for r in study.good if r.median],
-        study.repeats,
-        len(study.good),
-    )
+    timed = [r for r in study.good if r.median]
+    again, agreed = study.repeats
+    good = len(study.good)
     ran = [r for r in study.results if status(r) != "unsupported"]
     kinds = Counter(_kind(r) for r in ran if objection(r))
     rejected = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -168,11 +161,7 @@ def _crowded(study: Study) -> float:
 
 def gaps_line(study: Study) -> str:
     """The line of an answer about what was not measured."""
-    gaps = (
-        [study.profile.title if study.rehearsal else "any GPU"]
-        if study.device_type == "cpu"
-        else []
-    )
+    gaps = ["any GPU"] if study.device_type == "cpu" else []
     crowded = sorted(
         {r.point.world_size for r in study.good if r.ranks.get("oversubscribed")}
     )
@@ -195,28 +184,12 @@ def limits(study: Study, *more: str) -> Text:
     """What this run cannot tell: ``more``, and points that are missing, failed,
     unstable or on one device.
     """
-    lines = (
-        [f"How fast {study.profile.title} is: it was not here."]
-        if study.rehearsal
-        else []
-    )
-    if study.origin:
-        lines.append(study.origin)
+    lines = [study.origin] if study.origin else []
     if study.results and all(r.point.world_size == 1 for r in study.results):
         lines.append("Anything about several devices: every row ran on one.")
     lines += more
-    missing = [p.label() for p in missing_points(study)]
-    if missing:
-        count = (
-            f"{len(missing)} of the {len(suite_points(study))} points of this profile"
-        )
-        lines.append(
-            f"What {count} would have shown, for they are not measured: {some(missing)}."
-        )
-    if crowded := _crowded(study):
-        lines.append(
-            f"How fast this machine is when quiet: other processes used up to {crowded:g} of its cores."
-        )
+    if missing := [p.label() for p in missing_points(study)]:
+        lines.append(f"What points without a row would have shown: {some(missing)}.")
     if unbound := [
         r
         for r in study.good
@@ -225,11 +198,9 @@ def limits(study: Study, *more: str) -> Text:
         lines.append(
             f"Whether all times are possible: the roofline of {len(unbound)} is not known."
         )
-    unstable = [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]
-    if unstable:
-        lines.append(
-            f"Unstable times: {len(unstable)}, among them {'; '.join(list(dict.fromkeys(unstable))[:3])}."
-        )
+    if unstable := [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]:
+        named = "; ".join([*dict.fromkeys(unstable)][:3])
+        lines.append(f"Unstable times: {len(unstable)}, among them {named}.")
     return Text(lines or ["Nothing that was asked for is missing."], bullets=True)
 
 
@@ -279,12 +250,6 @@ def failures(study: Study, told: Sequence = ()) -> Table | None:
 # what the numbers mean
 
 
-PATTERN_WORDS = {
-    "head groups": "each group of heads runs one branch",
-    "offsets by branch": "branch i starts at row i mod its rate",
-}
-
-
 def reading(study: Study) -> Text:
     """One line for each kind of number, folded."""
     lone = (
@@ -307,17 +272,10 @@ def reading(study: Study) -> Text:
         "**Instead of a time**: *refused* or *unsupported* code says that it cannot run this call here. An *incorrect* "
         "result is off by more than is allowed. A *suspect* time or size is below what is possible. With *more ranks "
         "than cores* the check ran, but ranks wait for each other, so no time is shown.",
+        "**Faster than dense**: a sparse pattern leaves out keys, so it computes another function.",
+        "**Patterns**: with *head groups* each group of heads runs one branch; with *offsets by branch* branch i "
+        "starts at row i mod its rate.",
     ]
-    if study.rows(system="dense_sdpa"):
-        other = "a sparse pattern leaves out keys, so it computes another function than dense attention."
-        lines.append(f"**Faster than dense**: {other}")
-    names = {str(pattern_of(r.point)) for r in study.results}
-    if used := [
-        f"*{x}*: {said}"
-        for x, said in PATTERN_WORDS.items()
-        if any(x in name for name in names)
-    ]:
-        lines.append(f"**Patterns**: {'; '.join(used)}.")
     return Text(lines, bullets=True, summary="What the numbers mean")
 
 
@@ -351,10 +309,8 @@ def provenance(study: Study) -> Table:
     """Where the rows come from: each fact with the values it took, one where all rows
     agree.
     """
-    crowded, told = (
-        _crowded(study),
-        any("others_cores" in r.provenance for r in study.results),
-    )
+    crowded = _crowded(study)
+    told = any("others_cores" in r.provenance for r in study.results)
     quiet = (
         f"no: others used up to {crowded:g} of its cores"
         if crowded
@@ -374,10 +330,8 @@ def provenance(study: Study) -> Table:
     times = sorted(
         str(r.provenance["utc"]) for r in study.results if r.provenance.get("utc")
     )
-    missing, counts = (
-        missing_points(study),
-        {len(r.seconds) for r in study.good if r.seconds},
-    )
+    missing = missing_points(study)
+    counts = {len(r.seconds) for r in study.good if r.seconds}
     samples = (
         " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else ""
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .. import hardware
 
-REHEARSAL = "rehearsal"
+REHEARSAL = "rehearsal"  # ends the names of folders that earlier versions wrote
 NO_MEASURING = (
     "RINGLAB_NO_MEASURING"  # set where notebooks run on the rows that are there
 )
@@ -53,26 +53,6 @@ def reports_folder() -> Path:
         return home() / "reports"
     except UsageError:
         return Path("reports")
-
-
-def data_folder(profile: str, data: str = "") -> Path:
-    """The rows that a notebook reads: ``data`` if given, else the profile's own, else
-    its rehearsal's.
-
-    Raises FileNotFoundError that says how to measure them.
-    """
-    own = (
-        home() / "reports" / f"{profile}{kind}" / "data"
-        for kind in ("", f"-{REHEARSAL}")
-    )
-    choices = [Path(data)] if data else [*own]
-    for folder in choices:
-        if (folder / "samples.jsonl").is_file():
-            return folder
-    raise FileNotFoundError(
-        f"no rows for profile {profile!r} in {choices[0]}; measure them first: python -m ringlab measure --profile "
-        f"{profile}"
-    )
 
 
 @contextmanager
@@ -114,47 +94,40 @@ def note(text: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a request for a profile comes to on this machine."""
+    """What a request for a profile comes to on this machine: measuring into ``data``,
+    or, with a reason ``why`` it cannot be measured here, showing the rows that lie
+    there; without any, rows are ``computed``.
+    """
 
     profile: hardware.Profile
-    folder: str  # below reports/
-    measure: bool
-    rehearsal: bool
-    device: str
-    why: str = ""  # this profile cannot be measured here
+    data: Path
+    why: str = ""
+    computed: bool = False
 
 
 def plan(
     name: str,
     machine: hardware.Machine,
-    reports: Path | None = None,
+    reports: Path,
+    data: str | Path = "",
     *,
     strict: bool = False,
 ) -> Plan:
-    """Decide between measuring, rendering what ``reports`` has from elsewhere, and a
-    rehearsal.
+    """The Plan for a profile, whose rows lie in ``data`` or else below ``reports``.
 
     Raises UnknownProfile, and UsageError for a GPU that is here but that torch cannot
-    drive (one screen with the install line), and with ``strict`` for anything but real
-    measurements.
+    drive (one screen with the install line), for an absent one of unknown capability
+    without rows, and with ``strict`` for any that cannot be measured here.
     """
     profile = hardware.resolve(name, machine)
+    data = Path(data or reports / profile.name / "data")
     here = profile.kind == "cpu" or profile.name in (hardware.match(machine), "generic")
     if profile.kind != "cpu" and here and (screen := hardware.drivable(machine)):
         raise UsageError(screen)
     runnable, why = profile.runnable(machine)
     if runnable:
-        return Plan(
-            profile.on(machine),
-            profile.name,
-            True,
-            False,
-            "cpu" if profile.kind == "cpu" else "cuda",
-        )
-    if strict:
-        raise UsageError(
-            f"profile {profile.name!r} cannot be measured here and a rehearsal was refused (strict): {why}"
-        )
-    if reports and (reports / profile.name / "data" / "samples.jsonl").is_file():
-        return Plan(profile, profile.name, False, False, "cpu", why)
-    return Plan(profile, f"{profile.name}-{REHEARSAL}", True, True, "cpu", why)
+        return Plan(profile.on(machine), data)
+    computed = not (data / "samples.jsonl").is_file()
+    if strict or computed and profile.capability is None:
+        raise UsageError(f"profile {profile.name!r} cannot be measured here: {why}")
+    return Plan(profile, data, why, computed)

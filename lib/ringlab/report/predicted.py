@@ -1,28 +1,33 @@
-"""How many measured peaks of memory ``ringlab.estimate`` predicts.
+"""What ``ringlab.estimate`` says of points: the rows of a device that is absent, and how
+many measured peaks of memory it predicts.
 
-It predicts the rows of the engine, as it is called or under a published name, each with
-the settings of the row.
+It knows the engine, as it is called or under a published name, each with the settings
+of the point.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import accumulate
 
 import torch
 
-from .. import compat, memory
+from .. import compat, kernels, memory
 from ..engine import Execution
 from ..estimate import Estimate, estimate
+from ..hardware import Profile, get_profile
 from ..measure.points import Point, Result
+from ..measure.suites import ORIGINAL
 from ..measure.systems import BLOCK_SPARSE, PUBLISHED
 from ..measure.timing import WARM_TOKENS
 from ..measure.validity import threads
-from .study import Study, pattern_of
+from .study import Study, cost_of, pattern_of
 from .tables import Text, counted
 
 ENGINE = ("ringlab", *PUBLISHED, *BLOCK_SPARSE)
@@ -31,6 +36,80 @@ OPERATORS = (
 )
 CLOSE = 0.01  # relative error of a peak that counts as predicted
 BLOCKS = 4096  # a block-sparse row beyond would take seconds to plan
+ROWS = 128  # of blocks, beyond which a call for each takes seconds without data
+OTHER_WORK = (  # than that of their pattern: computed rows of them have no numbers
+    *("sgemm", "adaptive", "contiguous_segments", "plan_build"),
+    *("cache_workload", "pool_workload", "generation", "packed"),
+)
+
+
+# --------------------------------------------------------------------------------------
+# rows of a device that is absent
+
+
+def rows_of(profile: Profile, groups: Iterable) -> list[Result]:
+    """For each point of the groups a row of what the profile's GPU needs at least.
+
+    Its status is "computed", or "unsupported" for a kernel that cannot run there. It
+    has no seconds and no errors, but the roofline, the cost, and where they are known
+    the peak of memory, the bytes that ranks send, and in its provenance the kernel.
+    """
+    return [
+        replace(row_of(profile.name, p.first), point=p, group=g.name)
+        for g in groups
+        for p in g.points
+    ]
+
+
+@lru_cache(maxsize=4096)
+def row_of(name: str, point: Point) -> Result:
+    """The row of one point on the GPU of a profile, in no group."""
+    profile = get_profile(name)
+    dtype = getattr(torch, point.dtype)
+    ranks = point.world_size
+    about = {"profile": name, "device": profile.kind, "device_name": profile.title}
+    row = Result(point, "", "computed", provenance=about)
+    if point.system in OTHER_WORK:
+        return row
+    work = cost_of(point)
+    rates = profile.rates(dtype, work.floor_bytes // ranks)
+    row = replace(
+        row,
+        cost=asdict(work),
+        bound_seconds=work.seconds(rates.flops_per_s, rates.bytes_per_s) / ranks
+        or None,
+        memory={"floor_bytes": work.floor_bytes // ranks},
+    )
+    blocks = point.seq_len // point.pattern.get("block_size", point.seq_len)
+    if blocks > (ROWS if point.system == ORIGINAL else BLOCKS):
+        return row
+    try:
+        found = _estimate(point, name)
+    except NotImplementedError as error:  # a kernel that cannot run there
+        return replace(row, status="unsupported", reason=str(error))
+    if found is None or found.at_least:
+        return row
+    how = {"causal": point.causal, "for_gradients": point.passes != "fwd"}
+    call = profile.kind, profile.capability, dtype, point.head_dim
+    shape = point.seq_len, point.heads, point.kv_heads
+    how["pattern_kind"] = kernels.kind_of(pattern_of(point), *shape)
+    kernel = kernels.expected(*call, **how).name
+    sent = Counter()
+    for (rank, _), size in found.sent.items():
+        sent[rank] += size
+    return replace(
+        row,
+        bound_seconds=found.bound_s or None,
+        memory=row.memory | {"tracked_peak_bytes": found.peak_bytes},
+        ranks={"bytes_sent": [sent[rank] for rank in range(ranks)]}
+        if ranks > 1
+        else {},
+        provenance=about | {"kernel": kernel},
+    )
+
+
+# --------------------------------------------------------------------------------------
+# measured peaks beside predicted ones
 
 
 def predict(
@@ -66,19 +145,9 @@ def estimate_of(
         and point.world_size == 1
         and point.seq_len <= 4 * WARM_TOKENS
     )
-    if point.system not in ENGINE or short or "simulated" in dict(point.options):
+    if point.system not in ENGINE or short:
         return None
-    how = _ringlab(point) if point.system == "ringlab" else _published(point)
-    return how and with_threads(
-        threads,
-        estimate,
-        pattern_of(point),
-        dtype=getattr(torch, point.dtype),
-        ranks=point.world_size,
-        profile=profile,
-        **point.shape,
-        **how,
-    )
+    return with_threads(threads, _estimate, point, profile)
 
 
 def with_threads(threads: int | None, call: Callable, *args, **options):
@@ -91,6 +160,25 @@ def with_threads(threads: int | None, call: Callable, *args, **options):
         result = one.submit(copy_context().run, call, *args, **options)
         one.submit(torch.set_num_threads, before)  # what a new thread starts with
     return result.result()
+
+
+def _estimate(point: Point, profile: str | None) -> Estimate | None:
+    if point.system not in (*ENGINE, "dense_sdpa") or "simulated" in dict(
+        point.options
+    ):
+        return None
+    settings = {"ringlab": _ringlab, "dense_sdpa": lambda point: {}}
+    how = settings.get(point.system, _published)(point)
+    if how is None:
+        return None
+    return estimate(
+        pattern_of(point),
+        dtype=getattr(torch, point.dtype),
+        ranks=point.world_size,
+        profile=profile,
+        **point.shape,
+        **how,
+    )
 
 
 def _ringlab(point: Point) -> dict:
@@ -112,10 +200,8 @@ def _published(point: Point) -> dict | None:
     """The settings of a published class, which its module has chosen; None for one that
     simulates ranks by itself.
     """
-    pattern, options = (
-        pattern_of(point),
-        {"dtype": getattr(torch, point.dtype), **dict(point.options)},
-    )
+    pattern = pattern_of(point)
+    options = {"dtype": getattr(torch, point.dtype), **dict(point.options)}
     if point.system in BLOCK_SPARSE:
         options["pattern"] = pattern
     else:

@@ -27,7 +27,7 @@ from traitlets.config import Config
 
 from . import theme
 from .places import NO_MEASURING, ReportError
-from .tables import FINDING, PAGE_HTML
+from .tables import FINDING, PAGE_HTML, inline_html
 
 PACKAGE = Path(__file__).resolve().parents[2]  # the folder that holds ringlab
 KERNEL = (
@@ -37,6 +37,7 @@ KERNEL = (
 FOREIGN = ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "MPLBACKEND")
 TEMPLATES = Path(__file__).parent / "templates"
 ADDED_TAGS = {"injected-parameters", "papermill-error-cell-tag"}  # by papermill
+MEASURED = "measured"  # of cells that show nothing without measurements
 DATA = ("samples.jsonl", "summary.csv", "manifest.json")
 for _logger in (
     "papermill",
@@ -53,16 +54,14 @@ class NotebookFailed(ReportError):
 
 @dataclass(frozen=True)
 class Page:
-    """What a page says around its cells; ``stamp`` is the word that marks the title of
-    a rehearsal.
+    """What a page says around its cells. On a ``computed`` page cells with the tag
+    ``MEASURED`` are left out.
     """
 
     name: str
     subtitle: str = ""
-    stamp: str = ""
-    stamp_note: str = ""
-    origin: str = ""  # where the rows come from, if not from here and now
-    dry_run: str = ""  # of a rehearsal: the head under which all sections are folded
+    note: str = ""  # of where the rows come from, if not from here and now
+    computed: bool = False
     made: str = ""  # when and of which commit the page was made
 
 
@@ -216,18 +215,17 @@ def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Pa
         if any(map(_nameless, cell.get("outputs", ()))):
             why = f"cell {i} shows an image without alt text; use ringlab.report.figures.show"
             raise NotebookFailed(f"{page.name}.ipynb: {why}")
-    title, sections = (
-        title_of(notebook),
-        [c for c in notebook.cells if any(level == 2 for level, _ in _headings(c))],
-    )
+    if page.computed:
+        cells = notebook.cells
+        notebook.cells = [
+            c for c in cells if MEASURED not in c.metadata.get("tags", ())
+        ]
+    title = title_of(notebook)
+    sections = [
+        c for c in notebook.cells if any(level == 2 for level, _ in _headings(c))
+    ]
     if sections:
         sections[0].metadata["first_section"] = True  # the contents go before it
-    if page.stamp:
-        first = next(c for c in notebook.cells if _headings(c))
-        title, first.source = (
-            text.replace(title, f"{title} ({page.stamp})", 1)
-            for text in (title, first.source)
-        )
     about = asdict(page) | {"title": title, "css": css()}
     about["contents"] = [
         (text, slug(text))
@@ -239,7 +237,9 @@ def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Pa
         ("This page as HTML", f"{page.name}.html"),
         ("This page as Markdown", f"{page.name}.md"),
     ]
-    about["files"] += [(name, f"data/{name}") for name in DATA]
+    about["files"] += [
+        (name, f"data/{name}") for name in (DATA[-1:] if page.computed else DATA)
+    ]
     with own_jupyter():
         html, _ = _exporter("html").from_notebook_node(
             notebook, resources={"ringlab": about}
@@ -362,7 +362,11 @@ def _exporter(kind: str):
         "points",
         *ADDED_TAGS,
     }
-    filters = {"named_headings": _named_headings, "inline": theme.inline}
+    filters = {
+        "named_headings": _named_headings,
+        "inline": theme.inline,
+        "marked": inline_html,
+    }
     if kind == "html":
         config.HTMLExporter.exclude_anchor_links = True
         config.NbConvertBase.display_data_priority = [

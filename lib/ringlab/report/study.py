@@ -17,6 +17,7 @@ from .. import cost, hardware, measure, patterns
 from ..measure import provenance, store, suites
 from ..measure.provenance import key
 from ..measure.validity import (
+    computed,
     judged,
     objection,
     reason,
@@ -28,7 +29,6 @@ from ..measure.validity import (
 )
 from .places import (
     NO_MEASURING,
-    REHEARSAL,
     ReportError,
     UsageError,
     locked,
@@ -47,32 +47,28 @@ ADDED = "added"  # the folder, beside the rows, of points that no page lists
 class Source:
     """The profile of a page, the ``folder`` of its rows, and what measures them here.
 
-    ``device`` and ``rehearsal`` are what a suite asks for; ``runs``: whether missing
-    points can be measured on this machine.
+    ``runs``: whether missing points can be measured on this machine; ``computed``: its
+    rows are computed, because its device is absent and none were recorded elsewhere.
     """
 
     profile: hardware.Profile
     folder: Path
-    device: str
-    rehearsal: bool
     runs: bool
-
-    @property
-    def how(self) -> dict:
-        return {"device": self.device, "rehearsal": self.rehearsal}
+    computed: bool = False
 
 
 def source(profile: str = "auto", data: str = "", measure: bool = True) -> Source:
     """Where the rows of a profile lie (in the folder ``data``, if named), and whether
-    missing ones can be measured here; not with ``measure=False``.
+    missing ones can be measured here (not with ``measure=False``) or all are computed.
 
     Raises UnknownProfile, and UsageError for a GPU that torch cannot drive here, a
     folder without rows, and one with those of another profile.
     """
-    planned = plan(profile, hardware.detect(), reports_folder())
-    folder = Path(data) if data else reports_folder() / planned.folder / "data"
-    about, device, rehearsal = planned.profile, planned.device, planned.rehearsal
-    if data and not (folder / store.NAME).is_file():
+    planned = plan(profile, hardware.detect(), reports_folder(), data)
+    about = planned.profile
+    folder = planned.data
+    there = folder.is_dir() if planned.computed else (folder / store.NAME).is_file()
+    if data and not there:
         raise UsageError(f"there is no {store.NAME} in the folder {data}")
     if rows := store.load(folder):  # they say what they were measured on
         whose = {r.provenance.get("profile", about.name) for r in rows} - {about.name}
@@ -80,17 +76,16 @@ def source(profile: str = "auto", data: str = "", measure: bool = True) -> Sourc
             raise UsageError(
                 f"the rows in {folder} are of {', '.join(sorted(whose))}, not of {about.name}"
             )
-        known = Study(about, newest_origin(rows), folder)
-        rehearsal, device = known.rehearsal, known.device_type
-        memory = about.memory_bytes or known.memory_bytes
-        about = replace(about, memory_bytes=memory)
-    runs = planned.measure and measure and NO_MEASURING not in os.environ
-    return Source(about, folder, device, rehearsal, runs)
+        memory = Study(about, newest_origin(rows), folder).memory_bytes
+        about = replace(about, memory_bytes=about.memory_bytes or memory)
+    runs = not planned.why and measure and NO_MEASURING not in os.environ
+    return Source(about, folder, runs, planned.computed)
 
 
 def measured(here: Source, points: Iterable) -> Study:
     """The rows of these groups and points, of which those without a row are measured
     first, with a line of progress for each; its ``whole`` has all rows of the folder.
+    For a device that is absent the rows are computed, and nothing is measured.
 
     Rows of points that no page lists go to a folder of their own. Points by themselves
     are a group of the name ``ADDED``. A page never mixes rows of two machines, engines
@@ -100,6 +95,12 @@ def measured(here: Source, points: Iterable) -> Study:
     folder or it cannot be written.
     """
     groups = in_groups(points)
+    if here.computed:
+        from .predicted import rows_of  # which needs this module
+
+        return Study(
+            here.profile, rows_of(here.profile, groups), here.folder, groups=groups
+        )
     wanted = {(g.name, g.composition(p), p.id) for g in groups for p in g.points}
 
     def name_of(row) -> tuple[str, str, str]:
@@ -113,7 +114,7 @@ def measured(here: Source, points: Iterable) -> Study:
     rows = newest_origin(everything)
     missing = wanted - {*map(name_of, rows)}
     if here.runs:
-        now = key(provenance.collect(here.device))
+        now = key(provenance.collect(here.profile.kind))
         current = all(key(r.provenance) == now for r in rows)
         if missing and not current:
             note(f"{len(rows)} rows are of another machine or engine: measuring all")
@@ -144,14 +145,13 @@ def measured(here: Source, points: Iterable) -> Study:
 
 
 def _measure(here: Source, groups: Iterable) -> None:
-    suite_groups = (f(here.profile, **here.how) for f in suites.SUITES.values())
+    suite_groups = (f(here.profile) for f in suites.SUITES.values())
     listed = {g.id for each in suite_groups for g in each}
     try:
         with locked(here.folder.parent):
             for folder, own in ((here.folder, True), (here.folder / ADDED, False)):
                 if some := [g for g in groups if (g.id in listed) is own]:
-                    how = here.how | {"profile": here.profile, "progress": True}
-                    measure.run(some, folder, **how)
+                    measure.run(some, folder, profile=here.profile, progress=True)
     except (OSError, measure.Busy) as error:
         raise ReportError(f"cannot measure into {here.folder}: {error}") from error
 
@@ -222,8 +222,8 @@ def newest_origin(results: Sequence) -> list:
 
 @dataclass(eq=False)
 class Study:
-    """Everything a document's tables are filled from; ``rehearsal`` is true if any row
-    is one.
+    """Everything a document's tables are filled from. ``computed``: nothing was
+    measured, because the device is absent.
     """
 
     profile: object
@@ -242,9 +242,11 @@ class Study:
     again: dict[tuple[str, str], bool] = field(
         default_factory=dict
     )  # (group, point) -> agreed with an earlier run
+    computed: bool = False
 
     def __post_init__(self):
         self.results = judged(self.results)
+        self.computed = self.computed or any(map(computed, self.results))
         self._ratios: dict[
             tuple[int, int], measure.Ratio
         ] = {}  # of rows of this study, each asked for in many tables
@@ -265,46 +267,27 @@ class Study:
         profile = replace(
             self.profile, memory_bytes=self.profile.memory_bytes or self.memory_bytes
         )
-        return suites.SUITES[suite](
-            profile, device=self.device_type, rehearsal=self.rehearsal
-        )
+        return suites.SUITES[suite](profile)
 
     @property
     def rehearsal(self) -> bool:
-        return self.folder.parent.name.endswith(f"-{REHEARSAL}") or any(
-            r.rehearsal for r in self.results
-        )
+        """The former name of ``computed``."""
+        return self.computed
 
     @property
-    def computed(self) -> bool:
-        return self.rehearsal
-
-    @property
-    def roofline_header(self) -> str:
-        """The head of a column of rooflines, in a rehearsal with the device."""
-        return f">Roofline{f' of {self.device}' if self.rehearsal else ''} (ms)"
-
-    @property
-    def stamp(self) -> str:
-        return REHEARSAL if self.rehearsal else ""
-
-    @property
-    def stamp_note(self) -> str:
-        if not self.rehearsal:
-            return ""
-        return (
-            f"No {self.profile.title} was here. The times on this page were measured on {self.device}, at shorter "
-            "lengths, and do not say how fast that GPU is. Only what is called computed is about it."
-        )
+    def time_axis(self) -> str:
+        """What a figure of times shows."""
+        return "Shortest possible time (ms), computed" if self.computed else "Time (ms)"
 
     @property
     def origin(self) -> str:
         """Said where the rows come from another machine or engine than the ones at
         hand; empty otherwise.
         """
-        if not self.results:
+        if self.computed or not self.results:
             return ""
-        said, first = [], self.results[0].provenance
+        said = []
+        first = self.results[0].provenance
         if first.get("machine") != measure.machine_id():
             said.append(
                 f"measured on another machine ({self.device}), commit {str(first.get('commit'))[:10]}"
@@ -327,18 +310,14 @@ class Study:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory that a run may use: of the machine that the rows come from; in a
-        rehearsal of the profile's device.
-        """
-        if self.rehearsal:
-            return self.profile.memory_bytes
+        """Memory that a run may use, of the machine that the rows come from."""
         found = [r.provenance.get("device_memory_bytes") for r in self.results]
         return next((b for b in found if b), self.profile.memory_bytes)
 
     @property
     def device_type(self) -> str:
-        """ "cpu" or "cuda", where the rows were measured."""
-        return next((r.provenance.get("device", "cpu") for r in self.results), "cpu")
+        """ "cpu" or "cuda", what the rows are of."""
+        return self.profile.kind
 
     @property
     def newest(self) -> dict:
@@ -352,8 +331,8 @@ class Study:
 
     @property
     def failed(self) -> list:
-        """The rows that are not quoted."""
-        return [r for r in self.results if objection(r)]
+        """The rows that are not shown."""
+        return [r for r in self.results if not shown(r)]
 
     def rows(self, **wanted) -> list:
         """Results but for the A/A controls whose point has the ``wanted`` fields;
@@ -367,7 +346,7 @@ class Study:
         """How many times longer ``slow`` takes than ``fast``, a ``measure.Ratio``; None
         unless both may be quoted.
         """
-        if not all(shown(r) and r.seconds for r in (slow, fast)):
+        if not all(timed(r) and r.seconds for r in (slow, fast)):
             return None
         key = id(slow), id(fast)
         if key not in self._ratios:
@@ -396,11 +375,13 @@ class Study:
         does not tell apart share a rank with the fastest among them. Too few samples to
         tell give none.
         """
-        found, head = [], None
+        found = []
+        head = None
         for place, row in enumerate(rows, 1):
             ratio = head and self.ratio(row, head)
-            if head is None or ratio.significantly_slower:
-                rank, head = place, row
+            if head is None or ratio and ratio.significantly_slower:
+                rank = place
+                head = row
             known = ratio is None or ratio.high < math.inf
             found.append(rank if known else None)
         return found
@@ -445,7 +426,8 @@ class Study:
         of a group, units in the names.
 
         ``status``: "ok", or the word for what is not quoted, and ``not_quoted_because``;
-        ``timed``: it has a time to compare; ``control``: it repeats another row;
+        ``timed``: it has a time to compare; ``shown_s``: that time, of a computed row the
+        roofline; ``control``: it repeats another row;
         ``row``: the Result, which ``ratio`` and the cells of tables take; ``variant``:
         its name in ``systems`` (name -> (system, pattern at a length)), if given.
         """
@@ -455,6 +437,8 @@ class Study:
         rows = self.results or [measure.Result(measure.sgemm(1), "", "")]
         found = pandas.DataFrame([_flat(r) | {"row": r} for r in rows])
         found = found[: len(self.results)]
+        seconds = [name for name in found if name.endswith("_s")]
+        found[seconds] = found[seconds].astype(float)  # where all are None too
         if systems:
             found["variant"] = [_named(r.point, systems) for r in self.results]
         return found
@@ -544,6 +528,7 @@ def _flat(result) -> dict:
         "not_quoted_because": objection(result),
         "why": reason(result),
         "timed": timed(result),
+        "shown_s": _shown_s(result),
         "median_s": result.median,
         "ci_low_s": result.ci[0] if result.ci else None,
         "ci_high_s": result.ci[1] if result.ci else None,
@@ -563,11 +548,16 @@ def _flat(result) -> dict:
             for k, v in result.ranks.items()
         },
         "others_cores": result.provenance.get("others_cores"),
-        "rehearsal": result.rehearsal,
         "commit": result.provenance.get("commit"),
         "device": result.provenance.get("device_name"),
         "machine": result.provenance.get("machine"),
     }
+
+
+def _shown_s(result) -> float | None:
+    if computed(result):
+        return result.bound_seconds
+    return result.median if timed(result) else None
 
 
 def pattern_of(point):

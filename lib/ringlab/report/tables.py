@@ -183,7 +183,7 @@ class Table(Shown):
 
 def table(caption: str, columns: Mapping[str, Iterable], **more) -> Table:
     """A table by its columns, as those of a DataFrame: header -> one value a row;
-    ``more`` are other fields of ``Table``.
+    ``more`` are other fields of ``Table``. A column without any value is left out.
 
     >>> print(table("Times", {"System": ["dense"], ">Time (ms)": [2.5]}).markdown)
     **Times**
@@ -192,7 +192,13 @@ def table(caption: str, columns: Mapping[str, Iterable], **more) -> Table:
     |:--|--:|
     | dense | 2.5 |
     """
-    return Table(caption, list(columns), list(zip(*columns.values())), **more)
+    each = {name: [*values] for name, values in columns.items()}
+    each = {
+        name: values
+        for name, values in each.items()
+        if not values or any(cell(x).text != DASH for x in values)
+    }
+    return Table(caption, list(each), list(zip(*each.values())), **more)
 
 
 @dataclass

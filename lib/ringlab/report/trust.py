@@ -63,7 +63,7 @@ def earlier(results: Iterable, kept: Iterable) -> list:
     newest = {(r.group, r.point.id): r for r in kept if _steady(r)}
 
     def how(r) -> list:
-        return [key(r.provenance), r.composition, r.rehearsal]
+        return [key(r.provenance), r.composition]
 
     both = ((r, newest.get((r.group, r.point.id))) for r in results if _steady(r))
     return [r for r, now in both if now and r.run != now.run and how(r) == how(now)]
@@ -155,7 +155,8 @@ def _wider(
     middle: float, interval: tuple[float, float], reach: float
 ) -> tuple[float, float]:
     low, high = interval
-    down, up = (math.log(middle / low) if low else math.inf, math.log(high / middle))
+    down = math.log(middle / low) if low else math.inf
+    up = math.log(high / middle)
     return middle * math.exp(-math.hypot(down, reach)), middle * math.exp(
         math.hypot(up, reach)
     )
