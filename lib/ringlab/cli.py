@@ -411,6 +411,11 @@ def _add_comparison(add) -> None:
         action="store_true",
         help="tables as Markdown (default: aligned text)",
     )
+    add(
+        "--all",
+        action="store_true",
+        help="every row (default: the largest differences)",
+    )
 
 
 def folder(text: str) -> Path:
@@ -446,8 +451,8 @@ def _show(paths: Sequence[Path]) -> None:
 
 
 def _compare(given) -> int:
-    """Print two sides; with a tolerance only the pairs of rows that differ, and FAILED
-    where one is worse.
+    """Print two sides, the verdict first; with a tolerance the rows that are worse, and
+    FAILED if there is one.
     """
     reports, tolerance = given.reports or reports_folder(), vars(given).get("tolerance")
     if tolerance is not None and not 0 <= tolerance < math.inf:
@@ -461,18 +466,12 @@ def _compare(given) -> int:
     first = hardware.match(hardware.detect()) if given.first == "auto" else given.first
     sides = compare.read_side(first, reports), compare.read_side(given.second, reports)
     if tolerance is None:
-        found, failures = compare.compare(*sides), []
-        parts = compare.sections(found, found.pairs)
+        found, failures, parts = compare.compare(*sides), [], []
     else:
         found, failures = compare.check(*sides, tolerance)
-        failed = [pair for pair, _ in failures]
-        differ = [
-            p for p in found.pairs if p.verdict in ("slower", "faster") or p in failed
-        ]
-        parts = [
-            *compare.sections(found, differ),
-            compare.worse(found, failures, tolerance),
-        ]
+        parts = [compare.worse(found, failures, tolerance)]
+    if tolerance is None or given.all:
+        parts += compare.sections(found, given.all)
     print(compare.text(parts, given.markdown))
     return FAILED if failures else OK
 

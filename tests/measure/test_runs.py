@@ -31,6 +31,7 @@ from ringlab.measure import (
     sgemm,
     store,
 )
+from ringlab.measure.points import ANCHOR, ANCHORS
 from ringlab.measure.timing import FEWEST_LONG
 from ringlab.ring import launch
 from started import alive, gone, rows_of
@@ -78,6 +79,14 @@ TABLE = Group(
 ALONE = Group("alone", [TINY, CAUSAL], interleave=False)
 WRONG_GRADIENT = TRAINED.but(system="broken:bad_grad")
 CHECKED = Group("checked", [TRAINED, WRONG_GRADIENT], timed=False)
+
+
+@pytest.fixture
+def no_anchors(monkeypatch):
+    """Groups measure their own points alone, so that samples and processes can be
+    counted.
+    """
+    monkeypatch.setattr(session, "ANCHORS", ())
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +152,8 @@ def test_points_of_a_table_take_turns_in_processes_of_their_own(measured):
         a.run == b.run and ratio(a, b).paired and ratio(a, b).rounds == len(a.seconds)
     )
     apart = found(measured, "alone", TINY, CAUSAL)
-    order = [r["point"] for r in rows_of(folder, "sample") if r["run"] == apart[0].run]
+    samples = [r for r in rows_of(folder, "sample") if r["run"] == apart[0].run]
+    order = [r["point"] for r in samples if r["point"] in ids]
     assert order == sorted(order, key=order.index) and not ratio(*apart).paired
 
 
@@ -193,6 +203,7 @@ def test_rows_say_where_they_come_from_and_not_on_which_host(measured):
 # again
 
 
+@pytest.mark.usefixtures("no_anchors")
 def test_a_rerun_measures_only_what_is_missing(measured, tmp_path, monkeypatch, capsys):
     folder, _ = measured
     rows = (folder / store.NAME).read_text().splitlines(keepends=True)
@@ -226,6 +237,21 @@ def test_a_rerun_measures_only_what_is_missing(measured, tmp_path, monkeypatch, 
     assert started() == ["ringlab"] * 2
 
 
+def test_every_timed_group_has_rows_of_the_anchors(measured):
+    folder, results = measured
+    rows = [r for r in store.read(folder, anchors=True) if r.option(ANCHOR)]
+    assert [r.point for r in rows] == [*ANCHORS, *ANCHORS]
+    table, alone = rows[:3], rows[3:]
+    (beside,) = found(measured, "table", TINY)
+    for row in table:
+        assert row.status == "ok" and len(row.seconds) >= 10
+        assert ratio(row, beside).paired, "they took turns with the points"
+    assert {r.group for r in alone} == {"alone"}
+    assert not any(r.option(ANCHOR) for r in [*results, *store.read(folder)])
+    assert ANCHORS[0].first == Point("dense_sdpa", patterns.Dense(), seq_len=1024)
+
+
+@pytest.mark.usefixtures("no_anchors")
 def test_only_what_crashed_is_tried_again(measured, tmp_path):
     shutil.copy(measured[0] / store.NAME, tmp_path)
     measure([TABLE, CHECKED], tmp_path, workers=(made := MadeUp()))
@@ -337,7 +363,9 @@ def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(
     after = rows_of(tmp_path, "sample")
     assert after[: len(before)] == before and len(before) >= 10
     counts = [len(r.seconds) for r in results]
-    assert 10 <= min(counts) == max(counts) <= 20 and len(after) == sum(counts), (
+    assert 10 <= min(counts) == max(counts) <= 20
+    kept = store.read(tmp_path, anchors=True)
+    assert len(after) == sum(len(r.seconds) for r in kept), (
         "no sample is lost or taken twice"
     )
     assert {r.run for r in results} == {before[0]["run"]} == {r["run"] for r in after}
@@ -351,6 +379,7 @@ def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(
 # processes that misbehave
 
 
+@pytest.mark.usefixtures("no_anchors")
 def test_a_point_that_never_ends_is_timed_out(tmp_path):
     start = time.monotonic()
     group = Group("slow", [TINY.but(system="broken:sleeps")])
@@ -529,6 +558,7 @@ def test_rounds_that_a_group_asks_for_are_taken_as_far_as_the_time_limit_allows(
         assert len(row.seconds) == count
 
 
+@pytest.mark.usefixtures("no_anchors")
 def test_unstable_points_get_more_rounds_while_there_is_time(tmp_path, monkeypatch):
     """The first samples are of a disturbed machine, the later ones are not; or all are."""
     group = Group("g", [TINY, CAUSAL])

@@ -19,10 +19,10 @@ from ringlab.report.study import Study, with_rates
 
 
 def study(profile: str = "cpu", change=lambda r: r) -> Study:
-    about, rehearsal = hardware.get_profile(profile), profile != "cpu"
+    about, computed = hardware.get_profile(profile), profile != "cpu"
     groups = suites.landscape(about)
-    rows = [change(made_up(p, g, rehearsal)) for g in groups for p in g.points]
-    return study_of(rows, profile, rehearsal)
+    rows = [change(made_up(p, g, computed)) for g in groups for p in g.points]
+    return study_of(rows, profile, computed)
 
 
 PICTURE = {"name": "landscape-time", "caption": "time", "alt": "time", "svg": "<svg />"}

@@ -339,11 +339,11 @@ def test_a_claim_about_all_lengths_fails_at_one_length_or_number_of_ranks(ranks)
     assert found.word == "does not hold" and found.why.startswith(f"{ranks} ranks")
 
 
-@pytest.mark.parametrize("profile, rehearsal", [("cpu", False), ("gtx1080", True)])
-def test_another_device_and_a_rehearsal_decide_nothing(profile, rehearsal):
+@pytest.mark.parametrize("profile, computed", [("cpu", False), ("gtx1080", True)])
+def test_another_device_and_computed_rows_decide_nothing(profile, computed):
     for number, claim in CLAIMS.values():
-        if "rows" in claim and (rehearsal or "needs" in claim):
-            found = claims.verdict(page(number, None, profile, rehearsal), claim)
+        if "rows" in claim and (computed or "needs" in claim):
+            found = claims.verdict(page(number, None, profile, computed), claim)
             assert found.word == ("not reproduced here" if found.here else "untested")
 
 

@@ -109,8 +109,9 @@ class Point:
 
     @property
     def first(self) -> Point:
-        """The point that an A/A control repeats; itself for all others."""
-        return self.but(options={k: v for k, v in self.options if k != "twin"})
+        """The point without the marks of an A/A control or an anchor."""
+        marks = ("twin", ANCHOR)
+        return self.but(options={k: v for k, v in self.options if k not in marks})
 
     def to_dict(self) -> dict:
         return asdict(self) | {"options": dict(self.options)}
@@ -137,6 +138,22 @@ class Point:
 def sgemm(size: int = 2048) -> Point:
     """The product of two (size, size) fp32 matrices: the matmul rate of the run."""
     return Point("sgemm", patterns.Dense(), seq_len=size, heads=1, head_dim=size)
+
+
+# Work of torch alone, which every timed group takes beside its own points: a compute-bound
+# call, one of few microseconds, one that is bound by memory. What they differ by between
+# two runs is of the machine.
+ANCHOR = "anchor"
+ANCHORS = tuple(
+    Point(
+        "dense_sdpa",
+        patterns.Dense(),
+        batch=batch,
+        seq_len=seq_len,
+        options={ANCHOR: True},
+    )
+    for batch, seq_len in ((1, 1024), (1, 64), (4096, 1))
+)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from .. import hardware
 from ..cost import Cost
 from . import provenance
-from .points import Group, Point, Result
+from .points import ANCHORS, Group, Point, Result
 from .stats import summary, unsteady
 from .store import Run, Store, latest, read, result_row, unfinished, warn, warn_once
 from .timing import POINT_S, Bounds, available_bytes, rounds_for
@@ -347,6 +347,10 @@ class Session:
         ):
             most = max(2, int(0.6 * self.here["device_memory_bytes"] / CONTEXT_BYTES))
         cohorts = [points[i : i + most] for i in range(0, len(points), most)]
+        if group.timed and group.interleave:
+            cohorts[0] = [*cohorts[0], *ANCHORS]
+        elif group.timed:
+            cohorts.insert(0, [*ANCHORS])
         while cohorts:
             members: list[Member] = []
             try:
@@ -449,9 +453,10 @@ class Session:
 
     def _waiting(self, members: list[Member]) -> list[Member]:
         """Whose turn it is: those that lack rounds, and once none does the unstable
-        ones, as time allows.
+        ones, with the anchors beside them, as time allows.
         """
-        lacking = [m for m in members if m.alive and len(m.samples) < m.wanted]
+        alive = [m for m in members if m.alive]
+        lacking = [m for m in alive if len(m.samples) < m.wanted]
         if lacking or self.more_s <= 0:
             return lacking
 
@@ -463,7 +468,9 @@ class Session:
             )
             return len(seconds) < MORE * m.wanted and cheap and unsteady(seconds)
 
-        return [m for m in members if m.alive and worth(m)]
+        again = [m for m in alive if m.point not in ANCHORS and worth(m)]
+        beside = [m for m in alive if m.point in ANCHORS and again]
+        return again + beside
 
     def _ask(
         self, member: Member, command: str, share: float, text: str = "", **arguments
@@ -564,8 +571,9 @@ class Session:
                 status, _, reason = why.partition(": ")
                 result = replace(result, status=status, reason=reason)
             self.store.append(**result_row(result, member.spent))
-            self.results.append(result)
-            self.progress.result(result)
+            if member.point not in ANCHORS:
+                self.results.append(result)
+                self.progress.result(result)
 
     def _statistics(self, member: Member, rate: float | None, crowded: bool) -> dict:
         """Of the samples of a point, with its roofline."""

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from .points import Group, Point, Result
+from .points import ANCHOR, Group, Point, Result
 from .provenance import key
 
 SCHEMA = 1
@@ -85,8 +85,14 @@ def warn(text: str) -> None:
 warn_once = functools.cache(warn)  # a report reads its rows more than once
 
 
-def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Result]:
-    """All complete results in the order of the file; [] if there is none yet."""
+def read(
+    folder: Path | str,
+    warn: Callable[[str], None] = warn_once,
+    anchors: bool = False,
+) -> list[Result]:
+    """All complete results in the order of the file, without ``anchors`` unless asked
+    for; [] if there is none yet.
+    """
     samples: dict[tuple, dict] = {}
     results: list[Result] = []
     bad: list[int] = []
@@ -97,8 +103,9 @@ def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Re
                     float(row["seconds"])
                 )
             elif row["kind"] == "result":
-                taken = samples.pop((row["run"], row["point"]), {})
-                results.append(_result(row, taken))
+                one = _result(row, samples.pop((row["run"], row["point"]), {}))
+                if anchors or not one.option(ANCHOR):
+                    results.append(one)
         except (ValueError, KeyError, TypeError, OverflowError):
             bad.append(number)
     if bad:

@@ -64,7 +64,7 @@ def verdict(study: Study, claim: dict) -> Verdict:
     results = [(query, values(study, query)) for query in claim["rows"]]
     met = [within(query, found) for query, found in results]
     needs = hardware.get_profile(claim.get("needs", study.profile.name))
-    if study.rehearsal or needs.capability != study.profile.capability:
+    if study.computed or needs.capability != study.profile.capability:
         word = "not reproduced here" if any(x for _, x in results) else "untested"
     elif False in met:
         word = "not reproduced here" if claim.get("theirs") else "does not hold"

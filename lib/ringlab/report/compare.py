@@ -2,11 +2,18 @@
 of that is a difference.
 
 Rows are alike where group and point agree: system, pattern, shape, dtype, passes, ranks
-and options. Two runs took no turns, so the interval of a ratio comes from the samples
-of either side and from how unevenly either machine ran (``Study.pace``). A row is
-called different only where all agree: its 95 % interval, two tests of its samples, and
-Holm's step-down over all rows. As in a report, no factor counts that the same work
-differed by in its run (``Study.noise_floor``).
+and options. A row that stands in both runs, sample by sample, says nothing and is left
+out. A row is called different only if its ratio lies beyond the drift of the machine by
+more than the same work scatters. The *drift* is what the anchors of its group (work of
+torch alone, ``measure.points.ANCHORS``) took longer in one run, on average. It is a floor
+in its own direction and corrects no time: a call feels it more or less, and may not feel
+it at all. The *scatter* is that of A/A controls within either run and of anchors around
+the drift.
+
+Runs without anchors, or of two machines, know no drift; one call from group to group
+(``Study.pace``) then tells how far a machine scatters. p-values are corrected for the
+number of rows (Benjamini and Hochberg 1995): of those called different at most 2 % are so
+by chance.
 """
 
 from __future__ import annotations
@@ -18,44 +25,42 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, geometric_mean, median
 
-from scipy.stats import mannwhitneyu, t
+from scipy.stats import false_discovery_control, t
 
 from .. import measure
 from ..advise import columns
 from ..measure import stats, store
-from ..measure.points import Result
+from ..measure.points import ANCHOR, Result
 from ..measure.stats import Ratio
 from ..measure.store import NAME
-from ..measure.validity import objection, threads
+from ..measure.validity import objection, status, threads
 from .places import UsageError, note
 from .rows import DEFAULTS
 from .study import Study, settle
-from .tables import Table, cell, counted, interval, number, size, some
-from .trust import apart
+from .tables import Table, cell, interval, number, size
 
-DEMANDED = (
-    "machine",
-    "device",
-    "device_name",
-    "torch",
-    "method",
-)  # all but the engine, which a check is about
-FALSE_ALARMS = (
-    0.05  # the chance that any row of a comparison is called different where none is
-)
-FEW = 6  # samples below which the ranks of a row cannot tell, and its interval is Student's
+CAUSES = {  # what is said where rows of two runs differ in it
+    "engine": "other code",
+    "method": "another way of measuring",
+    "machine": "another machine",
+    "device_name": "another device",
+    "threads": "other threads",
+    "torch": "another torch",
+}
+DEMANDED = [*CAUSES][1:]  # of a check, and of anchors: all but the engine
+FALSE_ALARMS = 0.02  # of the rows that are called different, by chance
+SEEN = 1.10  # the change of which a comparison says in how many rows it would be seen
 GROWTH = 0.01  # bytes are counted, not sampled, and repeat
-BY_CHANCE = (
-    "ok",
-    "suspect",
-)  # what a row may turn to by a disturbed machine; every other status is of the code
-PROBE = "sgemm"  # the machine's rate: no attention, so in no mean
-UNSTABLE = "unstable: its samples spread or drift by over 20 % of their median, or an earlier run differs"
-BYTES = {  # what they are called where they grew, and how many a row has, None where that is not known
+FEW = 4  # degrees of freedom of what is known from group to group alone
+SAME = "the same row in both"
+CROWDED, THREADS = UNLIKE = "oversubscribed", "with another number of threads"
+SHOWN = 8  # rows of a table, unless all are asked for
+# What a row may turn to on a disturbed machine; every other status is of the code.
+BY_CHANCE = ("ok", "suspect")
+BYTES = {  # what they are called where they grew, and how many a row has, if known
     "Peak": ("higher peak of memory", lambda r: r.memory.get("tracked_peak_bytes")),
     "Sent": (
         "more bytes sent",
@@ -75,35 +80,14 @@ class Side:
     name: str
     study: Study
 
-    def about(self) -> dict[str, str]:
-        """Where the rows come from, for the head of a comparison."""
-        p = self.study.newest
-        commits = {r.provenance.get("commit") for r in self.study.results}
-        more = f" and {len(commits) - 1} more" if len(commits) > 1 else ""
-        said = {
-            name: str(p.get(name))
-            for name in (
-                "device_name",
-                "device",
-                "threads",
-                "torch",
-                "engine",
-                "method",
-            )
-        }
-        said["commit"] = (
-            f"{str(p.get('commit'))[:10]}{' with changes' if p.get('dirty') is True else ''}{more}"
-        )
-        said |= {
-            "machine": str(p.get("machine")),
-            "measured": str(p.get("utc")),
-            "rows": str(len(self.study.results)),
-        }
-        if self.study.left_out:
-            said["rows"] += (
-                f" ({self.study.left_out} of another machine, device or engine left out)"
-            )
-        return said
+    def values(self, name: str) -> list[str]:
+        """What the provenance of its rows says of ``name``."""
+        return sorted({str(r.provenance.get(name)) for r in self.study.results})
+
+
+def alike(first: Side, second: Side, name: str) -> bool:
+    """Whether all rows of both have one value of ``name``, or the same ones."""
+    return first.values(name) == second.values(name)
 
 
 def read_side(text: str, reports: Path) -> Side:
@@ -128,7 +112,7 @@ def read_side(text: str, reports: Path) -> Side:
         path.write_bytes(data)
         skipped: list[str] = []
         try:
-            everything = store.read(folder, warn=skipped.append)
+            everything = store.read(folder, warn=skipped.append, anchors=True)
         except (AttributeError, TypeError) as error:
             raise UsageError(
                 f"{text}: a row is damaged ({error}); restore the file or measure again"
@@ -178,104 +162,138 @@ def _committed(text: str, reports: Path) -> bytes:
 @dataclass(frozen=True)
 class Pair:
     """One point in both runs; ``ratio``: time of the first over time of the second,
-    None with the reason why not.
+    its interval with the scatter; None with the ``reason`` why not, if it has times.
 
-    ``p``: the chance of such a ratio where nothing differs, all rows of the comparison
-    considered. ``refused``: the two are no measurements of one thing.
+    ``p``: the chance of such a ratio if nothing but the machine differs, corrected for
+    the number of rows; ``seen``: what it would be of work ``SEEN`` times as long, uncorrected.
     """
 
     first: Result
     second: Result
-    ratio: Ratio | None = None
     reason: str = ""
-    refused: bool = False
+    ratio: Ratio | None = None
     p: float = 1.0
+    seen: float = 1.0
 
     @property
-    def verdict(self) -> str | None:
-        """What is said of the time of the first beside the second; None for points that
-        are not timed.
-        """
+    def verdict(self) -> str:
+        """What is said of the first beside the second."""
         if self.ratio is None:
-            return "excluded" if self.reason else None
-        if self.p > FALSE_ALARMS or not (
-            self.ratio.significantly_slower or self.ratio.significantly_faster
-        ):
-            return "not significant"
-        return "slower" if self.ratio.significantly_slower else "faster"
+            return self.reason or "not timed"
+        if self.p > FALSE_ALARMS:
+            return "within noise"
+        return "slower" if self.ratio.value > 1 else "faster"
 
-    def bytes(self, what: str) -> tuple[int, int, float] | None:
-        """Bytes of ``what`` of the first, of the second, and their ratio; None where
-        they may not be compared.
-        """
-        first, second = (
+    def bytes(self, what: str) -> tuple[int, int] | None:
+        """Bytes of ``what`` of the first and of the second; None if not known of both."""
+        known = [
             None if objection(r) else BYTES[what][1](r)
             for r in (self.first, self.second)
-        )
-        if first is None or second is None:
-            return None
-        return first, second, first / second if second else math.inf if first else 1.0
+        ]
+        return None if None in known else tuple(known)
+
+    def growth(self, what: str) -> float | None:
+        """How many times as many bytes the first has; a byte counts for none."""
+        both = self.bytes(what)
+        return both and max(1, both[0]) / max(1, both[1])
+
+    @property
+    def size(self) -> float:
+        """The logarithm of the largest factor by which the two differ, 0 within noise."""
+        by = [x for x in map(self.growth, BYTES) if x and abs(x - 1) > GROWTH]
+        if self.p <= FALSE_ALARMS:
+            by.append(self.ratio.value)
+        return max((abs(math.log(x)) for x in by), default=0.0)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs have in common, and what only one of them holds; ``probe``: their
-    machines' own matrix product.
+    """What two runs have in common, how many points are ``only`` in one, their noise.
+
+    ``drifts``: by group, how many times as long its anchors took in the first run, on
+    average. ``scatter``: the standard deviation of the logarithm of a ratio of the same
+    work, beside that, and ``df``, its degrees of freedom; 0.0 and 0 if not known.
     """
 
     first: Side
     second: Side
     pairs: Sequence[Pair]
-    only: tuple[list[Result], list[Result]]
-    probe: Ratio | None
+    only: dict[str, int]
+    drifts: dict[str, float]
+    scatter: float
+    df: int
 
     @property
     def timed(self) -> list[Pair]:
         return [pair for pair in self.pairs if pair.ratio is not None]
 
-    @cached_property
-    def mean(self) -> Ratio | None:
-        return geometric_mean(self.timed)
+    @property
+    def same(self) -> bool:
+        """Both sides are the same rows."""
+        return all(pair.reason == SAME for pair in self.pairs)
+
+    @property
+    def seen(self) -> int:
+        """How many rows would be called slower if all took ``SEEN`` times as long."""
+        chances = _corrected([pair.seen for pair in self.timed])
+        return sum(p <= FALSE_ALARMS for p in chances)
 
 
 def compare(first: Side, second: Side) -> Comparison:
     """Pair the rows of two runs; raises UsageError where they have nothing alike,
     saying why.
     """
-    if first.study.rehearsal != second.study.rehearsal:
-        real, other = (second, first) if first.study.rehearsal else (first, second)
-        raise UsageError(
-            f"{other.name} is a rehearsal and {real.name} is not: their times say nothing about each other"
-        )
-    rows = [
-        {(r.group, r.point.id): r for r in side.study.rows()}
-        for side in (first, second)
-    ]
-    found = [
-        _pair(rows[0][key], rows[1][key], first, second)
-        for key in rows[0]
-        if key in rows[1]
-    ]
-    pairs = [pair for pair in found if pair.first.point.system != PROBE]
-    if not pairs:
+    sides = first, second
+    rows = [{(r.group, r.point.id): r for r in side.study.rows()} for side in sides]
+    both = [(row, rows[1][key]) for key, row in rows[0].items() if key in rows[1]]
+    anchors = [pair for pair in both if pair[0].option(ANCHOR)]
+    both = [pair for pair in both if not pair[0].option(ANCHOR)]
+    if not both:
         raise UsageError(f"{first.name} and {second.name} have no point in common")
-    if all(pair.refused for pair in pairs):
+    found = Comparison(first, second, [], {}, *_noise(sides, anchors))
+    pairs = [with_noise(_pair(a, b, sides), found) for a, b in both]
+    if {pair.reason for pair in pairs} <= {*UNLIKE}:
         raise UsageError(
-            f"no row of {first.name} is like one of {second.name}: {_most_common_reason(pairs)}"
+            f"no row of {first.name} is like one of {second.name}: {_most_common(pairs)}"
         )
-    probes = [
-        pair
-        for pair in found
-        if pair.first.point.system == PROBE and pair.ratio is not None
+    chances = iter(_corrected([x.p for x in pairs if x.ratio]))
+    pairs = [replace(x, p=next(chances)) if x.ratio else x for x in pairs]
+    only = {
+        f"only in {side.name}": sum(
+            key not in other and not r.option(ANCHOR) for key, r in own.items()
+        )
+        for side, own, other in zip(sides, rows, rows[::-1])
+    }
+    return replace(found, pairs=pairs, only=only)
+
+
+def _noise(sides: Sequence[Side], anchors: Iterable) -> tuple[dict, float, int]:
+    """(drifts, scatter, df) of a comparison, see there.
+
+    The scatter is of A/A controls within either run, and of anchors around the drift of
+    their group; where there are none, of one call from group to group.
+    """
+    by_group: dict[str, list[float]] = {}
+    here = all(alike(*sides, name) for name in DEMANDED)
+    for a, b in anchors:
+        crowded = a.provenance.get("crowded") or b.provenance.get("crowded")
+        if here and not (crowded or status(a) or status(b)):
+            log = math.log(measure.ratio(a, b).value)
+            by_group.setdefault(a.group, []).append(log)
+    drifts = {group: fmean(logs) for group, logs in by_group.items()}
+    rests = [x - drifts[group] for group, logs in by_group.items() for x in logs]
+    rests += [
+        math.log(x.value)
+        for side in sides
+        for x in side.study.controls
+        if not x.unstable
     ]
-    only = tuple(
-        [r for key, r in own.items() if key not in other]
-        for own, other in (rows, rows[::-1])
-    )
-    timed = [i for i, pair in enumerate(pairs) if pair.ratio is not None]
-    for i, p in zip(timed, holm([pairs[i].p for i in timed])):
-        pairs[i] = replace(pairs[i], p=p)
-    return Comparison(first, second, pairs, only, geometric_mean(probes))
+    df = len(rests) - len(drifts)
+    scatter = math.sqrt(sum(x * x for x in rests) / df) if df else 0.0
+    if not drifts:
+        pace = math.hypot(*(side.study.pace for side in sides))
+        scatter, df = max(scatter, pace), df or FEW * bool(pace)
+    return drifts, scatter, df
 
 
 def check(
@@ -284,36 +302,30 @@ def check(
     """The comparison of ``now`` with ``base``, and every row that is worse, with the
     reason.
 
-    A time is worse where its interval excludes no change, all rows taken together, and
-    its ratio exceeds 1 + ``tolerance``; bytes are where they grew by more than 1 %; a
-    row that was quoted is where it now fails, unless a disturbed machine may be why.
-    Raises UsageError where more than the engine differs.
+    A time is worse where it is slower, all rows taken together, and its ratio exceeds
+    1 + ``tolerance``; bytes are where they grew by more than 1 %; a row that was quoted
+    is where it now fails, unless a disturbed machine may be why. Raises UsageError
+    where more than the engine differs.
     """
-    alike = (
-        now.study.rehearsal == base.study.rehearsal
-    )  # else compare() says what is wrong
-    for name in DEMANDED if alike else ():
-        one, other = (
-            sorted({str(r.provenance.get(name)) for r in side.study.results})
-            for side in (base, now)
-        )
-        if len({*one, *other}) > 1:
-            raise UsageError(
-                f"no check of {now.name} against {base.name}: they differ in {name} ({', '.join(one)}; "
-                f"{', '.join(other)}); compare shows them side by side"
-            )
     found = compare(now, base)
+    for name in DEMANDED:
+        if not alike(now, base, name):
+            one, other = (", ".join(side.values(name)) for side in (base, now))
+            raise UsageError(
+                f"no check of {now.name} against {base.name}: they differ in {name} ({one}; {other}); "
+                "compare shows them side by side"
+            )
     failures = [(pair, why) for pair in found.pairs for why in _worse(pair, tolerance)]
-    if not found.timed and not failures:  # to pass would say that something was seen
-        why = _most_common_reason(found.pairs)
+    if not (found.timed or failures or found.same):  # to pass would say all is well
+        why = _most_common(found.pairs)
         raise UsageError(
             f"no time of {now.name} may be compared with {base.name}: {why}"
         )
     return found, failures
 
 
-def _most_common_reason(pairs: Sequence[Pair]) -> str:
-    why, count = Counter(pair.reason or "not timed" for pair in pairs).most_common(1)[0]
+def _most_common(pairs: Sequence[Pair]) -> str:
+    why, count = Counter(pair.verdict for pair in pairs).most_common(1)[0]
     return f"{why} ({count} of {len(pairs)} points)"
 
 
@@ -321,109 +333,73 @@ def _worse(pair: Pair, tolerance: float) -> Iterable[str]:
     if pair.verdict == "slower" and pair.ratio.value > 1 + tolerance:
         yield f"{number(pair.ratio.value)} times as long ({interval(*pair.ratio.ci)})"
     for what, (grown, _) in BYTES.items():
-        if (found := pair.bytes(what)) and found[2] > 1 + GROWTH:
-            first, second, _ = found
-            yield f"{grown}, {size(second)} to {size(first)} ({first - second:+,} bytes)"
+        if (pair.growth(what) or 1) > 1 + GROWTH:
+            now, was = pair.bytes(what)
+            yield f"{grown}, {size(was)} to {size(now)} ({now - was:+,} bytes)"
     if pair.first.status not in BY_CHANCE and not objection(pair.second):
         yield f"now {pair.first.status}: {pair.first.reason or 'no reason given'}"
 
 
-def _pair(a: Result, b: Result, first: Side, second: Side) -> Pair:
-    if unlike := _unlike(a, b, (first.name, second.name)):
-        return Pair(a, b, reason=unlike, refused=True)
-    for r, side in ((a, first), (b, second)):
-        if why := objection(r) or (UNSTABLE if r.unstable else ""):
-            return Pair(a, b, reason=f"{side.name}: {why}")
+def _pair(a: Result, b: Result, sides: Sequence[Side]) -> Pair:
+    if a.run == b.run and a.seconds == b.seconds:
+        return Pair(a, b, SAME)
+    if a.ranks.get("oversubscribed") or b.ranks.get("oversubscribed"):
+        return Pair(a, b, CROWDED)
+    device = a.provenance.get("device_name") == b.provenance.get("device_name")
+    if device and threads(a) != threads(b):
+        return Pair(a, b, THREADS)
+    for r, side in zip((a, b), sides):
+        if why := _left_out(r):
+            return Pair(a, b, f"{why} in {side.name}")
     if not a.seconds or not b.seconds:
         return Pair(a, b)  # a group that is not timed
-    pace = math.hypot(first.study.pace, second.study.pace) / math.sqrt(2)
-    floor = max(first.study.noise_floor, second.study.noise_floor)
-    ratio = replace(apart(measure.ratio(a, b), pace), noise_floor=floor)
-    return Pair(a, b, ratio, p=chance(a, b, ratio))
+    return Pair(a, b, ratio=measure.ratio(a, b))
 
 
-def _unlike(a: Result, b: Result, names: tuple[str, str]) -> str:
-    """Why the times of one point in two runs are no times of one thing, or an empty
-    string.
-    """
-    if crowded := [
-        name for r, name in zip((a, b), names) if r.ranks.get("oversubscribed")
-    ]:
-        return f"oversubscribed in {' and '.join(dict.fromkeys(crowded))}"
-    devices = [
-        (r.provenance.get("device"), r.provenance.get("device_name")) for r in (a, b)
-    ]
-    if devices[0] == devices[1] and threads(a) != threads(b):
-        return f"{threads(a)} and {threads(b)} threads a rank on the same device"
-    return ""
+def _left_out(row: Result) -> str:
+    """Why its time is not compared, in a word, or an empty string."""
+    few = row.seconds and len(row.seconds) < stats.FEWEST
+    return status(row) or ("unstable" if row.unstable else "few samples" if few else "")
 
 
 # --------------------------------------------------------------------------------------
 # which ratios are differences
 
 
-def chance(a: Result, b: Result, ratio: Ratio) -> float:
-    """p-value of a time of ``a`` over that of ``b`` that differs by more than the noise
-    floor, two-sided.
+def with_noise(pair: Pair, found: Comparison) -> Pair:
+    """The pair with a ratio that holds the noise of the comparison, and its p-value,
+    two-sided.
 
-    The larger of two: that of the 95 % interval (Altman and Bland 2011, BMJ 343, d2304)
-    with Student's t, and, where samples are enough and took no turns, the exact one of
-    their ranks, which holds for any distribution. Rows of fewer than six samples rest
-    on Student's assumption that logarithms of times are normal.
+    The scatter widens its interval, of Student's t, and the drift of its group is its
+    floor, in the direction of the drift. The p-value is that of the interval (Altman and
+    Bland 2011, BMJ 343, d2304).
     """
-    beyond, reach = _distance(ratio)
-    if beyond <= 0 or ratio.rounds < 2:
-        return 1.0
-    df = ratio.rounds - 1
-    found = 2 * float(t.sf(quantile(df) * beyond / reach, df)) if reach else 0.0
-    return (
-        max(found, _by_ranks(a.seconds, b.seconds, ratio)) if _ranked(ratio) else found
+    if pair.ratio is None:
+        return pair
+    drifts, value = found.drifts, math.log(pair.ratio.value)
+    drift = drifts.get(pair.first.group, fmean(drifts.values() or [0.0]))
+    beyond = abs(value) - max(0.0, drift if value > 0 else -drift)
+    df = min(pair.ratio.rounds - 1, found.df or math.inf)
+    scatter = quantile(df) * found.scatter
+    down = math.hypot(value - math.log(pair.ratio.low), scatter)
+    up = math.hypot(math.log(pair.ratio.high) - value, scatter)
+
+    def chance(distance: float, reach: float) -> float:
+        return 2 * float(t.sf(quantile(df) * max(0.0, distance) / (reach or 1e-9), df))
+
+    return replace(
+        pair,
+        ratio=replace(
+            pair.ratio, low=math.exp(value - down), high=math.exp(value + up)
+        ),
+        p=chance(beyond, down if value > 0 else up),
+        seen=chance(math.log(SEEN) + min(0.0, drift), down),
     )
 
 
-def _ranked(ratio: Ratio) -> bool:
-    return not ratio.paired and ratio.rounds >= FEW
-
-
-def _distance(ratio: Ratio) -> tuple[float, float]:
-    """(log distance of a ratio from what the same work differs by, that of its
-    interval's nearer end from itself).
-    """
-    value, end = ratio.value, ratio.low if ratio.value > 1 else ratio.high
-    reach = abs(math.log(value / end)) if 0 < end < math.inf else math.inf
-    return abs(math.log(value)) - math.log(ratio.noise_floor), reach
-
-
-def noticed(ratio: Ratio, rows: int) -> float:
-    """The factor from which a row as uncertain as this one is called different, the
-    first among ``rows``.
-
-    >>> noticed(Ratio(1.0, 0.95, 1.05, 10, False), 1) < 1.06 < 1.1 < noticed(Ratio(1.0, 0.95, 1.05, 10, False), 60)
-    True
-    """
-    n, level = ratio.rounds, FALSE_ALARMS / rows
-    if n < 2 or _ranked(ratio) and 2 / math.comb(2 * n, n) > level:
-        return math.inf
-    reach = max(_distance(ratio)[1], 0.0)
-    return ratio.noise_floor * math.exp(
-        reach * quantile(n - 1, level) / quantile(n - 1)
-    )
-
-
-def holm(chances: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number: the chance that any of the rows is below 0.05
-    while none differs is 5 %.
-
-    Unadjusted, three of 60 unchanged rows would be. Holm 1979 (Scandinavian Journal of
-    Statistics 6, 65-70), which asks nothing about how rows depend on each other.
-
-    >>> holm([0.01, 0.04, 0.03])
-    [0.03, 0.06, 0.06]
-    """
-    found, worst = [1.0] * len(chances), 0.0
-    for rank, i in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
-        found[i] = worst = max(worst, min(1.0, (len(chances) - rank) * chances[i]))
-    return found
+def _corrected(chances: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Benjamini and Hochberg 1995)."""
+    return false_discovery_control(chances).tolist()
 
 
 def quantile(df: int, level: float = 1 - stats.LEVEL) -> float:
@@ -436,92 +412,40 @@ def quantile(df: int, level: float = 1 - stats.LEVEL) -> float:
     return float(t.isf(level / 2, df))
 
 
-def _by_ranks(x: Sequence[float], y: Sequence[float], ratio: Ratio) -> float:
-    """Two-sided p-value of Mann and Whitney's U (1947), one side made better by the
-    noise floor; ties count for it.
-    """
-    if ratio.value < 1:
-        x, y = y, x
-    x = [math.nextafter(one, 0) for one in x]  # SciPy would count a tie as half a win
-    y = [other * ratio.noise_floor for other in y]
-    found = mannwhitneyu(x, y, alternative="greater", method="exact")
-    return min(1.0, 2 * float(found.pvalue))
-
-
-def geometric_mean(pairs: Iterable[Pair]) -> Ratio | None:
-    """Of their ratios, a point with several counting once; the 95 % interval is
-    Student's, over the points.
-    """
-    points: dict[str, list[float]] = {}
-    for pair in pairs:
-        points.setdefault(pair.first.point.id, []).append(math.log(pair.ratio.value))
-    if not points:
-        return None
-    logs = [fmean(of_one) for of_one in points.values()]
-    middle, n = fmean(logs), len(logs)
-    reach = quantile(n - 1) * stdev(logs) / math.sqrt(n) if n > 1 else math.inf
-    return Ratio(
-        math.exp(middle), math.exp(middle - reach), math.exp(middle + reach), n, False
-    )
-
-
 # --------------------------------------------------------------------------------------
 # a comparison as text
 
 
-def sections(found: Comparison, pairs: Sequence[Pair]) -> list[Table | str]:
-    """Where the rows come from, some ``pairs``, what is left out and why, and what it
-    all comes to.
+def sections(found: Comparison, everything: bool = False) -> list[Table | str]:
+    """The verdict, then the rows that differ, the largest differences first, and how
+    many more there are; ``everything``: all rows.
     """
     first, second = found.first.name, found.second.name
-    abouts = found.first.about(), found.second.about()
-    parts = [
-        Table(
-            "Where the rows come from",
-            ["", first, second],
-            [[k, *(a[k] for a in abouts)] for k in abouts[0]],
-        )
-    ]
+    if found.same:
+        return [f"{first} and {second} are the same rows: nothing compared"]
+    differ = sorted((x for x in found.pairs if x.size), key=lambda x: -x.size)
+    pairs = found.pairs if everything else differ[:SHOWN]
+    parts = ["\n".join(_summary(found))]
     if pairs:
         heads = [
-            f">{first} (ms)",
-            f">{second} (ms)",
-            f">{first} / {second}",
-            ">95 % interval",
-            f"{first} is",
+            *(f">{first} (ms)", f">{second} (ms)", ">Ratio", ">95 % interval"),
+            *(f"{first} is", ">Peak", ">Sent", "Group", "Point"),
         ]
-        heads += [*(f">{what}" for what in BYTES), "Group", "Point"]
-        caption = f"Times of {first} and {second}; peak memory and bytes sent of {first} over those of {second}"
+        caption = f"Times, peak memory and bytes sent of {first} over {second}"
         parts.append(Table(caption, heads, [_row(pair) for pair in pairs]))
-    excluded = [
-        [pair.reason, pair.first.group, _name(pair.first)]
-        for pair in found.pairs
-        if pair.reason
-    ]
-    if excluded:
-        parts.append(
-            Table(
-                f"{len(excluded)} rows whose times are in no mean",
-                ["Why", "Group", "Point"],
-                excluded,
-            )
-        )
-    return [*parts, "\n".join(_summary(found))]
+    return [*parts, *_more(len(differ) - len(pairs))]
+
+
+def _more(count: int) -> list[str]:
+    return [f"and {count} more: --all shows every row"] if count > 0 else []
 
 
 def _row(pair: Pair) -> list:
     times = [None] * 4
     if ratio := pair.ratio:
         times = [number(median(r.seconds) * 1e3) for r in (pair.first, pair.second)]
-        times += [
-            number(ratio.value),
-            interval(*ratio.ci) if ratio.rounds > 1 else None,
-        ]
-    held = map(pair.bytes, BYTES)
-    grown = [
-        None if x is None else "∞" if x[2] == math.inf else number(x[2], 4)
-        for x in held
-    ]
+        times += [number(ratio.value), interval(*ratio.ci)]
+    grown = [x and number(x, 4) for x in map(pair.growth, BYTES)]
     return [*times, pair.verdict, *grown, pair.first.group, _name(pair.first)]
 
 
@@ -536,65 +460,72 @@ def _name(result) -> str:
 
 
 def _summary(found: Comparison) -> Iterable[str]:
-    first, second, timed = found.first.name, found.second.name, found.timed
-    studies = found.first.study, found.second.study
-    if studies[0].rehearsal:
-        yield "Rehearsals: no time says how fast the device of the profile is."
-    if found.mean:
-        spread = (
-            f" ({interval(*found.mean.ci)}, over the points)"
-            if found.mean.rounds > 1
-            else ""
-        )
-        points = counted(found.mean.rounds, "point")
-        yield f"Geometric mean of {first} / {second} over {points}: {number(found.mean.value)}{spread}."
-        said = Counter(pair.verdict for pair in timed)
+    """The verdict in one line, then what it rests on."""
+    sides, timed = (found.first, found.second), found.timed
+    first, second = (side.name for side in sides)
+    said = Counter(pair.verdict for pair in timed)
+    left = Counter(pair.reason for pair in found.pairs if pair.reason)
+    left += Counter(found.only)
+    counts = [f"{said[word]} {word}" for word in ("slower", "faster", "within noise")]
+    why = "; ".join(f"{n} {reason}" for reason, n in left.most_common(SHOWN))
+    yield (
+        f"{first} beside {second}: {', '.join(counts)}, of {len(timed)} rows; "
+        f"{left.total()} left out{why and f' ({why})'}"
+    )
+    causes = [
+        f"{cause} ({' and '.join(', '.join(side.values(name)) for side in sides)})"
+        for name, cause in CAUSES.items()
+        if not alike(*sides, name)
+    ]
+    if causes:
+        yield f"Between the two: {'; '.join(causes)}."
+    else:
+        differ = said["slower"] or said["faster"]
+        rest = ": what differs is the machine's state, or chance" if differ else ""
+        yield f"The same code, machine, threads and versions{rest}."
+    if timed:
+        yield _known(found)
+        mean = geometric_mean(pair.ratio.value for pair in timed)
         yield (
-            f"{first} is faster in {said['faster']} rows, slower in {said['slower']}; not significant in "
-            f"{said['not significant']}."
+            f"In {found.seen} of {len(timed)} rows a time {SEEN:g} times as long would be seen. "
+            f"Geometric mean of {first} / {second}: {number(mean)}."
+        )
+
+
+def _known(found: Comparison) -> str:
+    """What counts as noise."""
+    if found.drifts:
+        drifts = [math.exp(x) for x in found.drifts.values()]
+        drift = (
+            f"anchors took {number(min(drifts))} to {number(max(drifts))} times as long"
         )
     else:
-        yield "No time to compare."
-    if one := sum(pair.ratio.paired for pair in timed):
-        yield f"{one} of these are one measurement, kept in both."
-    factors = [
-        noticed(pair.ratio, len(timed)) for pair in timed if not pair.ratio.paired
-    ]
-    if factors and median(factors) < math.inf:
-        yield f"Half of the rows would be called different only from a factor of {number(median(factors))} on."
-    for side in (found.first, found.second):
-        if side.study.pace:
-            by = number(100 * side.study.pace, 2)
-            yield f"One call differed by {by} % from group to group in {side.name}: in the intervals."
-    if (floor := max(study.noise_floor for study in studies)) > 1:
-        yield f"The same work differed by up to {number(floor)} within a run; no smaller factor counts."
-    if found.probe:
-        yield f"Their machines' own matrix product, {first} / {second}: {number(found.probe.value)}."
-    if studies[0].newest.get("method") != studies[1].newest.get("method"):
-        yield "How points are measured changed between the two (method): a part of a difference may come from that."
-    for side, only in zip((found.first, found.second), found.only):
-        if only:
-            yield f"Only in {side.name}, {len(only)}: {some([*map(_name, only)])}."
+        drift = "drift unknown (no anchors of both), from group to group in its place"
+    by = f"by {number(100 * found.scatter, 2)} %" if found.df else "unknown"
+    return f"Within noise: {drift}; scatter of the same work {by}."
 
 
 def worse(
     found: Comparison, failures: Sequence[tuple[Pair, str]], tolerance: float
 ) -> str:
-    """What a check comes to: every row that is worse, by name, or that none is."""
+    """What a check comes to, in one line, then the rows that are worse, by name, and
+    the verdict of the comparison.
+    """
     base, rows = found.second.name, len(found.timed)
-    if not failures:
-        limit = f"{100 * tolerance:.3g} %"
-        said = f"check passed: of {rows} rows none is significantly slower than {base} by more than {limit}"
-        return f"{said}, of {len(found.pairs)} none fails newly or needs more bytes"
-    return "\n".join(
-        [
-            f"check FAILED: {len({id(pair) for pair, _ in failures})} of {len(found.pairs)} rows are worse than {base}:"
+    if found.same:
+        return "same rows: nothing checked"
+    lines = [
+        f"check passed: of {rows} rows none is significantly slower than {base} by more than "
+        f"{100 * tolerance:.3g} %, of {len(found.pairs)} none fails newly or needs more bytes"
+    ]
+    if failures:
+        count = len({id(pair) for pair, _ in failures})
+        lines = [
+            f"check FAILED: {count} of {len(found.pairs)} rows are worse than {base}:"
         ]
-        + [
-            f"  {pair.first.group}: {_name(pair.first)}: {why}"
-            for pair, why in failures
-        ]
-    )
+    for pair, why in failures[:SHOWN]:
+        lines.append(f"  {pair.first.group}: {_name(pair.first)}: {why}")
+    return "\n".join([*lines, *_more(len(failures) - SHOWN), *_summary(found)])
 
 
 def aligned(table: Table) -> str:
@@ -607,21 +538,18 @@ def aligned(table: Table) -> str:
     dense   12.5
     ring       –
     """
-    rows = [
-        [c.lstrip(">") for c in table.columns],
-        *([cell(x).plain for x in row] for row in table.rows),
-    ]
+    rows = [[c.lstrip(">") for c in table.columns]]
+    rows += [[cell(x).plain for x in row] for row in table.rows]
     sides = [">" if c.startswith(">") else "<" for c in table.columns]
     return "\n".join([table.caption, "", *columns(rows, sides)])
 
 
 def text(parts: Iterable[Table | str], markdown: bool = False) -> str:
     """All parts under each other."""
-    if markdown:
-        return "\n\n".join(
-            part.replace("\n", "  \n") if isinstance(part, str) else part.markdown
-            for part in parts
-        )
+    line = "  \n" if markdown else "\n"
     return "\n\n".join(
-        part if isinstance(part, str) else aligned(part) for part in parts
+        part.replace("\n", line)
+        if isinstance(part, str)
+        else (part.markdown if markdown else aligned(part))
+        for part in parts
     )

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from .. import hardware
 
-REHEARSAL = "rehearsal"  # ends the names of folders that earlier versions wrote
 NO_MEASURING = (
     "RINGLAB_NO_MEASURING"  # set where notebooks run on the rows that are there
 )

@@ -270,11 +270,6 @@ class Study:
         return suites.SUITES[suite](profile)
 
     @property
-    def rehearsal(self) -> bool:
-        """The former name of ``computed``."""
-        return self.computed
-
-    @property
     def time_axis(self) -> str:
         """What a figure of times shows."""
         return "Shortest possible time (ms), computed" if self.computed else "Time (ms)"
