@@ -428,7 +428,8 @@ def advise(
         machine = hardware.detect()
         profile = hardware.resolve(profile, machine).on(machine)
     check_choice("need", need, NEEDS)
-    if not isinstance(pattern, Pattern) and pattern != "auto":
+    auto = isinstance(pattern, str) and pattern == "auto"
+    if not (auto or isinstance(pattern, Pattern)):
         raise ValueError(
             f'pattern must be a ringlab pattern or "auto", got {short_repr(pattern)}'
         )
@@ -450,8 +451,11 @@ def advise(
         raise ValueError(
             f"{short_repr(call.ranks)} ranks are more than {seq_len} tokens"
         )
-    for name, value in (("memory_bytes", memory_bytes), ("seconds", seconds)):
-        if value is not None and not (is_real(value) and 0 < value < math.inf):
+    limits = {"seconds": seconds}
+    if memory_bytes is not None:
+        limits["memory_bytes"] = memory_bytes
+    for name, value in limits.items():
+        if not (is_real(value) and 0 < value < math.inf):
             raise ValueError(
                 f"{name} must be a positive number, got {short_repr(value)}"
             )

@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         machine, folders = hardware.detect(), (reports_folder(), given.data or "")
         asked = plan(given.profile, machine, *folders, strict=True)
         folder = asked.data
-        rows = run_all(folder, device=asked.device, minutes=given.minutes)
+        rows = run_all(folder, device=asked.profile.kind, minutes=given.minutes)
     except KeyboardInterrupt:
         return refuse("interrupted: what is done is kept; run again to go on", 130)
     except (ReportError, hardware.UnknownProfile) as error:
@@ -318,7 +318,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Busy, OSError) as error:
         return refuse(error, 1)
     there = sum(row["kind"] == "trained" for row in rows)
-    warn(f"{there} of {len(runs(SIZES[asked.device]))} runs are there: {folder / NAME}")
+    warn(
+        f"{there} of {len(runs(SIZES[asked.profile.kind]))} runs are there: {folder / NAME}"
+    )
     return 0
 
 

@@ -369,6 +369,7 @@ def test_every_module_is_on_a_side(tmp_path):
         "measure",
         "meta_run",
         "nn",
+        "presets",
         "report",
     }
     sides = [

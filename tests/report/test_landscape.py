@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 from reporting import Shown, longer, made_up, slower, study_of
 from ringlab import cost, hardware, measure, patterns
-from ringlab.advise import ladder
 from ringlab.block_patterns import sliding_window
 from ringlab.measure import Group, Point, peers, suites
 from ringlab.measure.model_systems import STEPS
 from ringlab.measure.points import Result
 from ringlab.measure.systems import build
 from ringlab.measure.workers import Worker
+from ringlab.presets import ladder
 from ringlab.report import cells, study, tables
 
 NAME = "landscape"

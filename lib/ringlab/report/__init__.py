@@ -57,7 +57,6 @@ VOCABULARY = {  # name: the module where it is documented
     "finding": "report.findings",
     "fits": "report.findings",
     "bounds": "report.findings",
-    "reading": "report.findings",
     "limits": "report.findings",
     "failures": "report.findings",
     "provenance": "report.findings",

@@ -15,12 +15,11 @@ from ..advise import dtype_name
 from ..estimate import longest
 from ..measure import suites
 from ..measure.peers import PEERS
-from ..measure.stats import UNSTABLE
 from ..measure.validity import objection, reason, status
 from .rows import SHORT, label, pass_of
 from .study import Study
 from .tables import FINDING, Cell, Table, Text, counted, number, size, some
-from .trust import NORMAL, WIDEST
+from .trust import NORMAL
 
 _longest = cache(longest)
 HEADS = {"heads": 8, "head_dim": 64}  # of a call for which lengths are computed
@@ -187,6 +186,8 @@ def limits(study: Study, *more: str) -> Text:
     lines = [study.origin] if study.origin else []
     if study.results and all(r.point.world_size == 1 for r in study.results):
         lines.append("Anything about several devices: every row ran on one.")
+    if not study.turns and any(r.median for r in study.good):
+        lines.append("How far times differ from run to run: these are of one run.")
     lines += more
     if missing := [p.label() for p in missing_points(study)]:
         lines.append(f"What points without a row would have shown: {some(missing)}.")
@@ -244,39 +245,6 @@ def failures(study: Study, told: Sequence = ()) -> Table | None:
         ],
         folded=True,
     )
-
-
-# --------------------------------------------------------------------------------------
-# what the numbers mean
-
-
-def reading(study: Study) -> Text:
-    """One line for each kind of number, folded."""
-    lone = (
-        ""
-        if study.turns
-        else " How far they differ from run to run is not known: intervals are of this run."
-    )
-    lines = [
-        "**Time**: the median of repeated calls in a process of its own, with a 95 % interval that also holds how far "
-        "the machine's speed drifted during the run. *Unstable*: the samples vary by more than "
-        f"{100 * UNSTABLE:.0f} % or drift, their interval within the run is wider than {100 * WIDEST:.0f} % of the "
-        "median, other processes used the cores meanwhile, or they disagree with an earlier run. The **roofline** is "
-        "the shortest time that this device's peak rates allow.",
-        "**Speed-ups** are medians of back-to-back pairs, so they can differ from the quotient of the two times. The "
-        "**noise floor** is the largest factor by which the same work differed when it was measured twice. A speed-up "
-        "whose interval reaches into it is marked *within noise*." + lone,
-        "**Checks**: each row was compared with the float64 reference in the process that timed it. Errors are "
-        "relative norms. A row that fails, or is faster than its roofline, is listed with the reason and not shown.",
-        "**Peak memory** includes q, k, v and the output, and is given as a multiple of them too.",
-        "**Instead of a time**: *refused* or *unsupported* code says that it cannot run this call here. An *incorrect* "
-        "result is off by more than is allowed. A *suspect* time or size is below what is possible. With *more ranks "
-        "than cores* the check ran, but ranks wait for each other, so no time is shown.",
-        "**Faster than dense**: a sparse pattern leaves out keys, so it computes another function.",
-        "**Patterns**: with *head groups* each group of heads runs one branch; with *offsets by branch* branch i "
-        "starts at row i mod its rate.",
-    ]
-    return Text(lines, bullets=True, summary="What the numbers mean")
 
 
 # --------------------------------------------------------------------------------------
