@@ -22,7 +22,7 @@ from .advise import NEEDS, SECONDS, advise, columns, dtype_name
 from .attention import check_tensors
 from .checks import check_choice, parse_bytes, parse_count, parse_counts, parse_dtype
 from .cost import PASSES, format_bytes, format_seconds
-from .estimate import SHAPE, Estimate, estimate, longest
+from .estimate import NETWORK_REMOVED, SHAPE, Estimate, estimate, longest
 from .kernels import triton_config
 from .kernels.triton_config import TILE_PASSES
 from .measure import provenance, suites
@@ -31,6 +31,11 @@ from .presets import NAMED, named
 from .report.evidence import learned, stored
 from .report.places import ReportError, UsageError, plan, reports_folder
 
+GONE = {  # former commands, and where they went
+    "network": NETWORK_REMOVED,
+    "pdf": "pdf was removed; open a page of reports/ in a browser and print it to PDF",
+    "quality": "the trainings went to notebooks/quality: make report QUALITY=1",
+}
 STOPPED = "interrupted: what is done is kept; run again to go on"
 CALL = (
     ValueError,
@@ -72,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for option in argv:  # argparse reads this value as none, some or "--", by version
         if option.startswith("--") and option.endswith("=--"):
             parser.error(f"argument {option[:-3]}: expected one argument")
+    if gone := GONE.get(argv[0] if argv else ""):
+        return _refuse(gone)
+    if any(x.partition("=")[0] == "--network" for x in argv):
+        return _refuse(NETWORK_REMOVED)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         given.parser.error(f"unrecognized arguments: {' '.join(unknown)}")

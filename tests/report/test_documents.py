@@ -104,7 +104,7 @@ def test_provenance_says_clocks_completeness_and_counts(tmp_path):
         and "GPU before a group" in found
     )
     plain = facts(made("000"))
-    assert "GPU before a group" not in plain and "Inputs" in plain
+    assert "GPU before a group" not in plain and "Complete" in plain
     # Lines that are no rows do not stop it.
     (tmp_path / "samples.jsonl").write_bytes(b'\xff\n[1]\n{"kind": "res\n')
     assert findings.provenance(replace(study_of(made("000")), folder=tmp_path)).rows

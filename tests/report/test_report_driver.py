@@ -21,12 +21,13 @@ from reporting import (
     figure,
     notebook,
     run_in_this_process,
+    study_of,
     two_points,
     write_two_rows,
 )
 from ringlab import cli, measure
 from ringlab.measure import provenance, timing
-from ringlab.report import driver, index, places, render
+from ringlab.report import driver, first_screen, index, places, render
 from started import gone
 
 
@@ -325,20 +326,16 @@ def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_ru
             raise render.NotebookFailed("bad.ipynb: no luck")
         return in_process(source, *rest, **more)
 
-    screen = {
-        "title": "a CPU",
-        "lines": ["It **was** fast."],
-        "figures": [],
-        "html": "",
-        "markdown": "",
-    }
+    about = study_of([])
+    screen = first_screen.first_screen(about, {}).stored()
+    screen |= {"figure": None, "html": "It was fast."}
     index.write_manifest(
         place / "cpu", {"reports": [], "first_screen": screen}, complete=True
     )
     monkeypatch.setattr(render, "execute", fails)
     with pytest.raises(places.ReportError, match="^bad.ipynb: no luck$"):
         report(place, bad, good)
-    assert "It <strong>was</strong> fast." in (place / "index.html").read_text(), (
+    assert "It was fast." in (place / "index.html").read_text(), (
         "the earlier first screen stays"
     )
     assert (place / "cpu" / "good.html").is_file() and not (

@@ -111,7 +111,7 @@ def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch, tm
             "argument --dtype: unknown dtype 'nn'; known: float64, float32, ",
         ),
         (["estimate", "--foo", "5"], "--foo 5; see python -m ringlab estimate --help"),
-        (["advise", "--network=x"], "--network=x; see python -m ringlab advise --help"),
+        (["advise", "--nothing=x"], "--nothing=x; see python -m ringlab advise --help"),
         (["estimate", "--memory", "80"], "memory is a number with a unit, as 80GiB"),
         (["advise", "--seq-len", "1.3X"], "--seq-len: it must be a number, as "),
         (
@@ -233,6 +233,21 @@ def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "run", stop)
     code, _, err = said(capsys, "measure", "--profile", "cpu", "--data", str(tmp_path))
     assert code == 130 and "run again" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "argv, instead",
+    [
+        (["network"], "estimate tells what ranks send"),
+        (["estimate", "--seq-len", "512", "--network", "network.json"], "estimate"),
+        (["advise", "--seq-len", "512", "--network=network.json"], "estimate tells"),
+        (["pdf", "--profile", "cpu"], "open a page of reports/ in a browser"),
+    ],
+)
+def test_what_was_removed_is_refused_and_it_is_said_what_to_use(capsys, argv, instead):
+    code, out, err = said(capsys, *argv)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f" removed; {instead}" in err
 
 
 @pytest.mark.parametrize(

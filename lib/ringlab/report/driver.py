@@ -204,11 +204,12 @@ class Pages:
             entries.append(entry)
         if self.first_screen:
             screen = first_screen(study, drawn)
-            if (figure := screen.figure) and figure.png:  # not one of a page
-                images = ("svg", figure.svg), ("png", figure.png)
+            if figure := screen.figure:  # a page has the image of its own figure
+                images = (("svg", figure.svg), ("png", figure.png))
                 files += [
                     render.write(self.folder / "figures" / f"{figure.name}.{x}", data)
                     for x, data in images
+                    if data
                 ]
             manifest["first_screen"] = screen.stored()
         manifest["reports"] = entries

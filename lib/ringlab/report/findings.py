@@ -253,7 +253,6 @@ def failures(study: Study, told: Sequence = ()) -> Table | None:
 NAMES = {
     "commit": "Commit",
     "dirty": "Changed since that commit",
-    "ringlab": "ringlab",
     "engine": "Engine (hash of its code)",
     "method": "Method (hash of its code)",
     "device_name": "Device",
@@ -261,13 +260,11 @@ NAMES = {
     "cpu": "CPU",
     "cpu_capability": "Instruction set",
     "threads": "Threads",
-    "cpu_mhz": "CPU clock at the start of a group (MHz)",
     "torch": "torch",
     "cuda": "CUDA",
     "driver": "Driver",
     "python": "Python",
     "machine": "Machine (salted id)",
-    "load_average": "Load average of the last minute",
     "others_cores": "Cores that others used meanwhile",
 }
 STATES = {"gpu_before": "GPU before a group", "gpu_after": "GPU after a group"}
@@ -315,7 +312,6 @@ def provenance(study: Study) -> Table:
         "Samples of one point, least to most": f"{samples}, warm-up discarded; 95 % intervals"
         if samples
         else None,
-        "Inputs": "normal, from a generator seeded by the point's own hash",
     }
     known = [[name, value] for name, value in found.items() if value is not None]
     return Table("Where these rows come from", ["What", "Value"], known, folded=True)
