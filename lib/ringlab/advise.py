@@ -542,8 +542,9 @@ class _Advisor:
         end, ends = self._dense_until(options["exact"])
         name, why = self._chosen(need, options, end, ends)
         advised = options[name]
-        # The dense layers need most.
-        placed = self.place(Dense() if advised.dense_every else advised.pattern)
+        placed = self.place(advised.pattern)
+        if advised.dense_every and advised.peak_bytes != options["local"].peak_bytes:
+            placed = self.place(Dense())  # its dense layers need most
         kept = self._checkpointing(placed)
         choices = (
             Decision("pattern", advised.pattern, POLICY, why),

@@ -503,6 +503,17 @@ def test_a_slowdown_of_a_tenth_is_found_where_the_noise_allows_it():
     assert allowed >= 0.5 * 150 and slower >= 0.95 * allowed
 
 
+def test_a_slowdown_of_a_tenth_is_found_in_the_run_as_a_whole():
+    """In all of five runs, whatever the machine drifts by; and none where nothing is."""
+    for slow, least in ((1.0, 0.95), (1.10, 1.05)):
+        for seed in range(5):
+            run = session(seed + 40, slow=slow)
+            value, low, high = compare.compare(run, session(seed)).whole
+            assert least < value < least + 0.1
+            assert (low > 1) == (slow > 1) and low < slow * 1.01 and high > slow * 0.99
+    assert compare.compare(session(0, anchors=()), session(1)).whole is None
+
+
 def test_without_anchors_the_drift_of_a_run_passes_for_a_difference_and_is_said():
     found = compare.compare(*(session(seed, anchors=()) for seed in (0, 1)))
     assert not found.drifts

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, geometric_mean, median
+from statistics import fmean, geometric_mean, median, stdev
 
 from scipy.stats import false_discovery_control, t
 
@@ -231,6 +231,24 @@ class Comparison:
     def same(self) -> bool:
         """Both sides are the same rows."""
         return all(pair.reason == SAME for pair in self.pairs)
+
+    @property
+    def whole(self) -> tuple[float, float, float] | None:
+        """How many times as long the first run took as a whole, beside the drift of each
+        group, with the ends of an interval over groups; None for few groups with anchors.
+        """
+        logs: dict[str, list[float]] = {}
+        for pair in self.timed:
+            if (group := pair.first.group) in self.drifts:
+                log = math.log(pair.ratio.value) - self.drifts[group]
+                logs.setdefault(group, []).append(log)
+        means = [fmean(each) for each in logs.values()]
+        if len(means) < FEW:
+            return None
+        reach = quantile(len(means) - 1, FALSE_ALARMS) * stdev(means)
+        reach /= math.sqrt(len(means))
+        mean = fmean(means)
+        return tuple(math.exp(mean + x) for x in (0.0, -reach, reach))
 
     @property
     def seen(self) -> int:
@@ -489,6 +507,13 @@ def _summary(found: Comparison) -> Iterable[str]:
         yield (
             f"In {found.seen} of {len(timed)} rows a time {SEEN:g} times as long would be seen. "
             f"Geometric mean of {first} / {second}: {number(mean)}."
+        )
+    if whole := found.whole:
+        value, low, high = whole
+        word = "within noise" if low <= 1 <= high else "slower" if low > 1 else "faster"
+        yield (
+            f"As a whole, beside the drift of each group, {first} took {number(value)} times as long "
+            f"({interval(low, high)}): {word}."
         )
 
 

@@ -4,7 +4,6 @@ what the numbers mean, where they come from.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from ..measure.validity import objection, reason, status
 from .rows import SHORT, label, pass_of
 from .study import Study
 from .tables import FINDING, Cell, Table, Text, counted, number, size, some
-from .trust import NORMAL
 
 _longest = cache(longest)
 HEADS = {"heads": 8, "head_dim": 64}  # of a call for which lengths are computed
@@ -120,11 +118,6 @@ def trust_line(study: Study) -> str:
         else "no second run to compare with"
     )
     floor = f"The same work, measured twice in turns, differed by up to {number(study.noise_floor)}×"
-    if study.pace:
-        pace = math.exp(2**0.5 * NORMAL * study.pace)  # of two rows, 95 % of them
-        floor += (
-            f"; most calls that came twice in the run, by less than {number(pace)}×"
-        )
     return (
         f"**Trust**: {good} of {len(ran)} measurements passed their check against the float64 reference "
         f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"
