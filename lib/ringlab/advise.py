@@ -24,7 +24,7 @@ from .cost import far_queries, format_bytes, format_seconds
 from .engine import Execution
 from .estimate import NETWORK_REMOVED, Estimate, cost_of, estimate_of, rates_of
 from .meta_run import MetaCall
-from .patterns import Dense, Dilated, Pattern
+from .patterns import Dense, Pattern
 from .ring import SCHEMES, Layout
 from .ring.layout import layout_named
 from .ring.volume import unevenness
@@ -38,6 +38,7 @@ DENSE_LAYER = 4  # of so many layers with windows one is dense, the first
 SECONDS = 1.0  # what a call of one layer may take
 EVEN = 1.1  # shards stay contiguous while the busiest rank computes at most this many times the average
 TILE = 512
+MOST_TILES = 16  # a side; more take minutes to run without data
 SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its backward
 MOST_RANKS = 32  # tried for a sequence that does not fit
 STEP = 128  # a shorter length is sought in multiples of so many positions a rank
@@ -158,7 +159,7 @@ def attend(q, k, v, pattern):
 
 made = {{'dtype': {dtype}, 'device': device, 'requires_grad': {grad}}}
 q, k, v = (torch.randn({batch}, seq_len, heads, {head_dim}, **made) for heads in {heads})
-out = {out}
+{out}
 {backward}"""
 TORCHRUN = (
     '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
@@ -241,7 +242,12 @@ class Advice:
             else "no shorter length was found that fits"
         )
         ranks = f"; {self.enough_ranks} ranks hold it" if self.enough_ranks else ""
-        return f"does not fit: {have}; {longest}{ranks}"
+        held = [
+            f"; {x.name} fit"
+            for x in self.options
+            if x.peak_bytes and x.peak_bytes <= self.budget_bytes
+        ]
+        return f"does not fit: {have}; {longest}{ranks}{''.join(held)}"
 
     @property
     def settings(self) -> str:
@@ -318,7 +324,9 @@ class Advice:
         if dense_every:
             lines += f"# Layer i attends with layers[i % {dense_every}].\n"
             lines += f"layers = [ringlab.Dense()] + [pattern] * {dense_every - 1}\n"
+        attend = "attend(q, k, v, pattern)"
         if kept:
+            attend = "checkpoint(attend, q, k, v, pattern, use_reentrant=False)"
             imports += "from torch.utils.checkpoint import checkpoint\n"
         return CODE.format(
             about="\n".join(f"# {line}" for lines in about for line in lines),
@@ -335,9 +343,9 @@ class Advice:
             batch=c.batch,
             head_dim=c.head_dim,
             heads=[c.heads, c.kv_heads, c.kv_heads],
-            out="checkpoint(attend, q, k, v, pattern, use_reentrant=False)"
-            if kept
-            else "attend(q, k, v, pattern)",
+            out=f"for pattern in layers:\n    out = {attend}"
+            if dense_every
+            else f"out = {attend}",
             backward="out.sum().backward()\n" if backward else "",
         )
 
@@ -394,9 +402,10 @@ def advise(
     """Advise an attention for ``seq_len`` tokens on ``ranks`` of a profile, and the
     dtype, backend, scheme, layout and checkpointing to run it with.
 
-    Dense attention is advised while a call of one layer takes at most ``seconds`` and
-    fits in memory. Beyond that ``need`` decides. "exact": dense all the same. "far": a
-    query has to find keys from anywhere; windows, and one dense layer of four. "local":
+    Dense attention is advised while a call of one layer takes at most ``seconds``; it
+    needs about as much memory as the others, and whether that is there is said beside
+    it. Beyond that ``need`` decides. "exact": dense all the same. "far": a
+    query has to find keys from anywhere; windows, and the first of four layers dense. "local":
     its neighbours are enough; windows alone, at any length. ``pattern``: one to keep
     instead of a choice by need, as ``ringlab.ladder(seq_len, heads=heads)`` for who has
     a LongNet.
@@ -404,7 +413,7 @@ def advise(
     ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``:
     of a rank (None: the profile's). ``rows``: measured calls on this hardware, which
     make times of rooflines. ``trained``: what small models learned with "dense",
-    "far", "local", "ladder", in words. A ``dtype`` or ``layout`` that is given is kept.
+    "far", "local", in words. A ``dtype`` or ``layout`` that is given is kept.
     ``estimates=False``: memory, which takes seconds to find, stays unknown. ``network``
     is refused: predicted times were removed.
 
@@ -416,7 +425,7 @@ def advise(
     >>> advice.advised.name, advice["dtype"], advice.fits
     ('dense attention', torch.float32, True)
     >>> advise("gtx1080", 131072, passes="fwd", estimates=False).advised.name
-    'windows of 2,048, one layer of 4 dense'
+    'windows of 2,048, the first of 4 layers dense'
     """
     if network is not None:
         raise TypeError(NETWORK_REMOVED)
@@ -620,7 +629,7 @@ class _Advisor:
         near = self._option("local", f"windows of {WINDOW:,}", window, "local")
         found = {}
         if isinstance(wanted, Pattern):
-            kind = {Dense: "dense", Dilated: "ladder"}.get(type(wanted), "")
+            kind = "dense" if isinstance(wanted, Dense) else ""
             found["asked"] = self._option("asked", str(wanted), wanted, kind)
         found["exact"] = dense
         if near.share < 1:
@@ -655,7 +664,7 @@ class _Advisor:
         return replace(
             near,
             need="far",
-            name=f"{near.name}, one layer of {DENSE_LAYER} dense",
+            name=f"{near.name}, the first of {DENSE_LAYER} layers dense",
             share=mean("share"),
             reach=dense.reach,
             seconds=mean("seconds"),
@@ -678,7 +687,15 @@ class _Advisor:
         for e in alike:
             if (e.pattern, e.seq_len, e.shape) == (pattern, n, shape):
                 return e.seconds, MEASURED
-        near = min(alike, key=lambda e: abs(math.log(e.seq_len / n)))
+
+        def distance(e: Evidence) -> tuple:
+            kinds = [
+                [type(x) for x in getattr(p, "parts", ())] for p in (pattern, e.pattern)
+            ]
+            unlike = kinds[0] != kinds[1], e.shape[-1] != c.causal
+            return *unlike, abs(math.log(e.seq_len / n))
+
+        near = min(alike, key=distance)
         return bound * near.over_roofline, ABOUT
 
     def _dense_until(self, dense: Option) -> tuple[int | None, str | None]:
@@ -708,7 +725,8 @@ class _Advisor:
         if ends:
             limit = {"time": f"within {format_seconds(self.seconds)} a call"}
             limit = limit.get(ends, "in memory")
-            until = f"dense attention stays {limit} up to about {rounded(end):,} tokens"
+            most = "at most " if ends == "time" and dense.time == AT_LEAST else ""
+            until = f"dense attention stays {limit} up to {most}about {rounded(end):,} tokens"
         if "asked" in options:
             return "asked", f"a pattern that is given is kept; {until}"
         if "far" not in options:
@@ -719,10 +737,13 @@ class _Advisor:
             seen = f"{100 * options['local'].share:.2g} % of the pairs"
             return "local", f"neighbours alone, as asked: {seen}; {until}"
         if dense.seconds <= self.seconds:
-            return "exact", f"it takes {dense.takes}; {until}"
+            takes = (
+                f"it takes {dense.takes}" if dense.seconds else "its time is not known"
+            )
+            return "exact", f"{takes}; {until}"
         learned = options["far"].trained or "whether models learn with it is unknown"
         ranks = math.ceil(dense.seconds * self.call.ranks / self.seconds)
-        more = f", within it on {ranks} ranks" if ranks <= MOST_RANKS else ""
+        more = f", within it on {ranks} ranks at least" if ranks <= MOST_RANKS else ""
         return "far", f"{until}, here it takes {dense.takes}{more}; {learned}"
 
     # ----------------------------------------------------------------------------------
@@ -771,6 +792,7 @@ class _Advisor:
         if (
             self.call.backend == "eager"
             and self.estimates
+            and self.seq_len <= MOST_TILES * TILE
             and not self._fits(placed.estimate)
         ):
             why = f"{format_bytes(self._need(placed.estimate))} without tiles"

@@ -184,14 +184,17 @@ def short_repr(value) -> str:
 
 
 def _number(text: str, units: dict[str, int], wanted: str) -> int:
-    """The whole number in ``text`` times its unit, rounded down; ValueError names what
-    is ``wanted``.
+    """The whole number in ``text`` times its unit, bytes rounded down; ValueError names
+    what is ``wanted``.
     """
     number = r"(\d[\d_]{0,399}(?:\.\d{1,99})?(?:e\d\d?)?)\s*([a-z]*)"
     found = re.fullmatch(number, text.strip(), re.IGNORECASE)
     if not found or found[2].upper() not in units:
         raise ValueError(f"{wanted}, got {short_repr(text)}")
-    return int(Fraction(found[1].replace("_", "")) * units[found[2].upper()])
+    value = Fraction(found[1].replace("_", "")) * units[found[2].upper()]
+    if units is COUNTS and value.denominator > 1:
+        raise ValueError(f"{wanted}, got {short_repr(text)}")
+    return int(value)
 
 
 def parse_count(text: str, name: str = "it") -> int:
@@ -201,7 +204,7 @@ def parse_count(text: str, name: str = "it") -> int:
     >>> [parse_count(text) for text in ("131072", "128K", "1M", "1e6", "8_192")]
     [131072, 131072, 1048576, 1000000, 8192]
     """
-    return _number(text, COUNTS, f"{name} must be a number, as 131072, 128K, 1M or 1e6")
+    return _number(text, COUNTS, f"{name} must be a whole number, as 131072, 128K, 1M or 1e6")
 
 
 def parse_counts(text: str, name: str = "each") -> list[int]:

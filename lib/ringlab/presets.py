@@ -67,6 +67,8 @@ def named(
         if option not in known:
             raise ValueError(f"the pattern {name!r} takes no {option}")
     options = {x: DEFAULTS[x] for x in known if x in DEFAULTS} | options
+    if name == "ladder" and seq_len is None:
+        raise ValueError("the pattern 'ladder' needs a sequence length")
     return (
         ladder(seq_len, heads=heads, **options)
         if name == "ladder"

@@ -148,17 +148,17 @@ def test_variants_have_the_numbers_of_estimate():
 REFUSED = [
     (
         {"kind": "dilated", "segment_lengths": "2048, x"},
-        "each of segment_lengths must be a number, as 131072, 128K, 1M or 1e6, got 'x'",
+        "each of segment_lengths must be a whole number, as 131072, 128K, 1M or 1e6, got 'x'",
     ),
     (
         {"kind": "dilated", "segment_lengths": ""},
-        "each of segment_lengths must be a number, as 131072, 128K, 1M or 1e6, got ''",
+        "each of segment_lengths must be a whole number, as 131072, 128K, 1M or 1e6, got ''",
     ),
     (
         {"kind": "dilated", "dilation_rates": "1"},
         "segment_lengths and dilation_rates differ in length: 2 and 1",
     ),
-    ({"seq_len": "long"}, "the length must be a number, as 131072, 128K, "),
+    ({"seq_len": "long"}, "the length must be a whole number, as 131072, 128K, "),
     ({"seq_len": "1 2"}, "1M or 1e6, got '1 2'"),
     ({"seq_len": "0"}, "seq_len must be a positive integer"),
     ({"seq_len": "2G"}, "must be a positive integer up to 2**35"),

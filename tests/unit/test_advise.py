@@ -359,7 +359,7 @@ def test_rows_of_another_cpu_are_no_evidence(monkeypatch, tmp_path):
 
 def test_what_small_models_learned_is_that_of_the_page(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("ringlab.report.evidence.reports_folder", lambda: tmp_path)
-    facts = {"tokens": 512, "recalled": {"Dense": 508, "Window": 32}}
+    facts = {"tokens": 512, "window": 48, "recalled": {"Dense": 508, "Window": 32}}
     for name, reports in (
         ("a", "no list"),
         ("b", [{"name": "quality", "facts": facts}]),

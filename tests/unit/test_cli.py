@@ -104,7 +104,7 @@ def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch, tm
         ),
         (
             ["estimate", "--dilation-rates", "1;2"],
-            "argument --dilation-rates: each must be a number, as 131072, 128K, ",
+            "argument --dilation-rates: each must be a whole number, as 131072, 128K, ",
         ),
         (
             ["estimate", "--dtype", "nn"],
@@ -113,7 +113,7 @@ def test_profiles_lists_each_with_its_policy_and_why_not(capsys, monkeypatch, tm
         (["estimate", "--foo", "5"], "--foo 5; see python -m ringlab estimate --help"),
         (["advise", "--nothing=x"], "--nothing=x; see python -m ringlab advise --help"),
         (["estimate", "--memory", "80"], "memory is a number with a unit, as 80GiB"),
-        (["advise", "--seq-len", "1.3X"], "--seq-len: it must be a number, as "),
+        (["advise", "--seq-len", "1.3X"], "--seq-len: it must be a whole number, as "),
         (
             ["report", "--profile"],
             "argument --profile: expected one argument; see python -m ringlab report --help",

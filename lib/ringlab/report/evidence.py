@@ -20,7 +20,6 @@ TRAINED = {
     "dense": "Dense",
     "far": "Window, first layer dense",
     "local": "Window",
-    "ladder": "LongNet",
 }
 
 
@@ -69,8 +68,8 @@ def learned() -> dict[str, str]:
             facts = [r["facts"] for r in reports if r.get("facts")]
             for found in facts:
                 return {
-                    kind: f"trained: small models recall {found['recalled'][name]:,} of "
-                    f"{found['tokens']:,} tokens back"
+                    kind: f"trained small, with windows of {found['window']}: recalls "
+                    f"{found['recalled'][name]:,} of {found['tokens']:,} tokens back"
                     for kind, name in TRAINED.items()
                     if name in found["recalled"]
                 }

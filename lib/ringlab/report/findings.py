@@ -110,8 +110,8 @@ def trust_line(study: Study) -> str:
     again, agreed = study.repeats
     good = len(study.good)
     ran = [r for r in study.results if status(r) != "unsupported"]
-    kinds = Counter(_kind(r) for r in ran if objection(r))
-    rejected = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    kinds = Counter(rejected(r) for r in ran if objection(r))
+    rejects = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     twice = (
         f"{agreed} of {again} times agree with an earlier run"
         if again
@@ -121,14 +121,14 @@ def trust_line(study: Study) -> str:
     return (
         f"**Trust**: {good} of {len(ran)} measurements passed their check against the float64 reference "
         f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"
-        f"{f'; rejected: {rejected}' if rejected else ''}. "
+        f"{f'; rejected: {rejects}' if rejects else ''}. "
         f"{f'{absent} more could not run on this device. ' if (absent := len(study.results) - len(ran)) else ''}"
         f"{floor if study.controls else 'No call was measured twice in a run'}. "
         f"Unstable times: {sum(r.unstable for r in timed)} of {len(timed)}; {twice}."
     )
 
 
-def _kind(row) -> str:
+def rejected(row) -> str:
     """What a rejected row is of."""
     if row.point.system in PEERS:
         return "of other packages"

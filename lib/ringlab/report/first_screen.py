@@ -25,6 +25,7 @@ from ..patterns import Dense
 from . import figures
 from .evidence import evidence, learned
 from .figures import Figure
+from .findings import rejected
 from .rows import SHORT
 from .study import Study, with_rates
 from .tables import Cell, Table, number, size
@@ -34,7 +35,7 @@ FAST = 131072  # tokens of the answer to how fast
 SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}  # of a call, as in the landscape
 LINES = {  # of options, by need
     "exact": ("Dense", figures.GREY),
-    "far": ("Windows, one layer of 4 dense", figures.PURPLE),
+    "far": ("Windows, first of 4 layers dense", figures.PURPLE),
     "local": (suites.ADVISED, figures.BLUE),
 }
 
@@ -131,7 +132,7 @@ def _facts(study: Study, advised: Mapping, known: Advice) -> dict:
         "computed": study.computed,
         "profile": study.profile.name,
         "checked": [len(study.good), len(ran)],
-        "rejected": Counter(map(status, filter(objection, ran))),
+        "rejected": Counter(map(rejected, filter(objection, ran))),
         "noise": number(study.noise_floor) if study.controls else None,
         "unstable": [sum(r.unstable for r in timed), len(timed)],
         "again": [agreed, again],
@@ -165,7 +166,8 @@ def _takes(advice: Advice | None, need: str = "") -> Cell | None:
         return None
     budget = advice.budget_bytes
     if budget is not None and (option.peak_bytes or 0) > budget:
-        ranks = f"{advice.enough_ranks} devices hold it" if advice.enough_ranks else ""
+        enough = option is advice.advised and advice.enough_ranks
+        ranks = f"{enough} devices hold it" if enough else ""
         return Cell("does not fit", ranks, kind="bad")
     return Cell(option.takes)
 
@@ -175,14 +177,16 @@ def _decisions(advised: Mapping, profile: str, trained: str) -> Table:
     lines = []
     for n, (forward, training) in advised.items():
         known = forward or training
-        need = training and training.need_bytes
+        need = known.advised.need if known else ""
+        trained_with = training and _option(training, need)
+        held = trained_with and trained_with.peak_bytes
         lines.append(
             [
                 n,
                 known.advised.name if known else Cell("does not fit", kind="bad"),
                 _takes(forward),
-                _takes(training),
-                size(need) if need else None,
+                _takes(training, need),
+                size(held) if held else None,
                 _takes(forward, "exact"),
                 _takes(forward, "local"),
             ]
@@ -201,7 +205,7 @@ def _decisions(advised: Mapping, profile: str, trained: str) -> Table:
         lines,
         note="A call of one layer, 8 heads of 64, not causal; of mixed layers the average. Without a sign: measured. "
         "About: from a measured call of the kind, by roofline. ≥: a computed lower bound. Windows see neighbours "
-        f"alone. {f'One layer of 4 dense: {trained}. ' if trained else ''}Other lengths, shapes and needs: "
+        f"alone. {f'First of 4 layers dense: {trained}. ' if trained else ''}Other lengths, shapes and needs: "
         f"`.venv/bin/python -m ringlab advise --profile {profile} --seq-len N`.",
         cards=True,
     )
