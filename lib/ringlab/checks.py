@@ -204,7 +204,9 @@ def parse_count(text: str, name: str = "it") -> int:
     >>> [parse_count(text) for text in ("131072", "128K", "1M", "1e6", "8_192")]
     [131072, 131072, 1048576, 1000000, 8192]
     """
-    return _number(text, COUNTS, f"{name} must be a whole number, as 131072, 128K, 1M or 1e6")
+    return _number(
+        text, COUNTS, f"{name} must be a whole number, as 131072, 128K, 1M or 1e6"
+    )
 
 
 def parse_counts(text: str, name: str = "each") -> list[int]:

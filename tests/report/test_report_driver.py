@@ -327,7 +327,7 @@ def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_ru
         return in_process(source, *rest, **more)
 
     about = study_of([])
-    screen = first_screen.first_screen(about, {}).stored()
+    screen = first_screen.first_screen(about, {}, {}).stored()
     screen |= {"figure": None, "html": "It was fast."}
     index.write_manifest(
         place / "cpu", {"reports": [], "first_screen": screen}, complete=True

@@ -19,6 +19,7 @@ import torch
 from .. import __version__, hardware, measure
 from ..measure import provenance, suites
 from . import index, render
+from .evidence import learned
 from .first_screen import first_screen
 from .places import Plan, ReportError, home, locked, note, plan
 from .published import DOCUMENTS
@@ -203,7 +204,7 @@ class Pages:
                 entry = known.get(source.stem, {}) | named | {"failed": str(failure)}
             entries.append(entry)
         if self.first_screen:
-            screen = first_screen(study, drawn)
+            screen = first_screen(study, drawn, learned(entries))
             if figure := screen.figure:  # a page has the image of its own figure
                 images = (("svg", figure.svg), ("png", figure.png))
                 files += [

@@ -5,6 +5,7 @@ small models learned with which attention.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import torch
 
@@ -58,21 +59,25 @@ def stored(profile: hardware.Profile) -> tuple[hardware.Profile, tuple[Evidence,
     return with_rates(study), evidence(study)
 
 
-def learned() -> dict[str, str]:
-    """What small models recalled with each attention of ``TRAINED``, in words, from the
-    page of quality; empty where no profile has that page.
+def learned(reports: Sequence[dict] = ()) -> dict[str, str]:
+    """What small models recalled with each attention of ``TRAINED``, in words: from the
+    page of quality among these ``reports`` of a manifest, else from a stored manifest;
+    empty where there is none.
     """
+    for found in (r["facts"] for r in reports if r.get("facts")):
+        return {
+            kind: f"trained small, with windows of {found['window']}: recalls "
+            f"{found['recalled'][name]:,} of {found['tokens']:,} tokens back"
+            for kind, name in TRAINED.items()
+            if name in found["recalled"]
+        }
+    if reports:
+        return learned()
     for path in sorted(reports_folder().glob("*/data/manifest.json")):
         try:
-            reports = json.loads(path.read_text(encoding="utf-8"))["reports"]
-            facts = [r["facts"] for r in reports if r.get("facts")]
-            for found in facts:
-                return {
-                    kind: f"trained small, with windows of {found['window']}: recalls "
-                    f"{found['recalled'][name]:,} of {found['tokens']:,} tokens back"
-                    for kind, name in TRAINED.items()
-                    if name in found["recalled"]
-                }
+            stored = json.loads(path.read_text(encoding="utf-8"))["reports"]
+            if any(r.get("facts") for r in stored):
+                return learned(stored)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             note(f"{path} cannot be read: {error}")
     return {}

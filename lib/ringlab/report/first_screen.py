@@ -15,7 +15,16 @@ from functools import partial
 
 import pandas
 
-from ..advise import AT_LEAST, SECONDS, WINDOW, Advice, Option, advise, dtype_name
+from ..advise import (
+    AT_LEAST,
+    SECONDS,
+    WINDOW,
+    Advice,
+    Option,
+    advise,
+    dtype_name,
+    local,
+)
 from ..cost import format_seconds
 from ..estimate import longest
 from ..hardware import Profile
@@ -23,7 +32,7 @@ from ..measure import suites
 from ..measure.validity import objection, status, threads
 from ..patterns import Dense
 from . import figures
-from .evidence import evidence, learned
+from .evidence import evidence
 from .figures import Figure
 from .findings import rejected
 from .rows import SHORT
@@ -31,6 +40,7 @@ from .study import Study, with_rates
 from .tables import Cell, Table, number, size
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
+MILLION = 2**20
 FAST = 131072  # tokens of the answer to how fast
 SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}  # of a call, as in the landscape
 LINES = {  # of options, by need
@@ -64,8 +74,11 @@ class FirstScreen:
         }
 
 
-def first_screen(study: Study, drawn: Mapping[str, Mapping]) -> FirstScreen:
-    """The first screen of a profile, with what its pages drew (by name). It takes
+def first_screen(
+    study: Study, drawn: Mapping[str, Mapping], trained: Mapping[str, str]
+) -> FirstScreen:
+    """The first screen of a profile, with what its pages drew (by name) and
+    what small models learned. It takes
     several seconds, to estimate memory.
     """
     ask = partial(
@@ -73,7 +86,7 @@ def first_screen(study: Study, drawn: Mapping[str, Mapping]) -> FirstScreen:
         with_rates(study),
         memory_bytes=study.memory_bytes,
         rows=evidence(study),
-        trained=learned(),
+        trained=trained,
         **SHAPE,
     )
     advised = {n: tuple(_try(ask, n, p) for p in ("fwd", "fwd+bwd")) for n in LENGTHS}
@@ -84,7 +97,7 @@ def first_screen(study: Study, drawn: Mapping[str, Mapping]) -> FirstScreen:
         _title(study),
         facts,
         _figure(study, advised, end, drawn.get("landscape-time")),
-        _decisions(advised, study.profile.name, facts["trained"]),
+        _decisions(advised, study.profile.name, trained.get("far", "")),
     )
 
 
@@ -109,11 +122,15 @@ def _facts(study: Study, advised: Mapping, known: Advice) -> dict:
     dtype = known["dtype"]
     how = {"dtype": dtype, "profile": study.profile, **SHAPE}
     held = study.memory_bytes and {
-        passes: longest(Dense(), study.memory_bytes, passes=passes, **how)
+        passes: min(
+            longest(pattern, study.memory_bytes, passes=passes, **how)
+            for pattern in (Dense(), local(MILLION))
+        )
         for passes in ("fwd", "fwd+bwd")
     }
     asked = advised.get(FAST, [None])[0] or known
     takes = {x.need: x.takes for x in asked.options}
+    known_to = max((e.seq_len for e in evidence(study) if e.passes == "fwd"), default=0)
     ran = [r for r in study.results if status(r) != "unsupported"]
     timed = [r for r in study.good if r.median]
     again, agreed = study.repeats
@@ -122,11 +139,13 @@ def _facts(study: Study, advised: Mapping, known: Advice) -> dict:
         "window": WINDOW,
         "dense_until": known.dense_until,
         "ends": known.ends,
-        "trained": learned().get("far", ""),
         "memory": study.memory_bytes and size(study.memory_bytes),
         "longest": held,
         "seq_len": asked.seq_len,
         "takes": takes,
+        "advised": asked.advised.takes,
+        "measured_to": known_to,
+        "million": held and [passes for passes in held if held[passes] >= MILLION],
         "dtype": SHORT[dtype_name(dtype)],
         "kernel": asked["kernel"],
         "computed": study.computed,
@@ -204,8 +223,9 @@ def _decisions(advised: Mapping, profile: str, trained: str) -> Table:
         ],
         lines,
         note="A call of one layer, 8 heads of 64, not causal; of mixed layers the average. Without a sign: measured. "
-        "About: from a measured call of the kind, by roofline. ≥: a computed lower bound. Windows see neighbours "
-        f"alone. {f'First of 4 layers dense: {trained}. ' if trained else ''}Other lengths, shapes and needs: "
+        "About: from a measured call of the kind, by roofline. ≥: a computed lower bound. A window shows the "
+        f"{WINDOW:,} tokens around each query. "
+        f"{f'First of 4 layers dense: {trained}. ' if trained else ''}Other lengths, shapes and needs: "
         f"`.venv/bin/python -m ringlab advise --profile {profile} --seq-len N`.",
         cards=True,
     )
