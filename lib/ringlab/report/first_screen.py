@@ -41,6 +41,7 @@ from .tables import Cell, Table, number, size
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
 MILLION = 2**20
+VERSION = 1  # of the facts that a manifest keeps: an index shows no others
 FAST = 131072  # tokens of the answer to how fast
 SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}  # of a call, as in the landscape
 LINES = {  # of options, by need
@@ -65,6 +66,7 @@ class FirstScreen:
         """What the manifest keeps, for the index; the image is a file in ``figures/``."""
         figure = self.figure
         return {
+            "version": VERSION,
             "title": self.title,
             "facts": self.facts,
             "figure": figure
@@ -130,7 +132,8 @@ def _facts(study: Study, advised: Mapping, known: Advice) -> dict:
     }
     asked = advised.get(FAST, [None])[0] or known
     takes = {x.need: x.takes for x in asked.options}
-    known_to = max((e.seq_len for e in evidence(study) if e.passes == "fwd"), default=0)
+    shape = SHAPE["batch"], SHAPE["heads"], SHAPE["heads"], SHAPE["head_dim"], False
+    alike = [e for e in evidence(study) if (e.shape, e.passes) == (shape, "fwd")]
     ran = [r for r in study.results if status(r) != "unsupported"]
     timed = [r for r in study.good if r.median]
     again, agreed = study.repeats
@@ -144,7 +147,7 @@ def _facts(study: Study, advised: Mapping, known: Advice) -> dict:
         "seq_len": asked.seq_len,
         "takes": takes,
         "advised": asked.advised.takes,
-        "measured_to": known_to,
+        "measured_to": max((e.seq_len for e in alike), default=0),
         "million": held and [passes for passes in held if held[passes] >= MILLION],
         "dtype": SHORT[dtype_name(dtype)],
         "kernel": asked["kernel"],

@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 from ..advise import rounded
 from . import theme
+from .first_screen import VERSION
 from .places import locked, note
 from .render import DATA, TEMPLATES, css, write
 from .tables import inline_html, markdown_text
@@ -180,7 +181,7 @@ def _screen(folder: Path, manifest: dict) -> dict | None:
     unless all of them are there.
     """
     screen = manifest.get("first_screen")
-    if not screen or "facts" not in screen:  # none, or of an earlier version
+    if not screen or screen.get("version") != VERSION:
         return None
     if figure := screen["figure"]:
         path = folder / "figures" / f"{figure['name']}.svg"
