@@ -34,6 +34,7 @@ class _Entry(NamedTuple):
     value: Any
     bytes: int
     cuda: list[torch.Tensor]  # the CUDA tensors of the value
+    streams: dict[torch.device, Any]  # on which they were built
 
 
 class PatternCache:
@@ -95,10 +96,13 @@ class PatternCache:
                 )  # another thread may have built it meanwhile
         if entry.cuda and torch.cuda.is_current_stream_capturing():
             self._captured.append(entry)  # a CUDA graph reads it at every replay
-        for tensor in entry.cuda:
-            # The current stream may not be the builder's: the allocator must wait for
-            # it before it reuses the bytes.
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        for device, built in entry.streams.items():
+            # If another stream reads, the allocator must wait for it before it reuses
+            # the bytes.
+            if (stream := torch.cuda.current_stream(device)) != built:
+                for tensor in entry.cuda:
+                    if tensor.device == device:
+                        tensor.record_stream(stream)
         return entry.value
 
     def stats(self) -> CacheStats:
@@ -135,9 +139,9 @@ class PatternCache:
                     "cache: a cached value must not require grad; detach it, or do not cache it"
                 )
             sizes = {s._cdata: s.nbytes() for t in tensors for s in storages(t)}
-            entry = _Entry(
-                value, sum(sizes.values()), [t for t in tensors if t.is_cuda]
-            )
+            cuda = [t for t in tensors if t.is_cuda]
+            streams = {t.device: torch.cuda.current_stream(t.device) for t in cuda}
+            entry = _Entry(value, sum(sizes.values()), cuda, streams)
         capturing = bool(entry.cuda) and torch.cuda.is_current_stream_capturing()
         # Tensor subclasses, as a compiler's fake tensors, belong to whoever made them,
         # and memory that is made while a CUDA graph is captured to that graph.
@@ -145,10 +149,8 @@ class PatternCache:
             type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors
         ):
             return entry
-        for device in {t.device for t in entry.cuda}:
-            torch.cuda.current_stream(
-                device
-            ).synchronize()  # so that readers on other streams need not wait
+        for stream in entry.streams.values():
+            stream.synchronize()  # so that readers on other streams need not wait
         evicted = []  # freed after the lock is released
         if entry.bytes <= self.max_bytes:
             with self._lock:

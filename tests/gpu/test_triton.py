@@ -5,15 +5,19 @@ No test here can say how fast they are. The Gluon kernels are in test_gluon.
 """
 
 import os
+import random
 import sys
 from importlib.util import find_spec
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
 from compiled import SHARED, fed, fits, resources
 from interpreted import PLAIN, printed, within_bounds
-from ringlab import Dilated, cli
+from ringlab import Dense, Dilated, cli
+from ringlab.block_patterns import sliding_window
+from ringlab.cache import PatternCache
 from ringlab.kernels import gluon, triton, triton_config, triton_tune
 from ringlab.kernels.base import HALF, DeviceSpec
 from ringlab.kernels.triton_config import TILE_PASSES, Use
@@ -296,6 +300,92 @@ def test_tuning_without_a_gpu_is_one_line(capsys):
         triton_tune.tune(
             *[torch.randn(1, 8, 1, 16)] * 3, Dilated([8], [1]), passes=("backward",)
         )
+
+
+# --------------------------------------------------------------------------------------
+# launches that are kept
+
+
+def special(x):
+    """What Triton compiles a kernel for, of an argument."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, bool | str):
+        return x
+    if isinstance(x, float):
+        return "float"
+    return "int", x == 1, x % 16 == 0, abs(x) < 1 << 31
+
+
+class Jitted:
+    """A kernel that computes nothing and has the contract of one of Triton's: what its
+    first call returns may be launched for the same kinds of arguments alone.
+    """
+
+    def __init__(self, kernel):
+        self.names, self.compiled, self.launched = kernel.arg_names, 0, 0
+
+    def __getitem__(self, grid):
+        def call(*arguments, num_warps=4, num_stages=3, **constants):
+            assert [*constants] == self.names[len(arguments) :]
+            self.compiled += 1
+            return Ready(self, [*map(special, (*arguments, *constants.values()))])
+
+        return call
+
+
+class Ready(NamedTuple):
+    kernel: Jitted
+    kinds: list
+
+    def __getitem__(self, grid):
+        assert len(grid) == 3
+
+        def call(*arguments):
+            assert [*map(special, arguments)] == self.kinds
+            self.kernel.launched += 1
+
+        return call
+
+
+def shifted(shape, by: int, dtype) -> torch.Tensor:
+    """Zeros that begin ``by`` elements after an aligned address."""
+    return torch.zeros(by + torch.Size(shape).numel(), dtype=dtype)[by:].view(shape)
+
+
+@needs_triton
+def test_a_kept_launch_gets_what_it_was_compiled_for(monkeypatch):
+    """Whatever changes between calls: lengths, heads, strides, addresses, dtypes, and
+    patterns of one and of several launches.
+    """
+    from ringlab.kernels import triton_kernels
+
+    jitted = {}
+    for name in (*TILE_PASSES, "row_sums"):
+        jitted[name] = Jitted(getattr(triton_kernels, name))
+        monkeypatch.setattr(triton_kernels, name, jitted[name])
+    kernel, cached = triton.TritonKernel(), PatternCache().get
+    choose = random.Random(0).choice
+    for _ in range(60):
+        n, heads = choose((64, 65, 128)), choose((1, 2, 4))
+        d, dtype, causal = choose((16, 20)), choose(HALF), choose((False, True))
+        pattern = choose(
+            (Dense(), Dilated([16, 32], [1, 2]), sliding_window(1, block_size=16))
+        )
+        shift = choose((0, 1, 8))  # elements before the first
+        q, k, v, dout = (
+            shifted((2, n, h, d), shift, dtype) for h in (heads, 1, 1, heads)
+        )
+        call = pattern, causal, 1.0, cached
+        for repeated in (False, True):
+            before = sum(each.compiled for each in jitted.values())
+            out, lse = kernel.attend(q, k, v, *call)
+            if shift:  # an lse that begins anywhere
+                lse = shifted(lse.shape, 1, lse.dtype)
+            kernel.gradients(dout, None, q, k, v, out, lse, *call)
+            more = sum(each.compiled for each in jitted.values()) - before
+            assert not (repeated and more)
+    assert all(each.launched > each.compiled for each in jitted.values())
 
 
 # --------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ def resources(
     kinds = {
         "scale": "fp32",
         "lse": "*fp32",
+        "log2": "*fp32",
         "less": "*fp32",
         "tiles": "*i32",
         "entries": "*i32",

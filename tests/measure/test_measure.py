@@ -281,9 +281,12 @@ def test_l2_is_flushed_before_each_timed_call(monkeypatch):
         "torch",
         SimpleNamespace(cuda=cuda, uint8=None, empty=lambda size, **_: buffer),
     )
-    assert timing.cuda_seconds(
-        lambda: order.append("call"), 3, "cuda"
-    ) == pytest.approx(0.003)
+    clock = iter([0.0, 1.0, 5.0, 5.5, 7.0, 7.0])  # around each call
+    monkeypatch.setattr(
+        timing, "time", SimpleNamespace(perf_counter=lambda: next(clock))
+    )
+    gpu_s, host_s = timing.cuda_seconds(lambda: order.append("call"), 3, "cuda")
+    assert (gpu_s, host_s) == (pytest.approx(0.003), pytest.approx(0.5))
     assert order == ["flush", "event", "call", "event"] * 3
 
 

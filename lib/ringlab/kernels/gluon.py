@@ -12,6 +12,7 @@ head_dim 256 was not tried.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 from functools import cache
@@ -19,6 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from . import jit
 from .external import missing
 from .tile_schedule import TileSchedule
 from .triton_config import LOG2E, Sizes, shortened
@@ -66,8 +68,7 @@ def unfit(
 
 def run(
     name: str,
-    size: Sizes,
-    schedule: TileSchedule,
+    launch,
     read: tuple[Tensor, ...],
     rows: tuple[Tensor, ...],
     results,
@@ -76,44 +77,56 @@ def run(
 ) -> None:
     """One launch, a program for each tile and batch entry.
 
-    ``read`` is (dout,) q, k, v, ``rows`` lse and less of a backward pass, ``results``
-    are written.
+    ``launch`` is a ``triton.Launch``, ``read`` (dout,) q, k, v, ``rows`` what
+    ``row_sums`` gave to a backward pass; ``results`` are written.
     """
     (b, n, heads, _), (_, keys, kv_heads, _) = read[-3].shape, read[-2].shape
-    by_key = name == "backward_kv"
-    described = [
-        descriptor(
-            t,
-            schedule.stride,
-            GROUP_ROWS if (i >= len(read) - 2) == by_key else size.cols,
-        )
-        for i, t in enumerate(read)
-    ]
-    if rows:
-        # In log2, inf for rows that see nothing, so that their probabilities are 0.
-        lse, less = rows
-        rows = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E), less
+    size, schedule, by_key = launch.size, launch.schedule, name == "backward_kv"
+    if not launch.descriptors:
+        launch.descriptors = [
+            _of(descriptor(t, schedule.stride, block_rows), None)  # keeps no tensor
+            for t, block_rows in zip(read, _block_rows(size, by_key, len(read)))
+        ]
+    described = map(_of, launch.descriptors, read)
     programs = len(schedule.tiles)
-    kernel = getattr(importlib.import_module(DEVICE_CODE), name)[(programs * b,)]
+    arguments = (
+        *described,
+        *rows,
+        *results,
+        schedule.tiles,
+        schedule.entries,
+        scale * LOG2E,
+        programs,
+        programs * b,
+        heads,
+        heads // kv_heads,
+        *((n, keys) if by_key else (n,)),
+    )
     with torch.cuda.device_of(read[0]):
-        kernel(
-            *described,
-            *rows,
-            *results,
-            schedule.tiles,
-            schedule.entries,
-            scale * LOG2E,
-            programs,
+        jit.launch(
+            getattr(importlib.import_module(DEVICE_CODE), name),
+            launch.compiled,
             programs * b,
-            heads,
-            heads // kv_heads,
-            *((n, keys) if by_key else (n,)),
-            STEP=schedule.stride,
-            CAUSAL=causal,
-            STAGES=size.stages,
+            arguments,
+            {"STEP": schedule.stride, "CAUSAL": causal, "STAGES": size.stages},
             num_warps=size.warps,
             maxnreg=REGISTERS,
         )
+
+
+def _block_rows(size: Sizes, by_key: bool, count: int) -> list[int]:
+    """The rows that a descriptor reads at once of each of (dout,) q, k, v: of k and v
+    where these own the tiles, else of the others, those of a warp group.
+    """
+    own, other = (size.cols, GROUP_ROWS) if by_key else (GROUP_ROWS, size.cols)
+    return [own] * (count - 2) + [other] * 2
+
+
+def _of(described, t: Tensor | None):
+    """The descriptor of another tensor that lies alike."""
+    other = copy.copy(described)
+    other.base = t
+    return other
 
 
 def descriptor(t: Tensor, stride: int, rows: int):

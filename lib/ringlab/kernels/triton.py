@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from .. import cache as caches
 from ..block_patterns import BlockSparse
 from ..modes import refuse_recording
 from ..patterns import Dense, Pattern
-from . import gluon, tile_schedule, triton_config
+from . import gluon, jit, tile_schedule, triton_config
 from .base import HALF, capability, needs_cuda, wants_dtype
 from .external import missing
 from .tile_schedule import Source, TileSchedule
@@ -46,14 +46,19 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-class Launch(NamedTuple):
-    """One launch of a pass. ``why``: the reason why the picked sizes cannot run here
-    and pointers are read, or None.
+@dataclass(eq=False)
+class Launch:
+    """One launch of a pass, for tensors that differ in nothing but their addresses.
+
+    ``why``: the reason why the picked sizes cannot run here and pointers are read, or
+    None. ``compiled`` is of ``jit.launch``, ``descriptors`` of ``gluon``.
     """
 
     size: Sizes
     schedule: TileSchedule
     why: str | None
+    compiled: dict = field(default_factory=dict)
+    descriptors: list = field(default_factory=list)
 
 
 def tuned(name: str, q: Tensor, k: Tensor, causal: bool, joins: bool) -> Sizes:
@@ -111,7 +116,7 @@ class TritonKernel:
         """
         refuse_recording("Triton's kernels", "efficient")
         b, n, heads, _ = q.shape
-        launches = self.launches("forward", (q, k, v), pattern, causal, cached)
+        launches = self._kept("forward", (q, k, v), pattern, causal, cached)
         dtype = q.dtype if len(launches) == 1 else torch.float32
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
         lse = torch.empty(b, heads, n, dtype=torch.float32, device=q.device)
@@ -139,8 +144,8 @@ class TritonKernel:
         """dq, dk, dv for the cotangents ``dout`` and ``dlse`` (b, h, n) or None, with
         the final out and lse.
         """
-        dout, lse, less = dense_rows(dout), lse.contiguous(), row_sums(dout, out, dlse)
-        given = dout, less, q, k, v, lse, pattern, causal, scale, cached
+        dout, rows = dense_rows(dout), row_sums(dout, out, lse, dlse, cached)
+        given = dout, rows, q, k, v, pattern, causal, scale, cached
         return *self.gradient("backward_q", *given), *self.gradient(
             "backward_kv", *given
         )
@@ -149,21 +154,20 @@ class TritonKernel:
         self,
         name,
         dout,
-        less,
+        rows,
         q,
         k,
         v,
-        lse,
         pattern: Pattern,
         causal,
         scale,
         cached=caches.GLOBAL.get,
     ):
-        """(dq,) of "backward_q" or (dk, dv) of "backward_kv"; ``less`` is the result of
+        """(dq,) of "backward_q" or (dk, dv) of "backward_kv"; ``rows`` is the result of
         ``row_sums``.
         """
         refuse_recording("Triton's kernels", "efficient")
-        launches = self.launches(name, (dout, q, k, v), pattern, causal, cached)
+        launches = self._kept(name, (dout, q, k, v), pattern, causal, cached)
         dtype = q.dtype if len(launches) == 1 else torch.float32
         made = torch.empty if launches[0].schedule.covered else torch.zeros
         into = [
@@ -171,10 +175,17 @@ class TritonKernel:
             for t in ((q,) if name == "backward_q" else (k, v))
         ]
         for i, launch in enumerate(launches):
-            _launch(
-                name, launch, (dout, q, k, v), (lse, less), into, scale, causal, i > 0
-            )
+            _launch(name, launch, (dout, q, k, v), rows, into, scale, causal, i > 0)
         return tuple(t.to(q.dtype) for t in into)
+
+    def _kept(self, name, read, pattern: Pattern, causal: bool, cached) -> list[Launch]:
+        """The launches of a pass, kept from call to call for one layout of the tensors
+        that it reads.
+        """
+        q, k = read[-3:-1]
+        picked = (self._pick(name, q, k, causal, joins) for joins in (False, True))
+        key = "launches", name, pattern, causal, *picked, *map(layout, read), q.device
+        return cached(key, lambda: self.launches(name, read, pattern, causal, cached))
 
     def launches(
         self, name, read, pattern: Pattern, causal: bool, cached=caches.GLOBAL.get
@@ -213,6 +224,11 @@ def compute_of(t: Tensor) -> tuple[int, int]:
     return capability(t.device) if t.is_cuda else (8, 0)
 
 
+def layout(t: Tensor) -> tuple:
+    """What a launch depends on of a tensor that it reads."""
+    return t.shape, t.stride(), t.dtype, t.data_ptr() % jit.ALIGNED
+
+
 def dense_rows(t: Tensor) -> Tensor:
     """A tensor whose last dimension is contiguous."""
     return t if t.stride(-1) == 1 else t.contiguous()
@@ -241,69 +257,78 @@ def _schedule(
     )
 
 
-def row_sums(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, (b, h, n) in fp32, for (b, n, h, d): what every
-    gradient pass subtracts.
+def row_sums(
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, cached
+) -> tuple[Tensor, Tensor]:
+    """(lse in log2, rowsum(dout * out) - dlse), each (b, h, n) in fp32, for (b, n, h,
+    d) and lse, dlse (b, h, n): what every gradient pass reads of a row. The lse of a
+    row that sees nothing becomes inf, so that its probabilities are 0.
     """
     from . import triton_kernels
 
-    dout, out = dense_rows(dout), dense_rows(out)
+    dout, out, lse = dense_rows(dout), dense_rows(out), lse.contiguous()
     (b, n, heads, d), rows = dout.shape, 32
-    found = torch.empty(b, heads, n, dtype=torch.float32, device=dout.device)
-    extra = found if dlse is None else dlse.float().contiguous()
+    log2, less = torch.empty_like(lse), torch.empty_like(lse)
+    extra = less if dlse is None else dlse.float().contiguous()
+    key = "row sums", layout(dout), layout(out), dlse is None, dout.device
+    constants = {"ROWS": rows, "DIM": d, "PAD": padded(d), "HAS_LSE": dlse is not None}
+    tiles = -(-n // rows)
+    numbers = heads, n, tiles, *dout.stride()[:3], *out.stride()[:3]
     with torch.cuda.device_of(dout):
-        triton_kernels.delta[(-(-n // rows), b * heads)](
-            dout,
-            out,
-            extra,
-            found,
-            heads,
-            n,
-            *dout.stride()[:3],
-            *out.stride()[:3],
-            ROWS=rows,
-            DIM=d,
-            PAD=padded(d),
-            HAS_LSE=dlse is not None,
+        jit.launch(
+            triton_kernels.row_sums,
+            cached(key, dict),
+            tiles * b * heads,
+            (dout, out, lse, extra, log2, less, *numbers),
+            constants,
         )
-    return found
+    return log2, less
 
 
 def _launch(name, launch: Launch, read, rows, results, scale, causal, join) -> None:
     """One launch, a program for each tile and batch entry: ``read`` is (dout,) q, k, v,
-    ``rows`` lse and less of a backward pass, ``results`` are written.
+    ``rows`` what ``row_sums`` gave to a backward pass, ``results`` are written.
     """
     from . import triton_kernels
 
-    (size, schedule, _), (q, k) = launch, read[-3:-1]
+    size, schedule, (q, k) = launch.size, launch.schedule, read[-3:-1]
     (b, n, heads, d), programs = q.shape, len(schedule.tiles)
     if not programs:
         return
     if size.reads == "gluon":
-        gluon.run(name, size, schedule, read, rows, results, scale, causal)
+        gluon.run(name, launch, read, rows, results, scale, causal)
         return
+    constants = {
+        "ROWS": schedule.rows,
+        "COLS": schedule.cols,
+        "DIM": d,
+        "PAD": padded(d),
+        "CAUSAL": causal,
+        "JOIN": join,
+        "PRECISION": precision(d, q.dtype),
+        "EARLY": early(compute_of(q)),
+    }
     strides = (s for t in (*read, results[0]) for s in t.stride()[:3])
+    arguments = (
+        *read,
+        *rows,
+        *results,
+        schedule.tiles,
+        schedule.entries,
+        scale * LOG2E,
+        programs,
+        heads,
+        heads // k.shape[2],
+        n,
+        *strides,
+    )
     with torch.cuda.device_of(q):
-        getattr(triton_kernels, name)[(programs * b,)](
-            *read,
-            *rows,
-            *results,
-            schedule.tiles,
-            schedule.entries,
-            scale * LOG2E,
-            programs,
-            heads,
-            heads // k.shape[2],
-            n,
-            *strides,
-            ROWS=schedule.rows,
-            COLS=schedule.cols,
-            DIM=d,
-            PAD=padded(d),
-            CAUSAL=causal,
-            JOIN=join,
-            PRECISION=precision(d, q.dtype),
-            EARLY=early(compute_of(q)),
+        jit.launch(
+            getattr(triton_kernels, name),
+            launch.compiled,
+            programs * b,
+            arguments,
+            constants,
             num_warps=size.warps,
             num_stages=size.stages,
         )

@@ -229,13 +229,16 @@ def forward(
 
 
 @triton.jit
-def delta(
+def row_sums(
     dout,
     out,
+    lse,
     dlse,
-    found,
+    log2,
+    less,
     heads,
     n,
+    tiles,
     s_gb,
     s_gn,
     s_gh,
@@ -247,14 +250,13 @@ def delta(
     PAD: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """rowsum(dout * out) - dlse, (b, h, n) in fp32, which a flash backward subtracts
-    from ``dout v^T``.
+    """Of each row ``log2``, its lse in log2, inf if it sees nothing, and ``less``,
+    rowsum(dout * out) - dlse, which a flash backward subtracts from ``dout v^T``; all
+    (b, h, n) in fp32.
     """
-    batch, head = (
-        (tl.program_id(1) // heads).to(tl.int64),
-        (tl.program_id(1) % heads).to(tl.int64),
-    )
-    mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rest = tl.program_id(0) // tiles
+    batch, head = (rest // heads).to(tl.int64), (rest % heads).to(tl.int64)
+    mine = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     valid = mine < n
     g = _rows(dout + batch * s_gb + head * s_gh, mine, s_gn, valid, DIM, PAD, True).to(
         tl.float32
@@ -266,16 +268,10 @@ def delta(
     total = tl.sum(g * o, 1)
     if HAS_LSE:
         total -= tl.load(dlse + at, mask=valid, other=0.0)
-    tl.store(found + at, total, mask=valid)
-
-
-@triton.jit
-def _alive(lse, valid):
-    """lse in log2, inf for rows that see nothing or do not exist, so that their
-    probabilities are 0.
-    """
-    found = tl.load(lse, mask=valid, other=float("inf"))
-    return tl.where(found == float("-inf"), float("inf"), found * LOG2E)
+    tl.store(less + at, total, mask=valid)
+    seen = tl.load(lse + at, mask=valid, other=0.0)
+    seen = tl.where(seen == float("-inf"), float("inf"), seen * LOG2E)
+    tl.store(log2 + at, seen, mask=valid)
 
 
 @triton.jit
@@ -284,7 +280,7 @@ def backward_q(
     q,
     k,
     v,
-    lse,
+    log2,
     less,
     dq,
     tiles,
@@ -318,7 +314,7 @@ def backward_q(
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """dq of one tile of queries from the final lse and the sums of ``delta``. JOIN:
+    """dq of one tile of queries from ``log2`` and ``less`` of ``row_sums``. JOIN:
     added to what is there.
     """
     batch, tile, head, base, start, partial, full = _program(tiles, programs)
@@ -337,7 +333,10 @@ def backward_q(
     queries = _rows(q, mine, s_qn, valid, DIM, PAD, True)  # (ROWS, PAD)
     g = _rows(dout, mine, s_gn, valid, DIM, PAD, True)  # (ROWS, PAD)
     at = (batch * heads + head) * n + mine
-    final, minus = _alive(lse + at, valid), tl.load(less + at, mask=valid, other=0.0)
+    final, minus = (
+        tl.load(log2 + at, mask=valid, other=float("inf")),
+        tl.load(less + at, mask=valid, other=0.0),
+    )
     acc = tl.zeros([ROWS, PAD], tl.float32)
     for MASK in tl.static_range(2):  # full entries, then masked ones
         next_first, next_packed = _entry(entries, 0, start, partial, full, MASK)
@@ -389,7 +388,7 @@ def backward_kv(
     q,
     k,
     v,
-    lse,
+    log2,
     less,
     dk,
     dv,
@@ -441,7 +440,7 @@ def backward_kv(
     dout += batch * s_gb + head * group * s_gh
     keys = _rows(k, mine, s_kn, valid, DIM, PAD, True)  # (ROWS, PAD)
     values = _rows(v, mine, s_vn, valid, DIM, PAD, True)  # (ROWS, PAD)
-    lse += (batch * heads + head * group) * n
+    log2 += (batch * heads + head * group) * n
     less += (batch * heads + head * group) * n
     sum_k, sum_v = tl.zeros([ROWS, PAD], tl.float32), tl.zeros([ROWS, PAD], tl.float32)
     for MASK in tl.static_range(2):  # full entries, then masked ones
@@ -467,7 +466,7 @@ def backward_kv(
             g = _rows(g_of, other, s_gn, shown, DIM, PAD, MASK)
             at = member.to(tl.int64) * n + other
             final, minus = (
-                _alive(lse + at, shown),
+                tl.load(log2 + at, mask=shown, other=float("inf")),
                 tl.load(less + at, mask=shown, other=0.0),
             )
             s = tl.dot(

@@ -226,7 +226,8 @@ class Result:
     several: ``threads`` of each, ``oversubscribed`` (more ranks than cores: no time is
     taken), the ``scheme`` and, by rank, ``bytes_sent`` in a call, ``planned`` bytes,
     ``messages`` and ``tracked_peak_bytes``. Times are those of the slowest rank,
-    ``memory`` that of the rank with the highest peak.
+    ``memory`` that of the rank with the highest peak. ``host_seconds``, on a GPU: the
+    median time in which the host issues a call.
     """
 
     point: Point
@@ -246,6 +247,7 @@ class Result:
     memory: dict = field(default_factory=dict)
     cost: dict = field(default_factory=dict)
     bound_seconds: float | None = None
+    host_seconds: float | None = None
     share: float | None = None
     provenance: dict = field(default_factory=dict)
     run: str = ""

@@ -399,6 +399,11 @@ def ringlab(point: Point, device) -> System:
         }
     chosen(point, device, backend)  # refused before any input is made
     pattern = patterns.from_dict(point.pattern)
+    if torch.device(device).type == "cuda":  # the first call probes, and compiles, none
+        kind = kernels.kind_of(pattern, point.seq_len, point.heads, point.kv_heads)
+        for gradients in {False, point.passes == "fwd+bwd"}:
+            how_chosen = {"pattern_kind": kind, "for_gradients": gradients}
+            chosen(point, device, backend, **how_chosen)
     system = System(
         point, device, lambda q, k, v: attention(q, k, v, pattern, **how, **across)
     )
@@ -406,8 +411,10 @@ def ringlab(point: Point, device) -> System:
     return system
 
 
-def chosen(point: Point, device, backend: str = "auto") -> kernels.Choice:
-    """The kernel for a point; raises NotImplementedError if there is none."""
+def chosen(point: Point, device, backend: str = "auto", **how) -> kernels.Choice:
+    """The kernel for a point, ``how`` as in ``kernels.choose``; raises
+    NotImplementedError if there is none.
+    """
     dtype, backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
     return kernels.choose(
         device,
@@ -416,6 +423,7 @@ def chosen(point: Point, device, backend: str = "auto") -> kernels.Choice:
         causal=point.causal,
         backward=backward,
         backend=backend,
+        **how,
     )
 
 

@@ -41,9 +41,12 @@ def cpu_seconds(call: Callable[[], object], loops: int) -> float:
     return (time.perf_counter() - start) / loops
 
 
-def cuda_seconds(call: Callable[[], object], loops: int, device: torch.device) -> float:
-    """Time between two events on the current stream, per call; the L2 cache is flushed
-    before each call.
+def cuda_seconds(
+    call: Callable[[], object], loops: int, device: torch.device
+) -> tuple[float, float]:
+    """(time between two events on the current stream, time that the host takes to issue
+    the call), per call; the L2 cache is flushed before each call. If the host takes
+    longer, the first is about the second.
 
     The flush overwrites a buffer twice as large as L2, so that inputs come from memory
     as in a real network.
@@ -57,13 +60,17 @@ def cuda_seconds(call: Callable[[], object], loops: int, device: torch.device) -
         [torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(loops)
     ]
     torch.cuda.synchronize(device)
+    host_s = 0.0
     for start, end in events:
         buffer.zero_()
         start.record()
+        begin = time.perf_counter()
         call()
+        host_s += time.perf_counter() - begin
         end.record()
     torch.cuda.synchronize(device)
-    return sum(start.elapsed_time(end) for start, end in events) / 1e3 / loops
+    gpu_s = sum(start.elapsed_time(end) for start, end in events) / 1e3
+    return gpu_s / loops, host_s / loops
 
 
 def loops_for(seconds: float) -> int:

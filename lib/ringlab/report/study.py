@@ -532,6 +532,7 @@ def _flat(result) -> dict:
         "samples": len(result.seconds),
         "unstable": result.unstable,
         "bound_s": roofline_s(result),
+        "host_s": result.host_seconds,
         "threads": threads(result),
         "share_of_sgemm": result.share,
         **{f"error_{k}": v for k, v in result.errors.items()},
