@@ -23,7 +23,7 @@ The engine passes its plan, of which this module reads ``calls`` and ``whole``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from types import SimpleNamespace
 
@@ -33,6 +33,7 @@ from torch import Tensor
 from ..block_patterns import BlockSparse
 from ..modes import refuse_recording
 from ..patterns import Pattern
+from . import jit
 from .base import HALF, DeviceSpec, Kernel, accumulation_dtype, needs_cuda, wants_dtype
 from .external import missing
 from .triton import dense_rows, interpreted
@@ -74,13 +75,14 @@ class Rows:
     a segment; then first element, stride of the batch and of rows in the result, and
     the same in its lse. 0 segments: the call does not have the head. ``firsts``
     (owners,): the first row to merge; further ones are ``step`` apart. ``aligned``: a
-    common divisor of all elements, at most 16.
+    common divisor of all elements, at most 16. ``compiled`` is of ``jit.launch``.
     """
 
     table: Tensor
     firsts: Tensor
     step: int
     aligned: int
+    compiled: dict = field(default_factory=dict)
 
 
 def make_rows(
@@ -286,7 +288,8 @@ def _merge(
         )
         for pair in zip(parts, lses)
     )
-    key = "rows", pattern, n, owners, group, strides, over, into.device
+    dtypes = into.dtype, *(t.dtype for t in (*parts, *lses))
+    key = "rows", pattern, n, owners, d, group, strides, over, *dtypes, into.device
     rows = cached(
         key,
         lambda: make_rows(calls, owners * group, n, group, strides, over, into.device),
@@ -295,28 +298,31 @@ def _merge(
         return
     size = max(1, ELEMENTS // padded(d))
     tiles = -(-n // (rows.step * size))
+    arguments = (
+        parts,
+        tuple(lses),
+        into,
+        into if lse is None else lse,
+        rows.table,
+        rows.firsts,
+        rows.step,
+        n,
+        tiles,
+        owners,
+        *into.stride()[:3],
+    )
+    constants = {
+        "WEIGH": lse is not None,
+        "OVER": over,
+        "GROUP": group,
+        "ROWS": size,
+        "DIM": d,
+        "PAD": padded(d),
+        "ALIGNED": gcd(rows.aligned, *into.stride()[:3]),
+    }
     with torch.cuda.device_of(into):
-        join[(tiles * owners * b,)](
-            parts,
-            lses,
-            into,
-            into if lse is None else lse,
-            rows.table,
-            rows.firsts,
-            rows.step,
-            n,
-            tiles,
-            owners,
-            *into.stride()[:3],
-            WEIGH=lse is not None,
-            OVER=over,
-            GROUP=group,
-            ROWS=size,
-            DIM=d,
-            PAD=padded(d),
-            ALIGNED=gcd(rows.aligned, *into.stride()[:3]),
-            num_warps=4,
-        )
+        programs = tiles * owners * b
+        jit.launch(join, rows.compiled, programs, arguments, constants, num_warps=4)
 
 
 # --------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ def launch(
     constants: dict,
     **options,
 ) -> None:
-    """Launch ``programs`` programs of a kernel: ``arguments`` and ``constants`` are all
-    of its signature, in its order; ``options`` are those of the compiler.
+    """Launch ``programs`` programs of a kernel: ``arguments`` (tensors, tuples of them,
+    descriptors, numbers) and ``constants`` are all of its signature, in its order;
+    ``options`` are those of the compiler.
 
     The first call of Triton's own ``kernel[grid](...)`` binds and compiles (50 to 100
     us when it is compiled already); what it returns is kept in ``compiled`` and
@@ -25,7 +26,10 @@ def launch(
     """
     grid = (programs, 1, 1)
     aligned = tuple(
-        t.data_ptr() % ALIGNED == 0 for t in arguments if isinstance(t, Tensor)
+        t.data_ptr() % ALIGNED == 0
+        for some in arguments
+        for t in (some if isinstance(some, tuple) else (some,))
+        if isinstance(t, Tensor)
     )
     if (ready := compiled.get(aligned)) is not None:
         ready[grid](*arguments, *constants.values())

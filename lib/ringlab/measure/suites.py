@@ -453,6 +453,7 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
 
 # One shape: 16 heads in the GPU's half precision, three branches that fold.
 RUNGS = "rungs"
+RUNGS_ON_A_LADDER = "rungs on a ladder"
 RUNGS_BY_LENGTH = "rungs by length"
 RUNGS_ON_BLOCKS = "rungs on blocks"
 RUNGS_IN_MEMORY = "rungs in memory"
@@ -470,6 +471,7 @@ RUNG_WAYS: dict[str, dict] = {
     "fused": {"backend": "sdpa", "merge": "fused"},
     "strided": {"backend": "sdpa", "merge": "eager"},
 }
+RUNG_FA4 = {"backend": "flash_attn_4", "merge": "fused"}  # from 9.0 on, if installed
 RUNG_PEERS = (
     "cudnn",
     "flash",
@@ -482,10 +484,10 @@ RUNG_PASSES: dict[str, dict] = {
 
 
 def kernel_suite(profile: hardware.Profile) -> list[Group]:
-    """Points for a GPU, about four minutes on a data-centre GPU; none for a CPU.
+    """Points for a GPU, about five minutes on a data-centre GPU; none for a CPU.
 
     ``rungs``: every way, the copying form and torch's kernels at 65,536 tokens, by
-    head_dim and pass. ``rungs by length``: from 16,384 tokens to a million. ``rungs on
+    head_dim and pass. ``rungs on a ladder``: LongNet's. ``rungs by length``: from 4,096 tokens to a million. ``rungs on
     blocks``: a tenth of all pairs in blocks of 128. ``rungs in memory``: the longest,
     forward and backward, each alone on the GPU.
     """
@@ -501,7 +503,10 @@ def kernel_suite(profile: hardware.Profile) -> list[Group]:
     )
 
     def ways(point: Point, *names: str) -> list[Point]:
-        return [point.but(options=RUNG_WAYS[name]) for name in names]
+        found = [point.but(options=RUNG_WAYS[name]) for name in names]
+        newer = (profile.capability or (0, 0)) >= (9, 0)
+        fused = [point.but(options=RUNG_FA4)] if newer and "fused" in names else []
+        return found + fused
 
     groups = []
     for head_dim, (name, how) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
@@ -513,13 +518,22 @@ def kernel_suite(profile: hardware.Profile) -> list[Group]:
         ]
         points += [dense(point), again(point)] if point == first else []
         groups.append(Group(f"{RUNGS}, head_dim {head_dim}, {name}", points))
+    for head_dim, name in product(RUNG_HEAD_DIMS, ("forward", "forward and backward")):
+        point = first.but(pattern=ladder(RUNG_TOKENS), head_dim=head_dim)
+        point = point.but(**RUNG_PASSES[name])
+        groups.append(
+            Group(
+                f"{RUNGS_ON_A_LADDER}, head_dim {head_dim}, {name}",
+                ways(point, "default", "lists", "fused"),
+            )
+        )
     # Memory for q, k, v, out and their gradients twice: the last results are compared
     # with the first.
     bytes_per_token = 16 * 2 * RUNG_HEADS * RUNG_HEAD_DIMS[0]
     longer = [
         n for n in RUNG_LONGER if bytes_per_token * n <= (profile.memory_bytes or 0)
     ]
-    for n in (RUNG_TOKENS // 4, *longer):
+    for n in (RUNG_TOKENS // 16, RUNG_TOKENS // 4, *longer):
         point = first.but(seq_len=n)
         points = [
             *ways(point, "default", "lists", "fused"),
