@@ -203,9 +203,9 @@ def manifest(**more) -> dict:
 
 
 def test_index_tells_whole_failed_unfinished_and_corrupt_apart(tmp_path, capsys):
-    index.write_manifest(tmp_path / "whole", manifest(), complete=True)
+    index.write_manifest(tmp_path / "cpu", manifest(), complete=True)
     for ending in ("html", "md"):
-        render.write(tmp_path / "whole" / f"page.{ending}", "a page")
+        render.write(tmp_path / "cpu" / f"page.{ending}", "a page")
     index.write_manifest(
         tmp_path / "b", manifest() | {"computed": True}, complete=False
     )
@@ -240,20 +240,20 @@ def test_index_tells_whole_failed_unfinished_and_corrupt_apart(tmp_path, capsys)
         "list",
         "measured",
         "odd",
-        "whole",
+        "cpu",
         "b",
         "How to read the tables",
     ]
     assert "unfinished" in sections["b"]
     assert (
-        "| [A page](whole/page.md) | It is fast. | [HTML](whole/page.html)"
-        in sections["whole"]
+        "| [A page](cpu/page.md) | It is fast. | [HTML](cpu/page.html)"
+        in sections["cpu"]
     )
     assert (
         "a CPU · measured 2026-01-02 03:04 UTC · commit 0123456789 + changes"
-        in sections["whole"]
+        in sections["cpu"]
     )
-    assert "unfinished" not in sections["whole"]
+    assert "unfinished" not in sections["cpu"]
     assert "**failed: page.ipynb: code cell 2 raised \\| \\<b>**" in sections["failed"]
     assert (
         "no report yet" in sections["measured"]
@@ -269,7 +269,7 @@ def test_index_tells_whole_failed_unfinished_and_corrupt_apart(tmp_path, capsys)
     assert inside == {p.name for p in tmp_path.iterdir() if p.is_dir()} - {"nothing"}
     assert all(page.find(id=name) for name in inside)
     links = [x for x in links if not x.startswith("#")]
-    assert "whole/page.html" in links and all(
+    assert "cpu/page.html" in links and all(
         (tmp_path / link).is_file() for link in links
     )
     assert "<b>" not in html
@@ -277,7 +277,7 @@ def test_index_tells_whole_failed_unfinished_and_corrupt_apart(tmp_path, capsys)
     index.write_index(tmp_path)
     assert (tmp_path / "index.html").stat().st_mtime_ns == before
     assert (
-        json.loads((tmp_path / "whole" / "data" / "manifest.json").read_text())[
+        json.loads((tmp_path / "cpu" / "data" / "manifest.json").read_text())[
             "complete"
         ]
         is True

@@ -117,7 +117,9 @@ def write_index(reports: Path) -> list[Path]:
             if any((p / "data" / name).exists() for name in DATA)
         )
         found = [_section(p) for p in folders]
-        found.sort(key=lambda section: section["computed"])  # after measured ones
+        found.sort(  # measured GPUs, the CPU, then what was computed
+            key=lambda section: (section["computed"], section["name"] == "cpu")
+        )
         bodies = {
             x: templates.get_template(f"profiles.{x}.j2").render(sections=found)
             for x in ("html", "md")
