@@ -184,3 +184,33 @@ def test_documents_of_as_many_blocks_are_planned_once(monkeypatch):
             *(t.double() for t in alone), pattern, causal=True
         )
         assert reference.error(out[:, start : start + n], want, 1.0) <= EXACT[F32]
+
+
+class OnGpu:
+    """A tensor of two integers on a GPU, each reading of which is counted."""
+
+    device, is_cuda = torch.device("cuda", 0), False  # no stream that captures
+
+    def __init__(self):
+        self.tensor, self.readings = torch.tensor([0, 4]), 0
+
+    def __getattr__(self, name):
+        return getattr(self.tensor, name)
+
+    def tolist(self):
+        self.readings += 1
+        return self.tensor.tolist()
+
+
+def test_borders_on_a_gpu_are_read_once_and_again_when_they_were_written():
+    borders = OnGpu()
+    for value in (4, 7):
+        borders.tensor[1] = value
+        for _ in range(3):
+            assert documents.values_of(borders) == [0, value]
+    assert borders.readings == 2
+    with torch.inference_mode():
+        borders = OnGpu()
+    for _ in range(3):
+        documents.values_of(borders)
+    assert borders.readings == 3

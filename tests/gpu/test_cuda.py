@@ -414,6 +414,26 @@ def test_a_training_step_is_captured_and_replayed_on_new_data(backend, causal):
         ), name
 
 
+@gpu_only
+def test_borders_on_the_gpu_are_read_once_and_again_after_a_change():
+    q, k, v = (draw(1, 512, 4, 64, dtype=BF16, seed=i) for i in range(3))
+    borders = torch.tensor([0, 200, 512], device=DEVICE)
+
+    def call(cu_seqlens):
+        return attention(q, k, v, FOLDED, causal=True, cu_seqlens=cu_seqlens)
+
+    for border in (200, 130):
+        borders[1] = border
+        want = call([0, border, 512])
+        assert torch.equal(call(borders), want)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = call(borders)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(found, want)
+
+
 def test_two_ranks_on_one_device_are_one_device():
     """By gloo, which carries them through the CPU: what is shown is that the results
     are right, no speed.

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..checks import as_int, short_repr
 from ..kernels.base import accumulation_dtype
@@ -182,6 +183,22 @@ class Documents:
 
 
 _documents = lru_cache(maxsize=64)(Documents)  # so that equal borders are planned once
+_values = WeakTensorKeyDictionary()  # of tensors on a GPU
+
+
+def values_of(t: Tensor) -> list:
+    """``t.tolist()``; of a tensor on a GPU, which waits for all work there, once as long
+    as nothing writes to it that torch knows of. While a CUDA graph is captured it raises
+    torch's error: a replay would not see other values.
+    """
+    if t.device.type == "cpu" or t.is_inference():  # one without a version is read anew
+        return t.tolist()
+    written = t._version, t.data_ptr()
+    kept = _values.get(t)
+    capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
+    if kept is None or kept[0] != written or capturing:
+        kept = _values[t] = written, t.tolist()
+    return kept[1]
 
 
 def integers(name: str, values: Tensor | Sequence[int], q: Tensor) -> list[int]:
@@ -198,7 +215,7 @@ def integers(name: str, values: Tensor | Sequence[int], q: Tensor) -> list[int]:
             raise ValueError(
                 f"{name} must be on the CPU or on {q.device}, got {values.device}"
             )
-        return values.tolist()
+        return list(values_of(values))
     found = (
         [as_int(x) for x in values]
         if isinstance(values, Sequence) and not isinstance(values, str)
