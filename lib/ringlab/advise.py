@@ -412,7 +412,8 @@ def advise(
 
     ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``:
     of a rank (None: the profile's). ``rows``: measured calls on this hardware, which
-    make times of rooflines. ``trained``: what small models learned with "dense",
+    make times of rooflines, on one rank; on several, times stay lower bounds.
+    ``trained``: what small models learned with "dense",
     "far", "local", in words. A ``dtype`` or ``layout`` that is given is kept.
     ``estimates=False``: memory, which takes seconds to find, stays unknown. ``network``
     is refused: predicted times were removed.
