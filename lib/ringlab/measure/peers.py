@@ -47,13 +47,19 @@ PEERS = {
 
 
 def installed(system: str) -> str | None:
-    """The installed version of a peer's package, with the commit if it came from git;
-    None if it is absent.
+    """The installed version of a peer's package, as ``version_of`` says it.
 
     >>> version = installed("ring_attention_pytorch")  # as "0.5.20"
     """
+    return version_of(PEERS[system].package)
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package, with the commit if it came from git; None if
+    it is absent.
+    """
     try:
-        found = metadata.distribution(PEERS[system].package)
+        found = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         return None
     commit = (

@@ -454,6 +454,7 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
 # One shape: 16 heads in the GPU's half precision, three branches that fold.
 RUNGS = "rungs"
 RUNGS_ON_A_LADDER = "rungs on a ladder"
+RUNGS_BESIDE_FA4 = "rungs beside FlashAttention-4"
 RUNGS_BY_LENGTH = "rungs by length"
 RUNGS_ON_BLOCKS = "rungs on blocks"
 RUNGS_IN_MEMORY = "rungs in memory"
@@ -471,7 +472,7 @@ RUNG_WAYS: dict[str, dict] = {
     "fused": {"backend": "sdpa", "merge": "fused"},
     "strided": {"backend": "sdpa", "merge": "eager"},
 }
-RUNG_FA4 = {"backend": "flash_attn_4", "merge": "fused"}  # from 9.0 on, if installed
+FA4 = "flash_attn_4"
 RUNG_PEERS = (
     "cudnn",
     "flash",
@@ -483,13 +484,14 @@ RUNG_PASSES: dict[str, dict] = {
 }
 
 
-def kernel_suite(profile: hardware.Profile) -> list[Group]:
+def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[Group]:
     """Points for a GPU, about five minutes on a data-centre GPU; none for a CPU.
 
     ``rungs``: every way, the copying form and torch's kernels at 65,536 tokens, by
     head_dim and pass. ``rungs on a ladder``: LongNet's. ``rungs by length``: from 4,096 tokens to a million. ``rungs on
     blocks``: a tenth of all pairs in blocks of 128. ``rungs in memory``: the longest,
-    forward and backward, each alone on the GPU.
+    forward and backward, each alone on the GPU. ``rungs beside FlashAttention-4``:
+    where that package is installed, or with ``packages`` in any case.
     """
     if profile.kind == "cpu":
         return []
@@ -503,10 +505,7 @@ def kernel_suite(profile: hardware.Profile) -> list[Group]:
     )
 
     def ways(point: Point, *names: str) -> list[Point]:
-        found = [point.but(options=RUNG_WAYS[name]) for name in names]
-        newer = (profile.capability or (0, 0)) >= (9, 0)
-        fused = [point.but(options=RUNG_FA4)] if newer and "fused" in names else []
-        return found + fused
+        return [point.but(options=RUNG_WAYS[name]) for name in names]
 
     groups = []
     for head_dim, (name, how) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
@@ -561,14 +560,34 @@ def kernel_suite(profile: hardware.Profile) -> list[Group]:
             )
         )
     training = first.but(seq_len=max(longer, default=RUNG_TOKENS), passes="fwd+bwd")
-    return [
-        *groups,
+    groups.append(
         Group(
             RUNGS_IN_MEMORY,
             ways(training, "default", "lists", "fused"),
             interleave=False,
-        ),
-    ]
+        )
+    )
+    newer = profile.capability is not None and profile.capability >= (9, 0)
+    if newer and (packages or peers.version_of("flash-attn-4")):
+        groups += _beside_fa4(first, ways)
+    return groups
+
+
+def _beside_fa4(first: Point, ways: Callable) -> list[Group]:
+    """The branches and the ladder by head_dim and pass, and dense attention."""
+    groups, dense_calls = [], []
+    for head_dim, (name, how) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
+        for pattern in (RUNG_PATTERN, ladder(RUNG_TOKENS)):
+            point = first.but(pattern=pattern, head_dim=head_dim, **how)
+            points = ways(point, "lists", "fused")
+            points.append(point.but(options={"backend": FA4, "merge": "fused"}))
+            kind = "branches" if pattern == RUNG_PATTERN else "a ladder"
+            title = f"{RUNGS_BESIDE_FA4}, {kind}, head_dim {head_dim}, {name}"
+            groups.append(Group(title, points))
+        short = first.but(pattern=Dense(), head_dim=head_dim, **how)
+        short = short.but(seq_len=RUNG_TOKENS // 4)
+        dense_calls += [short.but(options={"backend": x}) for x in ("cudnn", FA4)]
+    return [*groups, Group(f"{RUNGS_BESIDE_FA4}, dense", dense_calls)]
 
 
 # --------------------------------------------------------------------------------------
