@@ -5,10 +5,12 @@ memory that runs out, ranks.
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
-from matrix import Case, errors, judged
+from document_cases import wanted
+from matrix import Case, drawn, errors, judged
 from ring_cases import parity
 from ringlab import (
     Dense,
@@ -22,6 +24,7 @@ from ringlab import (
 )
 from ringlab.kernels import fused_merge, triton, triton_config, triton_tune
 from ringlab.memory import MemoryPool
+from ringlab.nn import DecoderBlock
 from ringlab.ring import contiguous, zigzag
 from ringlab.ring.launch import launch
 
@@ -412,6 +415,51 @@ def test_a_training_step_is_captured_and_replayed_on_new_data(backend, causal):
         assert reference.error(mine, ref, floor) <= (
             0.0 if backend == "triton" else bound[name]
         ), name
+
+
+def test_a_training_step_of_a_small_model_is_captured_and_replayed_on_new_data():
+    """Two blocks of a decoder, windows and LongNet's branches, with K/V heads that two
+    query heads share: the gradients of all parameters.
+    """
+    made = {"num_kv_heads": 2, "device": DEVICE, "dtype": BF16}
+    patterns = block_patterns.sliding_window(1, block_size=64), FOLDED
+    torch.manual_seed(0)
+    blocks = [DecoderBlock(256, 4, pattern, **made) for pattern in patterns]
+    model = torch.nn.Sequential(*blocks)
+    x = draw(2, 1024, 256, dtype=BF16, seed=0)
+
+    def step():
+        loss = model(x).float().square().mean()
+        return torch.autograd.grad(loss, [*model.parameters()])
+
+    run = recorded(step) if GPU else step
+    x.copy_(draw(2, 1024, 256, dtype=BF16, seed=1))
+    found = [t.clone() for t in run()]
+    for mine, ref in zip(found, step()):
+        assert (mine - ref).norm() <= 1e-2 * ref.norm()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    "pattern", [FOLDED, block_patterns.bigbird(1, 1, 1, block_size=64)], ids=str
+)
+def test_packed_and_padded_documents_are_attended_alone(pattern, dtype):
+    borders = [0, 1, 130, 386, 642, 1031]  # one row; two of one length
+    for how in ({"cu_seqlens": borders}, {"lengths": [1, 700]}):
+        n, batch = (1031, 1) if "cu_seqlens" in how else (700, 2)
+        case = Case(pattern, n, dtype, True, batch, d=64, lse_cotangent=False)
+        case = replace(case, documents=how)
+        (q, k, v), dout, dlse = drawn(case)
+        want = wanted(case, (q, k, v), dout, dlse)
+        found = case.run([t.to(DEVICE) for t in (q, k, v)], dout.to(DEVICE), None)
+        found = {name: t.cpu() for name, t in found.items()}
+        bound = reference.tolerance(q, k, v, dout, pattern=pattern, causal=True)
+        missed = {
+            name: (error, bound[name])
+            for name, error in errors(found, want, q, k, dout).items()
+            if not error <= bound[name]
+        }
+        assert not missed, how
 
 
 @gpu_only

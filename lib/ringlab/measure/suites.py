@@ -517,15 +517,12 @@ def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[G
         ]
         points += [dense(point), again(point)] if point == first else []
         groups.append(Group(f"{RUNGS}, head_dim {head_dim}, {name}", points))
-    for head_dim, name in product(RUNG_HEAD_DIMS, ("forward", "forward and backward")):
-        point = first.but(pattern=ladder(RUNG_TOKENS), head_dim=head_dim)
-        point = point.but(**RUNG_PASSES[name])
-        groups.append(
-            Group(
-                f"{RUNGS_ON_A_LADDER}, head_dim {head_dim}, {name}",
-                ways(point, "default", "lists", "fused"),
-            )
-        )
+    shapes = ((RUNG_TOKENS, 128), (RUNG_TOKENS, 64), (RUNG_TOKENS // 4, 128))
+    for (n, head_dim), name in product(shapes, ("forward", "forward and backward")):
+        point = first.but(pattern=ladder(n), seq_len=n, head_dim=head_dim)
+        points = ways(point.but(**RUNG_PASSES[name]), "default", "lists", "fused")
+        shape = f"{n:,} tokens, head_dim {head_dim}"
+        groups.append(Group(f"{RUNGS_ON_A_LADDER}, {shape}, {name}", points))
     # Memory for q, k, v, out and their gradients twice: the last results are compared
     # with the first.
     bytes_per_token = 16 * 2 * RUNG_HEADS * RUNG_HEAD_DIMS[0]
