@@ -25,6 +25,7 @@ from ringlab.measure import (
     stats,
     store,
     timing,
+    workers,
 )
 
 PATTERN = patterns.Dilated([16, 32], [1, 2])
@@ -288,6 +289,21 @@ def test_l2_is_flushed_before_each_timed_call(monkeypatch):
     gpu_s, host_s = timing.cuda_seconds(lambda: order.append("call"), 3, "cuda")
     assert (gpu_s, host_s) == (pytest.approx(0.003), pytest.approx(0.5))
     assert order == ["flush", "event", "call", "event"] * 3
+
+
+@pytest.mark.parametrize(
+    "call_s, warmups, loops", [(2e-6, 1000, 1000), (4e-3, 26, 5), (0.5, 2, 1)]
+)
+def test_on_a_gpu_the_first_call_may_compile_and_short_calls_are_bounded(
+    monkeypatch, call_s, warmups, loops
+):
+    worker = object.__new__(workers.Worker)
+    worker.device, worker.cold_s, worker.host_s = torch.device("cuda"), 8.0, [1.0]
+    worker.timed = lambda loops: call_s
+    monkeypatch.setattr(workers.gc, "disable", lambda: None)
+    found = worker.calibrate()
+    assert (found["warmups"], found["loops"]) == (warmups, loops)
+    assert worker.host_s == []
 
 
 def test_a_bound_is_below_what_the_measured_rates_allow():

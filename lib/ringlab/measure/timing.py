@@ -31,6 +31,9 @@ FEWEST_LONG = 3  # for calls over LONG_S, unless their group asks for more round
 LONG_S = 2.0
 MAX_SAMPLES = 30
 WARM_S = 0.1  # of calls before the first sample, at least one
+MOST_ON_GPU = (
+    1000  # calls of a sample: the flush before each takes longer than short ones
+)
 
 
 def cpu_seconds(call: Callable[[], object], loops: int) -> float:

@@ -10,6 +10,7 @@ hangs, the session's side makes the reply and names the rank.
 from __future__ import annotations
 
 import gc
+import math
 import pickle
 import tempfile
 import time
@@ -31,6 +32,7 @@ from .points import Point
 from .systems import Output, Refused, System, build, count_step
 from .timing import (
     LONG_S,
+    MOST_ON_GPU,
     WARM_S,
     cpu_seconds,
     cuda_seconds,
@@ -246,16 +248,20 @@ class Worker:
         warmups = 1
         estimate = self.cold_s
         spent = 0.0
-        if self.device.type == "cuda":  # the first call may have compiled its kernels
-            estimate = 0.0
-        while estimate < LONG_S and (
-            warmups < 2 or spent < WARM_S
-        ):  # by the clock, which ranks share
+        most = math.inf
+        if self.device.type == "cuda":
+            estimate = 0.0  # the first call may have compiled its kernels
+            most = MOST_ON_GPU
+        while (
+            estimate < LONG_S
+            and (warmups < 2 or spent < WARM_S)  # by the clock, which ranks share
+            and warmups < most
+        ):
             estimate = self.timed(1)
             warmups = warmups + 1
             spent = spent + estimate
         self.host_s.clear()
-        self.loops = loops_for(estimate)
+        self.loops = min(loops_for(estimate), most)
         return {
             "estimate": estimate * self.loops,
             "warmups": warmups,
