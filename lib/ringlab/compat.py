@@ -37,7 +37,15 @@ from .patterns import Dilated, Pattern
 from .ring import Simulated
 from .ring.group import Group
 
-FLASH = ("flash_attn_3", "cudnn", "flash_attn_2", "flash", "compiled", "cpu_flash")
+FLASH = (
+    "flash_attn_4",
+    "flash_attn_3",
+    "cudnn",
+    "flash_attn_2",
+    "flash",
+    "compiled",
+    "cpu_flash",
+)
 FALLBACK = (
     "xformers",
     "efficient",

@@ -40,10 +40,12 @@ ON = [
     ("xformers", (8, 0), (F32, F16, BF16)),
     ("flash_attn_2", (8, 0), (F16, BF16)),
     ("flash_attn_3", (9, 0), (F16, BF16)),
+    ("flash_attn_4", (9, 0), (F16, BF16)),
+    ("flash_attn_4", (10, 0), (F16, BF16)),
     ("auto", (8, 0), (F32, F16, BF16)),
     ("auto", (9, 0), (F32, F16, BF16)),
 ]
-PACKAGES = "xformers", "flash_attn_2", "flash_attn_3"
+PACKAGES = "xformers", "flash_attn_2", "flash_attn_3", "flash_attn_4"
 PARTS, CASES = 8, 30  # 8 x 30 cases, each by the adapters that take its dtype
 
 
@@ -133,7 +135,9 @@ def test_strided_lse_and_out_are_handed_over_as_the_kernel_reads_them(
         (Dilated([16, 32, 64], [1, 2, 4]), 65),
     ],
 )
-@pytest.mark.parametrize("name", ["cudnn", "flash", "flash_attn_3", "efficient"])
+@pytest.mark.parametrize(
+    "name", ["cudnn", "flash", "flash_attn_3", "flash_attn_4", "efficient"]
+)
 def test_a_row_that_sees_one_key_needs_no_kernel(pattern, n, name):
     """cuDNN refuses it."""
     assert not gradients(pattern, n, BF16, name, (9, 0))

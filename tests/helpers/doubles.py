@@ -15,6 +15,7 @@ PACKAGES = {
     "xformers": ("xformers",),
     "flash_attn_2": ("flash_attn",),
     "flash_attn_3": ("flash_attn_3",),
+    "flash_attn_4": ("flash_attn_4",),
 }
 
 

@@ -1,4 +1,4 @@
-"""CPU doubles of the attention packages flash-attn 2, flash-attn 3 and xformers.
+"""CPU doubles of the attention packages flash-attn 2, 3 and 4 and xformers.
 
 They have the contract of the real entry points and compute in float64. What a real one
 refuses, they refuse with the same kind of error. Where it reads memory whatever a
@@ -8,7 +8,8 @@ tensor's strides or dtype say, they read the same memory: the result is as wrong
 xformers is the real package. It needs CPU versions of aten::_efficient_attention_*.
 
 FA2 is csrc/flash_attn/flash_api.cpp of Dao-AILab/flash-attention, FA3
-hopper/flash_api.cpp. Not modelled: checks of the device type, dropout, windows, fp8, ...
+hopper/flash_api.cpp, FA4 flash_attn/cute/interface.py of flash-attn-4 4.0.0b36. Not
+modelled: checks of the device type, dropout, windows, fp8, ...
 """
 
 import ast
@@ -106,6 +107,18 @@ def forward(a, hopper: bool):
     return out, lse, lse.new_empty(0), torch.zeros(2).long()
 
 
+def exact_gradients(a, lse: torch.Tensor):
+    """rowsum(dout * out) and dq, dk, dv (b, h, m, d), of the softmax that lse is of."""
+    scores, scale, q, k, v, dout, out = scores_of(a, a.dout, a.out)
+    # FA2 src/softmax.h, scale_apply_exp2; FA3 flash_bwd_preprocess_kernel.h; FA4
+    # flash_bwd_preprocess.py.
+    lse = lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)
+    p = (scores - lse).exp()
+    total = (dout * out).sum(-1, keepdim=True)
+    ds = scale * p * (dout @ v.mT - total)
+    return total, ds @ k, ds.mT @ q, p.mT @ dout
+
+
 def backward(a, hopper: bool):
     """mha_bwd of FA2, or of FA3: softmax_d, dq, dk, dv. Nothing checks the lse."""
     given = ((a.dq, a.q), (a.dk, a.k), (a.dv, a.v))
@@ -119,16 +132,10 @@ def backward(a, hopper: bool):
         return softmax_d, dq.zero_(), dk.zero_(), dv.zero_()
     grid = h * (n or a.deterministic) > 0
     launch(hopper, grid, a.dout, a.q, a.k, a.v, a.out, dq, dk, dv)
-    scores, scale, q, k, v, dout, out = scores_of(a, a.dout, a.out)
     # FA2 src/flash_bwd_kernel.h, row_offset_lse; FA3 flash_bwd_launch_template.h.
-    lse = by_pointer(a.softmax_lse, (b, h, m)).unsqueeze(-1)
-    # FA2 src/softmax.h, scale_apply_exp2; FA3 flash_bwd_preprocess_kernel.h.
-    lse = lse.masked_fill(lse.isneginf(), 0.0)
-    p = (scores - lse).exp()
-    total = (dout * out).sum(-1, keepdim=True)
-    ds = scale * p * (dout @ v.mT - total)
-    dq.copy_((ds @ k).transpose(1, 2))
-    for into, grad in ((dk, ds.mT @ q), (dv, p.mT @ dout)):
+    total, *grads = exact_gradients(a, by_pointer(a.softmax_lse, (b, h, m)))
+    dq.copy_(grads[0].transpose(1, 2))
+    for into, grad in zip((dk, dv), grads[1:]):
         # FA2 rounds the gradients of shared heads before it sums them (dk_expanded).
         grad = grad if hopper else grad.to(into.dtype).double()
         into.copy_(grad.unflatten(1, (into.shape[2], -1)).sum(2).transpose(1, 2))
@@ -221,6 +228,89 @@ def flash_attn(space: str) -> dict[str, dict]:
     return made | {"flash_attn_interface": functions}
 
 
+def check_4(a, least: int, like_q: dict, like_k: dict) -> None:
+    """The assertions of FA4: capability, head_dim, shapes and dtypes."""
+    q, (b, m, h, d), (_, n, h_k, _) = a.q, a.q.shape, a.k.shape
+    major = torch.cuda.get_device_capability()[0]
+    assert major in range(least, 13), "Unsupported compute capability."
+    for name, t in (like_q | like_k).items():
+        shape = (b, n, h_k, d) if name in like_k else (b, m, h, d)
+        assert t.shape == shape, f"{name} shape {tuple(t.shape)} != expected {shape}"
+        assert t.dtype == q.dtype, "inputs must have the same dtype"
+    assert q.dtype.itemsize == 2, "inputs must be float16 or bfloat16"
+    assert h % h_k == 0, "num_head must be divisible by num_head_kv"
+    if major in (9, 10, 11):  # _validate_head_dims
+        known = 8 <= d <= (256 if major == 9 else 128) or d == 256
+        assert known and d % 8 == 0, f"head_dim {d} is not supported"
+
+
+def read_4(t: torch.Tensor) -> torch.Tensor:
+    """maybe_contiguous: FA4 copies what is not aligned, lse too."""
+    steps = t.stride()[:-1]
+    off = any(s * t.element_size() % 16 for s in (*steps, t.data_ptr()))
+    dense = t.is_contiguous() and not t.data_ptr() % 16
+    return t if dense or (t.stride(-1) == 1 and not off) else t.contiguous()
+
+
+def forward_4(q, k, v, *, softmax_scale=None, causal=False, return_lse=False):
+    """_flash_attn_fwd: out, lse (None unless asked for) and three more."""
+    a = SimpleNamespace(softmax_scale=softmax_scale, is_causal=causal)
+    a.q, a.k, a.v = map(read_4, (q, k, v))
+    check_4(a, 8, {"q": q}, {"k": k, "v": v})
+    out, lse = q.new_zeros(q.shape), torch.full(q.transpose(1, 2).shape[:3], -torch.inf)
+    if out.numel() and k.shape[1]:
+        scores, *_, values = scores_of(a)
+        found = scores.logsumexp(-1)
+        p = scores.softmax(-1).masked_fill(found.isneginf().unsqueeze(-1), 0.0)
+        out.copy_((p @ values).transpose(1, 2))
+        # softmax.py, finalize: a row that sees nothing, or whose sum is nan.
+        lse.copy_(found.masked_fill(found.isnan(), -torch.inf))
+    return out, lse if return_lse else None, None, None, None
+
+
+def backward_4(
+    q,
+    k,
+    v,
+    out,
+    dout,
+    lse,
+    softmax_scale=None,
+    causal=False,
+    *,
+    dq=None,
+    dk=None,
+    dv=None,
+):
+    """_flash_attn_bwd: dq, dk, dv, which are written by 16 bytes."""
+    given = ((dq, q), (dk, k), (dv, v))
+    dq, dk, dv = (torch.empty_like(like) if t is None else t for t, like in given)
+    a = SimpleNamespace(softmax_scale=softmax_scale, is_causal=causal)
+    a.q, a.k, a.v, a.out, a.dout = map(read_4, (q, k, v, out, dout))
+    like_q = {"q": q, "out": out, "dout": dout, "dq": dq}
+    check_4(a, 9, like_q, {"k": k, "v": v, "dk": dk, "dv": dv})
+    assert lse.shape == q.transpose(1, 2).shape[:3], "lse must have shape (b, h, m)"
+    assert lse.dtype == torch.float32, "lse must be float32"
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    for t in (dq, dk, dv):
+        dense = t.stride(-1) == 1 and 0 not in t.stride() and not t.data_ptr() % 16
+        check(dense, "a gradient is not aligned to 16 bytes, or has no last dimension")
+    _, *grads = exact_gradients(a, read_4(lse).double())
+    for into, grad in zip((dq, dk, dv), grads):
+        # Shared heads are summed in fp32.
+        shared = grad.unflatten(1, (into.shape[2], -1)).sum(2)
+        into.copy_(shared.transpose(1, 2))
+    return dq, dk, dv
+
+
+def flash_attn_4() -> dict[str, dict]:
+    """The modules of flash-attn-4, whose outer one is that of FA2 if both are there."""
+    functions = {"_flash_attn_fwd": forward_4, "_flash_attn_bwd": backward_4}
+    names = ("flash_attn", {}), ("flash_attn.cute", {})
+    return dict(names) | {"flash_attn.cute.interface": functions}
+
+
 def torch_flash_forward(q, k, v, *rest, scale=None, **_):
     """aten::_flash_attention_forward, torch's own FA2: attention.cu."""
     a = SimpleNamespace(q=q, k=k, v=v, is_causal=rest[5], softmax_scale=scale)
@@ -275,14 +365,19 @@ def xformers_on_cuda(fmha: ModuleType):
 
 
 @contextmanager
-def installed(capability=(9, 0), packages=("flash_attn", "flash_attn_3", "xformers")):
+def installed(
+    capability=(9, 0),
+    packages=("flash_attn", "flash_attn_3", "flash_attn_4", "xformers"),
+):
     """Within, these packages are there, as on a device of this compute capability."""
     fmha = "xformers" in packages and import_module("xformers.ops.fmha")
     made, operators = {}, torch._library.custom_ops.OPDEF_TO_LIB
     get, own = "torch.cuda.get_device_capability", ("flash_attn", "xformers_flash")
     with mock.patch(get, lambda *_: capability), ExitStack() as stack:
         try:
-            for space in set(packages) - {"xformers"}:
+            if "flash_attn_4" in packages:
+                made |= flash_attn_4()
+            for space in set(packages) - {"xformers", "flash_attn_4"}:
                 made |= flash_attn(space)
             for name, contents in made.items():
                 sys.modules[name] = module = ModuleType(name)

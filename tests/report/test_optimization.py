@@ -228,7 +228,7 @@ def test_a_kernel_has_a_time_or_a_reason_and_what_its_rules_say():
         shown("000", None, "h200").table("Kernels according"),
         "On NVIDIA H200 SXM 141 GB",
     )
-    assert [*there][0] == "flash_attn_3" and there["eager"] == "fp32, fp16, bf16"
+    assert [*there][0] == "flash_attn_4" and there["eager"] == "fp32, fp16, bf16"
 
 
 def test_cache_and_pool_are_said_from_the_rows():

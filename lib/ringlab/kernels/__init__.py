@@ -28,7 +28,7 @@ from .base import (
     supports_lower_right_causal,
 )
 from .compiled import Compiled
-from .external import NOT_INSTALLED, FlashAttn2, FlashAttn3, Xformers
+from .external import NOT_INSTALLED, FlashAttn2, FlashAttn3, FlashAttn4, Xformers
 from .rules import KINDS, Rule, kind_of, rule_for
 from .torch_kernels import CpuFlash, CuDNN, Eager, Efficient, Flash
 from .triton import TritonKernel
@@ -38,6 +38,7 @@ KERNELS: dict[str, Kernel] = {
     for k in (
         Compiled,
         CpuFlash,
+        FlashAttn4,
         FlashAttn3,
         CuDNN,
         FlashAttn2,
@@ -49,6 +50,7 @@ KERNELS: dict[str, Kernel] = {
     )
 }
 CPU = ("compiled", "cpu_flash")
+HOPPER = ("flash_attn_4", "flash_attn_3")  # and the first of them on newer ones
 # The kernels of torch's scaled_dot_product_attention.
 SDPA = ("cpu_flash", "cudnn", "flash", "efficient")
 LISTS = "triton"  # runs whole patterns
@@ -137,6 +139,7 @@ def _choose(
     if isinstance(device, torch.device):
         device_of(device)
     backend, tried, rule = checks.check_backend(backend), {}, None
+    asked = device, dtype, head_dim, causal, backward
     for name in (backend,) if isinstance(backend, str) else backend:
         check_choice("backend", name, ("auto", "sdpa", *KERNELS))
         if name != "auto":
@@ -146,11 +149,13 @@ def _choose(
             continue
         if device.type == "cuda":
             call = dtype, head_dim, pattern_kind, causal, for_gradients
-            rule = rule_for(capability(device), *call)
+            rule = rule_for(
+                capability(device), *call, lambda x: probe(x, *asked) is None
+            )
         tried |= {x: rule for x in _by_rule(rule, order(device)) if x not in tried}
     refusals = {}
     for name, rule in tried.items():
-        why = probe(name, device, dtype, head_dim, causal, backward)
+        why = probe(name, *asked)
         if why is None:
             return Choice(KERNELS[name], refusals, rule)
         refusals[name] = why
@@ -163,8 +168,11 @@ def _choose(
 
 
 def _by_rule(rule: Rule | None, names: tuple[str, ...]) -> tuple[str, ...]:
-    lists = rule is not None and rule.way == "lists"
-    return tuple(dict.fromkeys((LISTS, *names))) if lists else names
+    """The names with the kernel that the rule takes first."""
+    if rule is None:
+        return names
+    first = LISTS if rule.way == "lists" else rule.kernel
+    return tuple(dict.fromkeys((first, *names))) if first else names
 
 
 @lru_cache(maxsize=256)
@@ -207,7 +215,7 @@ def expected(
     names = tuple(x for x in order(device) if x in (*CPU, *SDPA, "eager"))
     if kind == "cuda":
         call = dtype, head_dim, pattern_kind, causal, for_gradients
-        rule = rule_for(having, *call)
+        rule = rule_for(having, *call, names.__contains__)
         names = _by_rule(rule, names)
     refusals = {}
     for name in names:
@@ -223,13 +231,15 @@ def order(device: torch.device | DeviceSpec) -> tuple[str, ...]:
     first.
     """
     if device.type != "cuda":
-        first = (*CPU, "flash_attn_3", "cudnn", "flash_attn_2", "flash")
+        first = (*CPU, *HOPPER, "cudnn", "flash_attn_2", "flash")
     elif capability(device) >= (9, 0):
-        first = ("flash_attn_3", "cudnn", "flash_attn_2", "flash")
+        # H200, bf16, head_dim 128, TFLOP/s forward and with backward: FlashAttention-4
+        # 670 and 626, cuDNN 611 and 558.
+        first = (*HOPPER, "cudnn", "flash_attn_2", "flash")
     else:
         first = ("flash_attn_2", "flash", "cudnn")
     # xformers calls the same kernel as "efficient".
-    names = (*first, "efficient", "xformers", "eager", "flash_attn_3", *CPU, LISTS)
+    names = (*first, "efficient", "xformers", "eager", *HOPPER, *CPU, LISTS)
     return tuple(dict.fromkeys(names))
 
 

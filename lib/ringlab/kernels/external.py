@@ -1,15 +1,22 @@
-"""Kernels of other packages: xformers, flash-attn 2 and flash-attn 3. Probed, never
-required.
-"""
+"""Kernels of other packages: xformers, flash-attn 2, 3 and 4. Probed, never required."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 import torch
 from torch import Tensor
 
-from .base import HALF, needs_bf16, needs_cuda, needs_head_dim, wants_dtype
+from ..modes import refuse_recording
+from .base import (
+    HALF,
+    capability,
+    needs_bf16,
+    needs_cuda,
+    needs_head_dim,
+    wants_dtype,
+)
 from .torch_kernels import OperatorKernel
 
 NOT_INSTALLED = "is not installed"
@@ -22,6 +29,15 @@ def missing(module: str, package: str) -> str | None:
     except ImportError as error:
         return f"{package} {NOT_INSTALLED} ({str(error).splitlines()[0]})"
     return None
+
+
+def not_found(module: str, package: str) -> str | None:
+    """As ``missing``, but only what the module is in is loaded, not the module."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ImportError:  # of what it is in
+        found = None
+    return f"{package} {NOT_INSTALLED}" if found is None else None
 
 
 class Xformers(OperatorKernel):
@@ -160,6 +176,45 @@ class FlashAttn3(OperatorKernel):
             is_causal=causal,
         )
         return grads
+
+
+class FlashAttn4(OperatorKernel):
+    """FlashAttention-4, module ``flash_attn.cute`` of the package flash-attn-4
+    (4.0.0b36). The first call of a kind compiles for seconds.
+    """
+
+    name = "flash_attn_4"
+
+    def refuses(self, device, dtype, head_dim):
+        if why := needs_cuda(device, (9, 0)) or wants_dtype(dtype, HALF):
+            return why
+        # 9.x takes up to 256, 12.x up to 128; 10.x and 11.x that, and 256.
+        either = 256 if head_dim == 256 else 128
+        most = {9: 256, 12: 128}.get(capability(device)[0], either)
+        # It takes seconds to load, and an early version may fail with any exception: the
+        # probe loads it, and gives the reason.
+        return needs_head_dim(head_dim, most) or not_found(
+            "flash_attn.cute", "flash-attn-4"
+        )
+
+    def _forward(self, q, k, v, causal, scale):
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        refuse_recording("FlashAttention-4", "cudnn")
+        with torch.cuda.device_of(q):
+            out, lse, *_ = _flash_attn_fwd(
+                q, k, v, softmax_scale=scale, causal=causal, return_lse=True
+            )
+        return out, lse
+
+    def _backward(self, dout, q, k, v, out, lse, causal, scale):
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        refuse_recording("FlashAttention-4", "cudnn")
+        dq, dk, dv = _dense_like(q, k, v)
+        how = {"softmax_scale": scale, "causal": causal, "dq": dq, "dk": dk, "dv": dv}
+        with torch.cuda.device_of(q):
+            return _flash_attn_bwd(q, k, v, out, dout, lse, **how)
 
 
 def _dense_like(*tensors: Tensor) -> tuple[Tensor, ...]:
