@@ -162,6 +162,47 @@ def test_misaligned_rows_are_copied():
         assert (out - want).norm() < 2e-3 * want.norm()
 
 
+SEES = torch.eye(3, dtype=torch.bool)[:, [1, 0, 2]]  # the first sees what is hidden
+SEES[2] = False  # and the last nothing
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "pattern, n",
+    [
+        (blocks.sliding_window(1, block_size=128), 300),
+        (blocks.bigbird(0, 1, 1, block_size=128), 513),
+        (blocks.from_mask(SEES, block_size=128), 384),
+        (blocks.local_global(1, 1, block_size=128), 37),
+        (Dense(), 130),
+    ],
+)
+def test_flash_attention_4_takes_blocks_of_128_in_one_call(pattern, n, causal):
+    name = "flash_attn_4_blocks"
+    for kv_heads, memory in ((4, "contiguous"), (2, "packed"), (1, "heads first")):
+        case = Case(pattern, n, BF16, causal, 2, 4, kv_heads, 64, memory=memory)
+        with gpu((9, 0), *PACKAGES):
+            for cotangent in (False, True):
+                case = replace(case, backend=name, lse_cotangent=cotangent)
+                assert not wrong(case)
+
+
+def test_other_patterns_are_refused_by_the_kernel_of_blocks_of_128():
+    q = torch.randn(1, 256, 2, 64, dtype=BF16)
+    other = blocks.sliding_window(1, block_size=64)
+    with gpu((9, 0), *PACKAGES):
+        for pattern in (other, Dilated([64, 128], [1, 2])):
+            with pytest.raises(NotImplementedError, match="blocks of 128, not"):
+                attention(q, q, q, pattern, backend="flash_attn_4_blocks")
+        for pattern in (other, replace(other, block_size=128)):
+            kind = kernels.kind_of(pattern, 256, 2, 2)
+            choice = kernels.choose("cpu", BF16, 64, pattern_kind=kind)
+            lists = "triton" if pattern is other else "flash_attn_4_blocks"
+            assert choice.name == lists
+    with gpu((9, 0), "flash_attn_2"):
+        assert kernels.choose("cpu", BF16, 64, pattern_kind=kind).name == "triton"
+
+
 @pytest.mark.parametrize("strided", [0, 1], ids=["dout", "out"])
 def test_cudnn_is_given_dense_out_and_dout(strided):
     """Its graphs are kept by the strides of q, k and v alone: a second call whose dout

@@ -14,6 +14,7 @@ modelled: checks of the device type, dropout, windows, fp8, ...
 
 import ast
 import sys
+from collections import namedtuple
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module, reload
@@ -50,6 +51,7 @@ def scores_of(a, *others: torch.Tensor):
     )
     # FA2 src/mask.h, FA3 mask.h: the diagonal ends at the lower right.
     seen = torch.ones(m, n, dtype=torch.bool).tril(n - m if a.is_causal else n)
+    seen = seen & getattr(a, "blocks", True)  # of FA4
     scale = d**-0.5 if a.softmax_scale is None else a.softmax_scale
     return (scale * (q @ rest[0].mT)).masked_fill(~seen, -torch.inf), scale, q, *rest
 
@@ -107,7 +109,7 @@ def forward(a, hopper: bool):
     return out, lse, lse.new_empty(0), torch.zeros(2).long()
 
 
-def exact_gradients(a, lse: torch.Tensor):
+def exact_gradients(a, lse: torch.Tensor, dlse: torch.Tensor | None = None):
     """rowsum(dout * out) and dq, dk, dv (b, h, m, d), of the softmax that lse is of."""
     scores, scale, q, k, v, dout, out = scores_of(a, a.dout, a.out)
     # FA2 src/softmax.h, scale_apply_exp2; FA3 flash_bwd_preprocess_kernel.h; FA4
@@ -115,7 +117,8 @@ def exact_gradients(a, lse: torch.Tensor):
     lse = lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)
     p = (scores - lse).exp()
     total = (dout * out).sum(-1, keepdim=True)
-    ds = scale * p * (dout @ v.mT - total)
+    less = total if dlse is None else total - dlse.double().unsqueeze(-1)
+    ds = scale * p * (dout @ v.mT - less)
     return total, ds @ k, ds.mT @ q, p.mT @ dout
 
 
@@ -252,11 +255,50 @@ def read_4(t: torch.Tensor) -> torch.Tensor:
     return t if dense or (t.stride(-1) == 1 and not off) else t.contiguous()
 
 
-def forward_4(q, k, v, *, softmax_scale=None, causal=False, return_lse=False):
+FIELDS = "mask_block_cnt mask_block_idx full_block_cnt full_block_idx block_size"
+Lists = namedtuple("BlockSparseTensorsTorch", FIELDS, defaults=(None,) * 3)
+
+
+def seen_4(a, lists: Lists | None, by_key: bool):
+    """The pairs that lists of blocks show, bool (m, n), as the kernels of 9.0 read them."""
+    if lists is None:
+        return True
+    m, n, d = a.q.shape[1], a.k.shape[1], a.q.shape[3]
+    assert torch.cuda.get_device_capability()[0] == 9 and d <= 128, "tiles of 128 x 128"
+    assert lists.block_size == (128, 128) and not lists.mask_block_cnt.any()
+    rows, cols = (-(-x // 128) for x in ((n, m) if by_key else (m, n)))
+    counts, index = lists.full_block_cnt, lists.full_block_idx
+    assert counts.dtype == index.dtype == torch.int32, "must have dtype torch.int32"
+    assert counts.shape == (1, 1, rows) and index.shape[:3] == counts.shape
+    assert index.shape[3] <= cols, "n-block dimension"
+    seen = torch.zeros(rows, cols, dtype=torch.bool)
+    for row in range(rows):
+        listed = index[0, 0, row, : counts[0, 0, row]].long()
+        seen[row, listed] = True
+        # Of the keys behind the end those of the last block listed are masked alone.
+        check(by_key or listed.equal(listed.sort()[0]), "reads behind the last key")
+    seen = seen.mT if by_key else seen
+    return seen.repeat_interleave(128, 0).repeat_interleave(128, 1)[:m, :n]
+
+
+def forward_4(
+    q,
+    k,
+    v,
+    *,
+    softmax_scale=None,
+    causal=False,
+    return_lse=False,
+    block_sparse_tensors=None,
+    pack_gqa=None,
+):
     """_flash_attn_fwd: out, lse (None unless asked for) and three more."""
+    packs = pack_gqa is None and q.shape[2] > k.shape[2]
+    assert block_sparse_tensors is None or not packs, "not modelled"
     a = SimpleNamespace(softmax_scale=softmax_scale, is_causal=causal)
     a.q, a.k, a.v = map(read_4, (q, k, v))
     check_4(a, 8, {"q": q}, {"k": k, "v": v})
+    a.blocks = seen_4(a, block_sparse_tensors, False)
     out, lse = q.new_zeros(q.shape), torch.full(q.transpose(1, 2).shape[:3], -torch.inf)
     if out.numel() and k.shape[1]:
         scores, *_, values = scores_of(a)
@@ -281,6 +323,8 @@ def backward_4(
     dq=None,
     dk=None,
     dv=None,
+    block_sparse_tensors=None,
+    dlse=None,
 ):
     """_flash_attn_bwd: dq, dk, dv, which are written by 16 bytes."""
     given = ((dq, q), (dk, k), (dv, v))
@@ -296,7 +340,10 @@ def backward_4(
     for t in (dq, dk, dv):
         dense = t.stride(-1) == 1 and 0 not in t.stride() and not t.data_ptr() % 16
         check(dense, "a gradient is not aligned to 16 bytes, or has no last dimension")
-    _, *grads = exact_gradients(a, read_4(lse).double())
+    a.blocks = seen_4(a, block_sparse_tensors, True)
+    if dlse is not None:  # of rows that see nothing it is not read: no list has them
+        dlse = dlse.masked_fill(lse.isneginf(), 0.0)
+    _, *grads = exact_gradients(a, lse.double(), dlse)
     for into, grad in zip((dq, dk, dv), grads):
         # Shared heads are summed in fp32.
         shared = grad.unflatten(1, (into.shape[2], -1)).sum(2)
@@ -308,7 +355,8 @@ def flash_attn_4() -> dict[str, dict]:
     """The modules of flash-attn-4, whose outer one is that of FA2 if both are there."""
     functions = {"_flash_attn_fwd": forward_4, "_flash_attn_bwd": backward_4}
     names = ("flash_attn", {}), ("flash_attn.cute", {})
-    return dict(names) | {"flash_attn.cute.interface": functions}
+    lists = {"flash_attn.cute.block_sparsity": {"BlockSparseTensorsTorch": Lists}}
+    return dict(names) | lists | {"flash_attn.cute.interface": functions}
 
 
 def torch_flash_forward(q, k, v, *rest, scale=None, **_):

@@ -28,7 +28,14 @@ from .base import (
     supports_lower_right_causal,
 )
 from .compiled import Compiled
-from .external import NOT_INSTALLED, FlashAttn2, FlashAttn3, FlashAttn4, Xformers
+from .external import (
+    NOT_INSTALLED,
+    FlashAttn2,
+    FlashAttn3,
+    FlashAttn4,
+    FlashAttn4Blocks,
+    Xformers,
+)
 from .rules import KINDS, Rule, kind_of, rule_for
 from .torch_kernels import CpuFlash, CuDNN, Eager, Efficient, Flash
 from .triton import TritonKernel
@@ -39,6 +46,7 @@ KERNELS: dict[str, Kernel] = {
         Compiled,
         CpuFlash,
         FlashAttn4,
+        FlashAttn4Blocks,
         FlashAttn3,
         CuDNN,
         FlashAttn2,
@@ -171,8 +179,9 @@ def _by_rule(rule: Rule | None, names: tuple[str, ...]) -> tuple[str, ...]:
     """The names with the kernel that the rule takes first."""
     if rule is None:
         return names
-    first = LISTS if rule.way == "lists" else rule.kernel
-    return tuple(dict.fromkeys((first, *names))) if first else names
+    lists = (LISTS,) if rule.way == "lists" else ()
+    named = (rule.kernel,) if rule.kernel else ()
+    return tuple(dict.fromkeys((*named, *lists, *names)))
 
 
 @lru_cache(maxsize=256)
@@ -239,8 +248,8 @@ def order(device: torch.device | DeviceSpec) -> tuple[str, ...]:
     else:
         first = ("flash_attn_2", "flash", "cudnn")
     # xformers calls the same kernel as "efficient".
-    names = (*first, "efficient", "xformers", "eager", *HOPPER, *CPU, LISTS)
-    return tuple(dict.fromkeys(names))
+    names = (*first, "efficient", "xformers", "eager", *HOPPER, *CPU)
+    return tuple(dict.fromkeys((*names, FlashAttn4Blocks.name, LISTS)))
 
 
 def table(

@@ -8,7 +8,10 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from .. import cache as caches
+from ..block_patterns import BlockSparse, Window
 from ..modes import refuse_recording
+from ..patterns import Dense
 from .base import (
     HALF,
     capability,
@@ -197,24 +200,114 @@ class FlashAttn4(OperatorKernel):
             "flash_attn.cute", "flash-attn-4"
         )
 
-    def _forward(self, q, k, v, causal, scale):
+    def _forward(self, q, k, v, causal, scale, **more):
         from flash_attn.cute.interface import _flash_attn_fwd
 
         refuse_recording("FlashAttention-4", "cudnn")
+        more |= {"softmax_scale": scale, "causal": causal, "return_lse": True}
         with torch.cuda.device_of(q):
-            out, lse, *_ = _flash_attn_fwd(
-                q, k, v, softmax_scale=scale, causal=causal, return_lse=True
-            )
+            out, lse, *_ = _flash_attn_fwd(q, k, v, **more)
         return out, lse
 
-    def _backward(self, dout, q, k, v, out, lse, causal, scale):
+    def _backward(self, dout, q, k, v, out, lse, causal, scale, **more):
         from flash_attn.cute.interface import _flash_attn_bwd
 
         refuse_recording("FlashAttention-4", "cudnn")
         dq, dk, dv = _dense_like(q, k, v)
-        how = {"softmax_scale": scale, "causal": causal, "dq": dq, "dk": dk, "dv": dv}
+        more |= {"softmax_scale": scale, "causal": causal, "dq": dq, "dk": dk, "dv": dv}
         with torch.cuda.device_of(q):
-            return _flash_attn_bwd(q, k, v, out, dout, lse, **how)
+            return _flash_attn_bwd(q, k, v, out, dout, lse, **more)
+
+
+BLOCK = 128  # rows of a tile of FlashAttention-4, which takes lists of whole tiles
+
+
+class FlashAttn4Blocks(FlashAttn4):
+    """FlashAttention-4 by lists of blocks: block-sparse patterns of blocks of 128, and
+    dense ones, in one launch a pass, on compute capability 9.0.
+    """
+
+    name = "flash_attn_4_blocks"
+
+    def refuses(self, device, dtype, head_dim):
+        return (
+            needs_cuda(device, (9, 0), alone=True)
+            or needs_head_dim(head_dim, 128)  # wider tiles are shorter
+            or super().refuses(device, dtype, head_dim)
+        )
+
+    def attend(
+        self, q, k, v, pattern, causal: bool, scale: float, cached=caches.GLOBAL.get
+    ):
+        """out (b, n, h, d) in q's dtype and lse (b, h, n) in fp32; k and v (b, n, h_kv,
+        d). Raises NotImplementedError for other patterns.
+        """
+        lists = _block_lists(q, pattern, causal, False, cached)
+        # Packed heads would be tiles of other rows.
+        more = {"block_sparse_tensors": lists, "pack_gqa": False}
+        return self._forward(q, k, v, causal, scale, **more)
+
+    def gradients(
+        self,
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        pattern,
+        causal: bool,
+        scale: float,
+        cached=caches.GLOBAL.get,
+    ):
+        """dq, dk, dv for the cotangents ``dout`` and ``dlse`` (b, h, n) or None, with
+        the final out and lse.
+        """
+        lists = _block_lists(q, pattern, causal, True, cached)
+        dout, out = (t.to(q.dtype) for t in (dout, out))
+        more = {"block_sparse_tensors": lists, "dlse": dlse}
+        return self._backward(dout, q, k, v, out, lse, causal, scale, **more)
+
+
+def _block_lists(q: Tensor, pattern, causal: bool, by_key: bool, cached):
+    """The cached lists of blocks of a pattern for a pass: of each block of queries those
+    of keys that it sees, ascending; ``by_key``, of each of keys those of queries.
+    """
+    n = q.shape[1]
+    if isinstance(pattern, Dense):
+        pattern = BlockSparse([Window(n)], BLOCK)
+    if not isinstance(pattern, BlockSparse) or pattern.block_size != BLOCK:
+        raise NotImplementedError(
+            f"flash_attn_4_blocks runs patterns of blocks of {BLOCK}, not {pattern}"
+        )
+
+    def build():
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+        found = []
+        for rows, cols, seen in pattern.chunks(n):
+            row, col = seen.nonzero(as_tuple=True)
+            found.append(torch.stack([rows[row], cols[col]]))
+        pairs = torch.cat(found, 1)  # (2, pairs)
+        if causal:  # the kernel masks what is left of a block on the diagonal
+            pairs = pairs[:, pairs[1] <= pairs[0]]
+        if by_key:
+            pairs = pairs.flip(0)[:, pairs[1].argsort(stable=True)]
+        rows, cols = pairs
+        counts = rows.bincount(minlength=pattern.count(n))
+        place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+        index = torch.zeros(len(counts), max(1, int(counts.max())), dtype=torch.int32)
+        index[rows, place] = cols.int()
+        counts, index = (t.to(q.device)[None, None] for t in (counts.int(), index))
+        # (1, 1, blocks) and (1, 1, blocks, most): of every entry and head. None of them
+        # has a mask of its own.
+        return BlockSparseTensorsTorch(
+            torch.zeros_like(counts), index, counts, index, block_size=(BLOCK, BLOCK)
+        )
+
+    key = "blocks of flash_attn_4", pattern, n, causal, by_key, q.device
+    return cached(key, build)
 
 
 def _dense_like(*tensors: Tensor) -> tuple[Tensor, ...]:
