@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import importlib.metadata
 
 import torch
 from torch import Tensor
@@ -34,13 +34,13 @@ def missing(module: str, package: str) -> str | None:
     return None
 
 
-def not_found(module: str, package: str) -> str | None:
-    """As ``missing``, but only what the module is in is loaded, not the module."""
+def not_installed(package: str) -> str | None:
+    """As ``missing``, by what is installed: nothing is loaded."""
     try:
-        found = importlib.util.find_spec(module)
-    except ImportError:  # of what it is in
-        found = None
-    return f"{package} {NOT_INSTALLED}" if found is None else None
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package} {NOT_INSTALLED}"
+    return None
 
 
 class Xformers(OperatorKernel):
@@ -195,10 +195,8 @@ class FlashAttn4(OperatorKernel):
         either = 256 if head_dim == 256 else 128
         most = {9: 256, 12: 128}.get(capability(device)[0], either)
         # It takes seconds to load, and an early version may fail with any exception: the
-        # probe loads it, and gives the reason.
-        return needs_head_dim(head_dim, most) or not_found(
-            "flash_attn.cute", "flash-attn-4"
-        )
+        # probe loads it, and gives the reason. flash-attn 2 may hold an older copy.
+        return needs_head_dim(head_dim, most) or not_installed("flash-attn-4")
 
     def _forward(self, q, k, v, causal, scale, **more):
         from flash_attn.cute.interface import _flash_attn_fwd
