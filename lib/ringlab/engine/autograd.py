@@ -345,7 +345,8 @@ def _merge_works(device: torch.device, dtype: torch.dtype) -> bool:
             torch.randn(2, 128, heads, 16, generator=generator).to(device, dtype)
             for heads in (2, 2, 1, 1)
         )
-        pattern, call = Dilated([32, 64], [1, 2]), (True, 0.25, kernel)
+        # A segment that is the whole sequence, too.
+        pattern, call = Dilated([32, 128], [1, 2]), (True, 0.25, kernel)
         plan = dilated.make_plan(pattern, 128, 2, 1)
         want = execute.forward(q, k, v, plan, *call)
         tensors = dout, q, k, v, *want

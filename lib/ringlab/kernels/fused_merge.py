@@ -109,7 +109,9 @@ def make_rows(
     for i, (call, ((o_b, o_n, o_h), (l_b, l_h, l_n))) in enumerate(zip(calls, strides)):
         for j in range(call.heads):
             q = call.q
-            place = q.first + j * q.shift, q.node_step, call.nodes, q.step, q.rows
+            # A GPU divides by the length: one segment must have one.
+            length = q.node_step if call.nodes > 1 else n
+            place = q.first + j * q.shift, length, call.nodes, q.step, q.rows
             lines[q.head + j * q.head_step][i] = [
                 *place,
                 j * o_h,
