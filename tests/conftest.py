@@ -21,6 +21,7 @@ COMPILED_ONCE = (
     "[fwd-flex]",
 )  # by a compiler that takes seconds to import
 MEASURED_ONCE = (
+    "test_decode.py",
     "test_documents.py",
     "test_explore.py",
     "test_first_screen.py",
@@ -40,6 +41,7 @@ SLOW = (
     "test_blocks.py",
     "test_compare.py",
     "test_compiled.py",
+    "test_decode.py",
     "test_device_code.py",
     "test_exchange_dtype.py",
     "test_explore.py",

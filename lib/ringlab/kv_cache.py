@@ -44,7 +44,8 @@ class KVCache:
     far, whatever the pieces were. The sequences may differ in length: ``lengths=`` of
     ``attention`` says how many of the new rows of each are not padding. A single
     position runs by the kernel that ``backend`` chooses if this reads rows where they
-    lie ("compiled", on a CPU), else as two matrix products. The memory for
+    lie ("compiled", on a CPU), else as two matrix products; by "auto" or "triton" in one
+    or two launches of Triton where this can run. The memory for
     rows is allocated once; ``cache.nbytes``, with tables of their positions, is at most
     what ``cache_bytes`` tells beforehand.
 
@@ -348,10 +349,10 @@ class KVCache:
             }
             self.group.agree("generation", problem, q, **told)
         flip, scale = positive_scale(scale)
-        q = flip(q)
+        q, decodes = flip(q), backend == "auto" or kernel.name == "triton"
         with without_autocast(q):
             found = [
-                part.attend(q, k, v, lengths, scale, kernel, execution)
+                part.attend(q, k, v, lengths, scale, kernel, execution, decodes)
                 for part in self._parts
             ]
             if self.group is None:

@@ -482,6 +482,17 @@ def test_borders_on_the_gpu_are_read_once_and_again_after_a_change():
         assert torch.equal(found, want)
 
 
+@gpu_only
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_random_generations_are_the_oracles(dtype):
+    pytest.importorskip("triton")
+    from generated import drawn
+
+    for seed in range(12):
+        found = drawn(seed, DEVICE, [dtype])
+        assert found["zeros"] and found["out"] <= 1 and found["lse"] <= 2e-3, found
+
+
 def test_two_ranks_on_one_device_are_one_device():
     """By gloo, which carries them through the CPU: what is shown is that the results
     are right, no speed.

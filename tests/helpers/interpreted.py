@@ -46,6 +46,7 @@ from ringlab.kernels.triton_config import Sizes
 from ringlab.tracking import LiveStorageTracker
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SEEDS = 40  # of generations
 CHOSEN = triton_config.chosen
 FOLDED = Dilated([32, 64], [1, 2])
 BLIND = block_patterns.from_mask(
@@ -192,7 +193,7 @@ JOINED = {
 
 @cache
 def printed(part: str) -> dict[str, dict]:
-    """The output of ``part``, "plain" or "joined", by case."""
+    """The output of ``part``, "plain", "joined" or "generated", by case."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here.parents[1] / "lib"), str(here), *sys.path])
     env = os.environ | {
@@ -301,8 +302,12 @@ def main(part: str):
             "bfloat16",
             refusal=KERNELS["triton"].refuses(torch.device("cpu"), torch.bfloat16, 64),
         )
-    else:
+    elif part == "joined":
         joined()
+    else:
+        from generated import shown
+
+        shown(lambda case, **found: show(case, **found), SEEDS)
 
 
 @contextmanager

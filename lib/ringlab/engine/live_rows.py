@@ -15,18 +15,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..block_patterns import BlockSparse
+from ..kernels import KERNELS
 from ..kernels.base import HALF, Kernel, accumulation_dtype, gathers
-from ..modes import outside_modes
+from ..modes import outside_modes, refuse_recording
 from ..patterns import Branch, Pattern
 from . import blocks, dilated, execute
 from .dilated import calls_on_rows, even_runs, fold_heads
 from .execute import Plan
+
+if TYPE_CHECKING:
+    from ..kernels.decode import Decoder
 
 ONE_READ = (
     2 << 20
@@ -34,6 +38,8 @@ ONE_READ = (
 NEVER = -(1 << 40)  # the last query of a row that none sees
 RUN = 16  # so many positions one after another are on one rank
 AHEAD = 64  # so many steps of one position are prepared together at most
+BITS = 63  # of the longest word
+PAIRS = 1 << 22  # of a step and a row are looked at together at most
 CONVERTED = 4096  # rows of half precision that are converted together
 
 
@@ -48,7 +54,8 @@ class LiveRows:
     the first slot that it sees by each. ``peak`` is the greatest length before the last
     crop. Until the position ``until`` no row is dropped and no segment ends. ``_ahead``
     has the next steps of one position, prepared together; ``until`` and ``all_seen``
-    are what they are after these.
+    are what they are after these. ``_late``: rows are there that should have been
+    dropped, and ``shown`` holds bits of steps, see ``_through``.
     """
 
     @outside_modes()  # or it could not be used outside of that mode
@@ -77,8 +84,10 @@ class LiveRows:
         self.all_seen = torch.ones(
             batch, dtype=torch.bool
         )  # no row is kept for later queries alone
-        self._far = 1  # so many steps are prepared next
+        self._far, self._late = 1, False  # so many steps are prepared next
         self._refresh(list(range(batch)))
+        triton = KERNELS["triton"]  # whose rules are those of the kernels of ``decode``
+        self.decodes = triton.refuses(device, dtype, head_dim) is None
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +102,7 @@ class LiveRows:
         """The positions of the rows that are kept of a sequence, ascending, for each
         K/V head.
         """
+        self._settle()
         found = [
             rows[:count].long()
             for rows, count in zip(self.positions[entry], self.counts[entry])
@@ -101,6 +111,7 @@ class LiveRows:
 
     def crop(self, lengths: list[int]) -> None:
         """Forget the positions of each sequence from its length on."""
+        self._settle()
         for entry, length in enumerate(lengths):
             if length < self.length[entry]:
                 for table, count in enumerate(self.counts[entry].tolist()):
@@ -113,6 +124,7 @@ class LiveRows:
 
     def reorder(self, index: list[int]) -> None:
         """Make sequence i a copy of what was sequence ``index[i]``."""
+        self._settle()
         rows = [t[:, :, : self.used] for t in (self.k, self.v)]
         for t in (
             *rows,
@@ -135,6 +147,7 @@ class LiveRows:
 
     def state(self) -> dict:
         """A copy of all that is kept."""
+        self._settle()
         rows = {
             name: getattr(self, name)[:, :, : self.used].clone()
             for name in ("k", "v", "positions")
@@ -172,18 +185,34 @@ class LiveRows:
             self._store(entries, k, v, k.shape[1])
 
     def attend(
-        self, q, k, v, lengths: list[int], scale: float, kernel: Kernel, execution
+        self,
+        q,
+        k,
+        v,
+        lengths: list[int],
+        scale: float,
+        kernel: Kernel,
+        execution,
+        decodes: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """out (b, c, h, d), lse (b, h, c) of c new positions, of entry i the first
-        ``lengths[i]``; their rows are kept.
+        ``lengths[i]``; their rows are kept. ``decodes``: a single position by the
+        kernels of ``decode`` where they run.
 
         Of several ranks this rank's part of both.
         """
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        lse = torch.full(
-            q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device
-        )  # (b, c, h)
-        if single := [entry for entry, count in enumerate(lengths) if count == 1]:
+        single = [entry for entry, count in enumerate(lengths) if count == 1]
+        decodes = decodes and self.decodes
+        form = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
+        if decodes and len(single) == q.shape[0] * q.shape[1]:  # all will be written
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            lse = torch.empty(q.shape[:3], **form)  # (b, c, h)
+        else:
+            out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+            lse = torch.full(q.shape[:3], -torch.inf, **form)
+        if single and decodes:
+            self._decode(single, q, k, v, out, lse, scale)
+        elif single:
             self._step(single, q, k, v, out, lse, scale, kernel)
         for entries in self._alike([count if count > 1 else 0 for count in lengths]):
             count = lengths[entries[0]]
@@ -349,6 +378,13 @@ class LiveRows:
             :, :, None
         ]
 
+    def _settle(self) -> None:
+        """Drop what ``_through`` has left for later."""
+        if self._late:
+            self._late, every = False, list(range(len(self.k)))
+            self._drop(every, self.length)
+            self._refresh(every)
+
     def _refresh(self, entries: list[int]) -> None:
         """Make new what is known of the rows, after some came or went, or a segment
         ended.
@@ -389,11 +425,9 @@ class LiveRows:
             self.rules.heads // self.rules.kv_heads,
             len(entries) == len(self.k),
         )
-        if self._ahead is not None and self._ahead.entries != entries:
-            self._ahead, self._far = None, 1
-        if self._ahead is None:
-            self._ahead = self._look_ahead(entries)
-        ahead, each = self._ahead, slice(None) if every else torch.tensor(entries)
+        self._settle()
+        ahead = self._prepared(entries, False)
+        each = slice(None) if every else torch.tensor(entries)
         step, given = ahead.steps[-1], (k[each, 0], v[each, 0])  # (entries, h_kv, d)
         if rules.ranks > 1:
             given = (
@@ -438,17 +472,44 @@ class LiveRows:
                 )
                 out[i, 0].unflatten(1, (-1, g))[:, heads] = o.to(out.dtype)
                 lse[i, 0].unflatten(1, (-1, g))[:, heads] = l
-        self.counts[each] += step.kept
+        self._taken(ahead, each, ahead.steps.pop().kept)
+
+    def _decode(self, entries: list[int], q, k, v, out, lse, scale: float) -> None:
+        """The same by few launches on a GPU, with no copy from or to the host but those
+        of a look-ahead.
+        """
+        refuse_recording("Triton's kernels", "eager")
+        ahead = self._prepared(entries, True)
+        number = len(ahead.decoder.table) - len(ahead.steps)
+        ahead.decoder.step(number, q, k, v, scale, out, lse)
+        each = slice(None) if len(entries) == len(self.k) else torch.tensor(entries)
+        self._taken(ahead, each, ahead.steps.pop())
+
+    def _prepared(self, entries: list[int], decodes: bool) -> _Ahead:
+        """The prepared steps of ``entries``, for ``_decode`` or for ``_step``."""
+        ahead = self._ahead
+        if ahead is not None and (
+            ahead.entries != entries or decodes != (ahead.decoder is not None)
+        ):
+            self._ahead, self._far = None, 1
+        if self._ahead is None:
+            far = self._through if self.rules.ahead > 1 else self._launches
+            self._ahead = far(entries) if decodes else self._look_ahead(entries)
+        return self._ahead
+
+    def _taken(self, ahead: _Ahead, each, kept: Tensor) -> None:
+        """Count the rows of a step, ``kept`` (entries, tables) of them."""
+        self.counts[each] += kept
         self.length[each] += 1
-        ahead.steps.pop()
         if not ahead.steps:
             self._ahead = None
             if ahead.due:
                 self._drop(ahead.due, self.length[ahead.due])
                 self._refresh(ahead.due)
 
-    def _look_ahead(self, entries: list[int]) -> _Ahead:
-        """What the next positions of ``entries``, one at a time, see and leave.
+    def _foresee(self, entries: list[int]) -> tuple:
+        """What the next positions of ``entries``, one at a time, see and leave: tensors
+        (entries, steps, ...), and the entries that are due after them.
 
         Until a row is dropped or a segment ends; at most twice as many as the last
         time, since they may not be used.
@@ -479,14 +540,6 @@ class LiveRows:
         counts = (
             counts[:, None] + kept.cumsum(1) - kept.long()
         )  # (entries, steps, tables): before each step
-        used = counts.amax((0, 2))
-        level = (counts == used[:, None]).all(2).all(0)
-        plain = torch.zeros_like(level)  # whether each query sees each row, once
-        if rules.bits == 1:
-            unseen = (shown == 0).flatten(2).any(2)  # (entries, steps)
-            all_seen = self.all_seen[entries][:, None] & (unseen.cumsum(1) == 0)
-            plain = level & all_seen.all(0) & (asked > 0).flatten(2).all(2).all(0)
-            self.all_seen[entries] = all_seen[:, steps - 1]
         asks = (
             (asked.unsqueeze(-1) >> torch.arange(rules.bits) & 1).bool().any(3)
         )  # (entries, steps, tables, bits)
@@ -494,24 +547,79 @@ class LiveRows:
             self.firsts[entries][:, None].masked_fill(~asks, rules.slots).amin(-1)
         )  # (entries, steps, tables)
         self.until[entries] = until[:, steps - 1]
-        columns = (
-            t[..., None].int(),
-            mine,
-            counts,
-            kept,
-            firsts,
-            asked,
-            *(x.to(self.shown) for x in (asked, shown)),
-        )
-        numbers = firsts.amin((0, 2)), used, level, plain
-        each = zip(
-            *(x[:, :steps].unbind(1) for x in columns),
-            *(x[:steps].tolist() for x in numbers),
-        )
         due = [
             entry for entry, ends in zip(entries, due[:, steps - 1].tolist()) if ends
         ]
+        columns = t[..., None].int(), mine, counts, kept, firsts, asked, shown
+        return *(x[:, :steps] for x in columns), due
+
+    def _look_ahead(self, entries: list[int]) -> _Ahead:
+        """What ``_foresee`` says, by steps."""
+        t, mine, counts, kept, firsts, asked, shown, due = self._foresee(entries)
+        used = counts.amax((0, 2))
+        level = (counts == used[:, None]).all(2).all(0)
+        plain = torch.zeros_like(level)  # whether each query sees each row, once
+        if self.rules.bits == 1:
+            unseen = (shown == 0).flatten(2).any(2)  # (entries, steps)
+            all_seen = self.all_seen[entries][:, None] & (unseen.cumsum(1) == 0)
+            plain = level & all_seen.all(0) & (asked > 0).flatten(2).all(2).all(0)
+            self.all_seen[entries] = all_seen[:, -1]
+        words = (x.to(self.shown) for x in (asked, shown))
+        columns = t, mine, counts, kept, firsts, asked, *words
+        numbers = firsts.amin((0, 2)), used, level, plain
+        each = zip(*(x.unbind(1) for x in columns), *(x.tolist() for x in numbers))
         return _Ahead(entries, [_Step(*one) for one in each][::-1], due)
+
+    def _launches(self, entries: list[int]) -> _Ahead:
+        """What ``_foresee`` says, where ``decode`` reads it."""
+        t, _, *told, due = self._foresee(entries)
+        unseen = (told[-1] == 0).flatten(1).any(1)
+        self.all_seen[entries] = self.all_seen[entries] & ~unseen
+        return self._decoder(entries, t, *told, due)
+
+    def _through(self, entries: list[int]) -> _Ahead:
+        """The same for steps in which rows leave, where blocks are small: these are
+        dropped together, before the next look-ahead, and until then a bit of ``shown``
+        says for each of the steps whether its query sees a row.
+        """
+        rules, size, t = self.rules, self.rules.run, self.length[entries]
+        self._drop(entries, t)
+        self._late = True
+        positions, there = (x[:, 0] for x in self._rows(entries))  # (entries, m)
+        held = positions.shape[1]
+        far = min(self._far, rules.ahead, rules.n - int(t.max()))
+        far = max(1, min(far, PAIRS // (held + 1)))
+        self._far = min(2 * self._far, AHEAD)
+        step = torch.arange(far)
+        t = t[:, None] + step  # (entries, steps)
+        words = []
+        for now, rows in zip(t, torch.cat([positions, t], 1)):
+            seen = rules.pattern.blocks(rules.n, now // size, rows // size)
+            seen = seen & (rows <= now[:, None])  # (steps, m + steps)
+            words.append((seen.long() << step[:, None]).sum(0))
+        old, new = torch.stack(words).split([held, far], 1)
+        self.shown[entries, 0, 0, :held] = old.masked_fill(~there, 0).to(self.shown)
+        kept = (rules.last(t) + rules.max_crop > t)[..., None]  # (entries, steps, 1)
+        counts = self.counts[entries][:, None] + kept.cumsum(1) - kept.long()
+        asked = (1 << step).expand_as(t)[..., None, None]
+        shown = new.masked_fill(~rules.owns(t), 0)[..., None, None]
+        told = counts, kept, torch.zeros_like(counts), asked, shown
+        return self._decoder(entries, t[..., None].int(), *told, [])
+
+    def _decoder(
+        self, entries, t, counts, kept, firsts, asked, shown, due: list[int]
+    ) -> _Ahead:
+        """These steps of ``decode``, all of (entries, steps, ...); their rows' places
+        are noted, which counts once the rows are there.
+        """
+        from ..kernels import decode
+
+        entry, step, table = kept.nonzero(as_tuple=True)
+        places = torch.tensor(entries)[entry], table, counts[entry, step, table]
+        self.positions[places] = t[entry, step, 0]
+        told = decode.told(entries, firsts, counts, kept, asked, shown)
+        given = self.k, self.v, self.shown, self.rules.bits, told
+        return _Ahead(entries, [*kept.unbind(1)][::-1], due, decode.Decoder(*given))
 
     def _reads(self, step: _Step) -> list[tuple[Sequence[int], slice, int, int]]:
         """(numbers of entries, tables, first slot, end) to read for new queries; what
@@ -601,12 +709,14 @@ class _Step(NamedTuple):
 
 class _Ahead(NamedTuple):
     """The next steps of some entries, the next one last; after them rows of the entries
-    ``due`` are dropped, or their segment ends.
+    ``due`` are dropped, or their segment ends. For a ``decoder``, which knows the rest,
+    ``steps`` are which rows are kept (entries, tables).
     """
 
     entries: list[int]
-    steps: list[_Step]
+    steps: list[_Step] | list[Tensor]
     due: list[int]
+    decoder: Decoder | None = None
 
 
 def _form(t: Tensor) -> tuple:
@@ -743,6 +853,7 @@ class Rules:
     rank: int
     ranks: int
     run = RUN
+    ahead = 1  # steps that may pass before rows that they no longer see are dropped
 
     @property
     def share(self) -> range:
@@ -815,9 +926,9 @@ class Rules:
 
     @cached_property
     def slots(self) -> int:
-        """The rows that are kept at most, and the one of the query itself."""
+        """The rows that are kept at most, and those of ``ahead`` queries themselves."""
         each = {tuple(some.flatten().tolist()): some for some in self.offsets}
-        return 1 + max(map(self._most, each.values()))
+        return min(self.n + 1, self.ahead + max(map(self._most, each.values())))
 
     def _most(self, offsets: Tensor) -> int:
         """The most rows that a table with these offsets (seers, branches) keeps."""
@@ -938,6 +1049,15 @@ class BlockRules(Rules):
     @property
     def run(self):
         return self.pattern.block_size
+
+    @property
+    def ahead(self):
+        """Many, where rows leave every few steps: a word has a bit for each."""
+        return BITS if self.run < BITS else 1
+
+    @property
+    def word(self):
+        return torch.int64 if self.ahead > 1 else torch.int16
 
     def _most(self, offsets) -> int:
         return most_alive(self.last(torch.arange(self.n)) + self.max_crop)

@@ -1,0 +1,355 @@
+"""One new position of each sequence on a GPU, in one or two launches of Triton: store
+its row, attend to the kept rows, join what several programs found.
+
+A program reads some of the kept rows of one K/V head of one sequence for all query
+heads of it, which are the rows of a tile for tensor cores. The first one of each head
+also attends to the new row, which it has from the caller, and stores it behind those
+that are read: no program reads what another writes. Scores are in log2, sums in fp32,
+and a weight in half precision is two numbers, so that only the result is rounded.
+
+What differs from step to step is prepared for many steps and lies on the GPU: see
+``told``. Only ``LiveRows`` calls this, where ``TritonKernel.refuses`` nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .base import HALF
+from .triton import dense_rows
+from .triton_config import LEAST, LOG2E, padded, precision
+from .triton_kernels import LN2
+
+ENTRY, FIRST, COUNT, KEPT = (tl.constexpr(i) for i in range(4))
+COLUMNS = tl.constexpr(4)
+TILE = 16384  # bytes of a tile of k; its rows are at most WIDE
+WIDE = 128
+PROGRAMS = 2  # for each multiprocessor
+PART = 128  # rows that are worth a program
+MOST_PARTS = 128  # of one head
+JOINED = 32  # parts that a program reads together
+
+
+def told(entries: Sequence[int], firsts, counts, kept, asked, shown) -> Tensor:
+    """A table (steps, entries, tables, 4 + 2 seers) int64 of the next steps: entry,
+    first slot that is seen, slots in use, whether the row is kept; then the words by
+    which queries see, and of the new row. Arguments are (entries, steps, tables) and
+    (entries, steps, tables, seers).
+    """
+    entry = torch.tensor(entries)[:, None, None].expand_as(firsts)
+    numbers = torch.stack([entry, firsts, counts, kept.long()], -1)
+    return torch.cat([numbers, asked, shown], -1).transpose(0, 1).contiguous()
+
+
+class Decoder:
+    """The launches of prepared steps over the rows k and v (b, h_kv, slots, d) and the
+    words ``shown`` (b, tables, seers, slots) of a cache.
+
+    ``bits`` of a word are in use: a row counts as often as bits of the query's word are
+    set in its own; 1: once if any is. ``table`` is what ``told`` gives.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, shown: Tensor, bits: int, table: Tensor):
+        self.rows, self.table = (k, v, shown), table.to(k.device)
+        _, kv_heads, slots, d = k.shape
+        entries, tables, seers = table.shape[1], *shown.shape[1:3]
+        width = padded(d)
+        reads = int((table[..., COUNT.value] - table[..., FIRST.value]).max())
+        self.heads, self.stride = entries * kv_heads, table[0, 0].numel()
+        self.parts = min(
+            max(1, PROGRAMS * multiprocessors(k.device) // self.heads),
+            max(1, reads // PART),
+            MOST_PARTS,
+        )
+        self.sizes = entries, kv_heads, slots, self.parts
+        self.constants = {
+            "TABLES": tables,
+            "SEERS": seers,
+            "BITS": bits,
+            "COLS": columns(width, k.element_size()),
+            "DIM": d,
+            "PAD": width,
+            "HALVES": k.dtype in HALF,
+            "PRECISION": precision(0, k.dtype),
+            "WHOLE": self.parts == 1,
+        }
+        self.split = None
+
+    def step(
+        self, number: int, q: Tensor, k: Tensor, v: Tensor, scale: float, out, lse
+    ) -> None:
+        """Store the rows k and v (b, c, h_kv, d) of the first position and write out
+        (b, c, h, d), lse (b, c, h) of its query q: of the entries of step ``number``.
+        """
+        q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+        positions, heads, d = out.shape[1:]
+        group = heads // k.shape[2]
+        if self.parts > 1 and self.split is None:
+            results = self.parts, self.heads * group
+            self.split = (
+                torch.empty(*results, d, dtype=torch.float32, device=q.device),
+                torch.empty(*results, dtype=torch.float32, device=q.device),
+            )
+        into = (out, lse) if self.split is None else self.split
+        strides = (s for t in (q, k, v) for s in (t.stride(0), t.stride(2)))
+        with torch.cuda.device_of(q):
+            launch(
+                attend,
+                self.heads * self.parts,
+                (q, k, v, *self.rows, self.table, *into),
+                (number, scale * LOG2E, *self.sizes, positions, *strides),
+                GROUP=group,
+                ROWS=max(LEAST, triton.next_power_of_2(group)),
+                **self.constants,
+            )
+            if self.split is not None:
+                launch(
+                    join,
+                    self.heads * group,
+                    (*self.split, self.table, out, lse),
+                    (number, self.heads * group, self.parts, heads, positions),
+                    STEP=self.stride,
+                    DIM=d,
+                    PAD=self.constants["PAD"],
+                    PARTS=triton.next_power_of_2(self.parts),
+                    TOGETHER=min(JOINED, triton.next_power_of_2(self.parts)),
+                )
+
+
+def columns(width: int, size: int) -> int:
+    """Rows of a tile of k that has ``width`` elements of ``size`` bytes a row."""
+    return min(WIDE, max(LEAST, TILE // (width * size)))
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return LEAST  # interpreted
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_compiled: dict[tuple, object] = {}
+
+
+def launch(kernel, programs: int, tensors: tuple, numbers: tuple, **constants) -> None:
+    """One launch of a kernel that is ``general``; ``constants`` are in the order of its
+    signature. The second time Triton binds no arguments, which takes longer than all
+    else: what it compiled depends on the dtypes and the constants alone.
+    """
+    dtypes = (t.dtype for t in tensors)
+    key = kernel, tensors[0].device, *dtypes, *constants.values()
+    if (compiled := _compiled.get(key)) is not None:
+        compiled[programs, 1, 1](*tensors, *numbers, *constants.values())
+        return
+    made = kernel[(programs,)](*tensors, *numbers, **constants)
+    if made is not None:  # as it is where Triton interprets
+        _compiled[key] = made
+
+
+def general(f):
+    """A kernel that is compiled for any integers and any alignment of tensors, but for
+    k and v, which are memory of their own.
+    """
+    names = f.__code__.co_varnames[: f.__code__.co_argcount]
+    free = [name for name in names if name.islower() and name not in ("k", "v")]
+    return triton.jit(do_not_specialize=free)(f)
+
+
+@triton.jit
+def _times(words, asked, BITS: tl.constexpr):
+    """How often rows with these words count for a query that asks by ``asked``."""
+    seen = words & asked
+    if BITS == 1:
+        return tl.where(seen != 0, 1.0, 0.0)
+    found = seen & 1
+    for i in tl.static_range(1, BITS):
+        found += (seen >> i) & 1
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _words(shown, at, stop, slots, queries, GROUP: tl.constexpr, SEERS: tl.constexpr):
+    """The words of the slots ``at`` for each query of a tile, 0 from ``stop`` on."""
+    there = (at < stop)[None, :]
+    if SEERS == 1:
+        return tl.load(shown + at[None, :], mask=there, other=0)  # (1, COLS)
+    else:
+        seers = queries[:, None]
+        where = shown + seers * slots + at[None, :]
+        return tl.load(where, mask=there & (seers < GROUP), other=0)  # (ROWS, COLS)
+
+
+@triton.jit
+def _weighed(p, values, acc, HALVES: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + p values, with p as exact in half precision as two numbers are."""
+    high = p.to(values.dtype)
+    acc = tl.dot(high, values, acc, input_precision=PRECISION)
+    if HALVES:
+        low = (p - high.to(tl.float32)).to(values.dtype)
+        acc = tl.dot(low, values, acc, input_precision=PRECISION)
+    return acc
+
+
+@general
+def attend(
+    q,
+    new_k,
+    new_v,
+    k,
+    v,
+    shown,
+    table,
+    out,
+    lse,
+    number,
+    scale,
+    entries,
+    kv_heads,
+    slots: tl.int64,
+    parts,
+    positions,
+    s_qb: tl.int64,
+    s_qh: tl.int64,
+    s_kb: tl.int64,
+    s_kh: tl.int64,
+    s_vb: tl.int64,
+    s_vh: tl.int64,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TABLES: tl.constexpr,
+    SEERS: tl.constexpr,
+    BITS: tl.constexpr,
+    COLS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    HALVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """out and lse of the query heads of a K/V head over one part of its kept rows; the
+    first part has the new row, too, and stores it. WHOLE: there is one part, and these
+    are the results; else out (parts, entries, heads, d) and, in log2, lse.
+    """
+    part, pair = tl.program_id(0) % parts, tl.program_id(0) // parts
+    head, order = (pair % kv_heads).to(tl.int64), (pair // kv_heads).to(tl.int64)
+    which = head if TABLES > 1 else head * 0
+    told = table + ((number * entries + order) * TABLES + which) * (COLUMNS + 2 * SEERS)
+    entry, count = tl.load(told + ENTRY), tl.load(told + COUNT)
+    shown += (entry * TABLES + which) * SEERS * slots
+    k += (entry * kv_heads + head) * slots * DIM
+    v += (entry * kv_heads + head) * slots * DIM
+    queries, dims, cols = tl.arange(0, ROWS), tl.arange(0, PAD), tl.arange(0, COLS)
+    real, wide = queries < GROUP, dims < DIM
+    heads = head * GROUP + queries  # (ROWS,)
+    tile = entry * s_qb + heads[:, None] * s_qh + dims[None, :]
+    asking = tl.load(
+        q + tile, mask=real[:, None] & wide[None, :], other=0.0
+    )  # (ROWS, PAD)
+    seers = queries if SEERS > 1 else queries * 0
+    seen_by = told + COLUMNS + seers
+    asked = tl.load(seen_by, mask=real, other=0)
+    words = tl.load(seen_by + SEERS, mask=real, other=0)  # (ROWS,), of the new row
+
+    key = tl.load(new_k + entry * s_kb + head * s_kh + dims, mask=wide, other=0.0)
+    value = tl.load(new_v + entry * s_vb + head * s_vh + dims, mask=wide, other=0.0)
+    own = tl.where(part == 0, _times(words, asked, BITS), 0.0)
+    score = tl.sum(asking.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+    top = tl.where(own > 0.0, score, float("-inf"))
+    total = own
+    acc = tl.where((own > 0.0)[:, None], own[:, None] * value.to(tl.float32), 0.0)
+    if part == 0:
+        if tl.load(told + KEPT) != 0:
+            tl.store(k + count * DIM + dims, key, mask=wide)
+            tl.store(v + count * DIM + dims, value, mask=wide)
+            mine = (queries < SEERS) & ((TABLES > 1) | (head == 0))
+            word = words.to(shown.dtype.element_ty)
+            tl.store(shown + queries * slots + count, word, mask=mine)
+
+    first = tl.load(told + FIRST)
+    share = tl.cdiv(tl.cdiv(tl.maximum(count - first, 0), parts), COLS) * COLS
+    first += part * share
+    stop = tl.minimum(first + share, count)
+    asked = asked.to(shown.dtype.element_ty)[:, None]
+    early = _words(shown, first + cols, stop, slots, queries, GROUP, SEERS)
+    for start in range(first, stop, COLS):
+        at = start + cols
+        times = _times(early, asked, BITS)  # (ROWS, COLS)
+        early = _words(shown, at + COLS, stop, slots, queries, GROUP, SEERS)
+        rows = at[:, None] * DIM + dims[None, :]
+        there = (at < stop)[:, None] & wide[None, :]
+        keys = tl.load(k + rows, mask=there, other=0.0)  # (COLS, PAD)
+        s = tl.dot(asking, tl.trans(keys), input_precision=PRECISION) * scale
+        s = tl.where(times > 0.0, s, float("-inf"))
+        # M is left out of the maximum: a probability is then at most M.
+        high = tl.maximum(top, tl.max(s, 1))
+        shift = tl.where(high == float("-inf"), 0.0, high)
+        p = tl.math.exp2(s - shift[:, None]) * times
+        fade = tl.math.exp2(top - shift)
+        total = total * fade + tl.sum(p, 1)
+        values = tl.load(v + rows, mask=there, other=0.0)
+        acc = _weighed(p, values, acc * fade[:, None], HALVES, PRECISION)
+        top = high
+    acc /= tl.where(total == 0.0, 1.0, total)[:, None]  # out 0 where nothing is seen
+    found = top + tl.math.log2(total)  # and lse -inf, as top is
+    if WHOLE:
+        heads += entry * positions * kv_heads * GROUP
+        found *= LN2
+    else:
+        heads += (part.to(tl.int64) * entries + order) * kv_heads * GROUP
+    into = out + heads[:, None] * DIM + dims[None, :]
+    acc = acc.to(out.dtype.element_ty)
+    tl.store(into, acc, mask=real[:, None] & wide[None, :])
+    tl.store(lse + heads, found, mask=real)
+
+
+@general
+def join(
+    some,
+    weights,
+    table,
+    out,
+    lse,
+    number,
+    rows,
+    parts,
+    heads,
+    positions,
+    STEP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """out and lse of one query head of one entry from its parts: ``some`` (parts, rows,
+    d) and, in log2, ``weights`` (parts, rows), with a row for each entry and head.
+    STEP: the numbers of one entry in the table.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    order, head = row // heads, row % heads
+    entry = tl.load(table + (number * (rows // heads) + order) * STEP + ENTRY)
+    every, dims = tl.arange(0, PARTS).to(tl.int64), tl.arange(0, PAD)
+    logs = tl.load(
+        weights + every * rows + row, mask=every < parts, other=float("-inf")
+    )
+    top = tl.max(logs, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.math.exp2(logs - shift), 0)
+    acc = tl.zeros([PAD], tl.float32)
+    for start in range(0, parts, TOGETHER):
+        at = start + tl.arange(0, TOGETHER).to(tl.int64)
+        log = tl.load(weights + at * rows + row, mask=at < parts, other=float("-inf"))
+        where = some + (at * rows + row)[:, None] * DIM + dims[None, :]
+        there = (at < parts)[:, None] & (dims < DIM)[None, :]
+        found = tl.load(where, mask=there, other=0.0)  # (TOGETHER, PAD)
+        acc += tl.sum(tl.math.exp2(log - shift)[:, None] * found, 0)
+    acc /= tl.where(total == 0.0, 1.0, total)
+    result = entry * positions * heads + head
+    into = out + result * DIM + dims
+    tl.store(into, acc.to(out.dtype.element_ty), mask=dims < DIM)
+    tl.store(lse + result, (top + tl.math.log2(total)) * LN2)

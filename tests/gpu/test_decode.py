@@ -1,0 +1,52 @@
+"""One new position at a time by the kernels of ``decode``: values by Triton's
+interpreter, what a step calls, and the device code.
+"""
+
+import pytest
+from compiled import fits, used
+from generated import CALLED
+from interpreted import SEEDS, printed
+from ringlab.kernels import triton_config
+
+pytest.importorskip("triton")
+
+
+def test_random_generations_are_the_oracles():
+    """Patterns, heads, head_dims, lengths, ranks; NaN where no row is."""
+    cases = [found for found in printed("generated").values() if "bound" in found]
+    assert len(cases) == SEEDS + 1 and all(found["zeros"] for found in cases)
+    assert max(found["bound"] for found in cases) < 5e-3
+    assert max(found["out"] for found in cases) <= 1  # of its bound
+    assert max(found["lse"] for found in cases) <= 2e-3
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_step_between_two_look_aheads_launches_and_copies_nothing(name):
+    """No operator on rows, no number of the device on the host: two launches alone."""
+    found = printed("generated")[name]
+    assert (found["noted"], found["launches"]) == ([], 2)
+    assert found["prepared"] >= 20
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize(
+    "dtype, head_dim, seers, bits",
+    [("bf16", 128, 1, 1), ("bf16", 256, 4, 10), ("fp32", 128, 4, 10)],
+)
+def test_the_device_code_fits(
+    capability, dtype, head_dim, seers, bits, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from ringlab.kernels import decode
+
+    kinds = dict.fromkeys(("q", "new_k", "new_v", "k", "v"), f"*{dtype}")
+    kinds |= dict.fromkeys(("out", "lse"), "*fp32") | {"scale": "fp32"}
+    kinds |= {"shown": "*i16", "table": "*i64", "slots": "i64"}
+    kinds |= {f"s_{x}": "i64" for x in ("qb", "qh", "kb", "kh", "vb", "vh")}
+    size = 4 if dtype == "fp32" else 2
+    cols = decode.columns(triton_config.padded(head_dim), size)
+    fixed = {"GROUP": 4, "ROWS": 16, "TABLES": 8, "SEERS": seers, "BITS": bits}
+    fixed |= {"COLS": cols, "DIM": head_dim, "PAD": head_dim, "HALVES": size == 2}
+    fixed |= {"PRECISION": "tf32x3" if size == 4 else "tf32", "WHOLE": False}
+    found, _ = used(decode.attend, kinds, fixed, capability)
+    assert fits(found, capability)

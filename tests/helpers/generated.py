@@ -1,0 +1,163 @@
+"""Random generations with a cache, whose unused slots hold NaN, and the oracle's rows;
+and what a step calls.
+"""
+
+import random
+
+import torch
+from document_cases import PATTERNS
+from ringlab import Dense, Dilated, KVCache, Simulated, attention, blocks, reference
+from ringlab.engine import live_rows
+from ringlab.kernels import decode
+from ringlab.modes import outside_modes
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Rows leave at every step of the first ones.
+LEAVING = [blocks.sliding_window(tokens=7), blocks.local_global(3, 2, block_size=1)]
+HEADS = [(1, 1), (4, 2), (6, 1), (4, 4), (20, 1)]
+NAN = torch.nan
+
+
+def drawn(seed: int, device="cpu", dtypes=(torch.float32, torch.float16)) -> dict:
+    """A random generation: the greatest errors of out and lse, the bound of out, and
+    whether out was 0 and lse -inf where nothing is seen, and there alone.
+
+    Sequences of other lengths take one position or several, padded with NaN, and are
+    reordered, cropped and restored.
+    """
+    rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
+    pattern, n = rng.choice([*PATTERNS, *LEAVING * 3]), rng.choice([7, 30, 80])
+    (heads, kv_heads), b = rng.choice(HEADS), rng.randint(1, 3)
+    dtype, d = rng.choice(dtypes), rng.choice([16, 24, 40, 64, 128, 256])
+    scale, max_crop = rng.choice([None, -0.3]), rng.choice([0, 4])
+    made = {"batch": b, "heads": heads, "kv_heads": kv_heads, "head_dim": d}
+    made |= {"max_seq_len": n, "dtype": dtype, "device": device, "max_crop": max_crop}
+    cache = spoiled(KVCache(pattern, **made, group=rng.choice([None, Simulated(2)])))
+    shapes = [(n, h, d) for h in (heads, kv_heads, kv_heads)]
+    history = [torch.zeros(b, *shape, dtype=dtype) for shape in shapes]
+    found = {"case": f"{seed}: {pattern}, {n}, {made}", "out": 0.0, "lse": 0.0}
+    found |= {"bound": 1.0, "zeros": True}
+    at, peak = [0] * b, [0] * b
+    for _ in range(12):
+        most = rng.choice([1, 1, 1, 2, rng.randint(1, n)])
+        lengths = [min(n - start, rng.choice([0, 1, 1, most])) for start in at]
+        if rng.random() < 0.7:
+            lengths = [min(n - start, 1) for start in at]
+        rows = max(1, *lengths) + rng.choice([0, 0, 1])
+        chunk = [torch.full((b, rows, *s[1:]), NAN, dtype=dtype) for s in shapes]
+        for piece, whole in zip(chunk, history):
+            for i, length in enumerate(lengths):
+                new = torch.randn(length, *whole.shape[2:], generator=draws)
+                piece[i, :length] = whole[i, at[i] : at[i] + length] = new.to(dtype)
+        how = {"causal": True, "scale": scale}
+        want = reference.attention(*history, pattern, **how)
+        bound = reference.tolerance(*history, pattern=pattern, **how)["out"]
+        found["bound"] = min(found["bound"], bound)
+        chunk = [x.to(device) for x in chunk]
+        how |= {"cache": cache, "lengths": lengths, "return_lse": True}
+        out, lse = (x.cpu().double() for x in attention(*chunk, pattern, **how))
+        for i, length in enumerate(lengths):
+            rows = slice(at[i], at[i] + length)
+            wanted, weights = want[0][i, rows], want[1][i, :, rows]
+            dead = weights == -torch.inf  # (h, length)
+            none = out[i, :length].transpose(0, 1)[dead], out[i, length:]
+            found["zeros"] &= torch.equal(lse[i, :, :length] == -torch.inf, dead)
+            found["zeros"] &= not any(map(torch.any, none))
+            if length:
+                error = reference.error(out[i, :length], wanted, 1.0)
+                off = (lse[i, :, :length] - weights).masked_fill(dead, 0).abs().max()
+                found["out"] = max(found["out"], error / bound)
+                found["lse"] = max(found["lse"], float(off))
+        at = [start + length for start, length in zip(at, lengths)]
+        peak = list(map(max, at, peak))
+        if rng.random() < 0.2:
+            order = [rng.randrange(b) for _ in range(b)]
+            cache.reorder(order)
+            history = [x[order] for x in history]
+            at, peak = ([some[i] for i in order] for some in (at, peak))
+        if max_crop and rng.random() < 0.3:
+            at = [
+                min(start, max(0, most - rng.randint(0, max_crop)))
+                for start, most in zip(at, peak)
+            ]
+            cache.crop(at)
+        if rng.random() < 0.1:
+            cache.load_state_dict(cache.state_dict())
+    return found
+
+
+def spoiled(cache: KVCache) -> KVCache:
+    for part in cache._parts:
+        part.k.fill_(NAN), part.v.fill_(NAN)
+    return cache
+
+
+class Seen(TorchDispatchMode):
+    """Notes each operator but those that only allocate or view, and those on the tables
+    of the host: these are integers, and none lies where the rows do.
+    """
+
+    def __init__(self, there: list[torch.Tensor]):
+        super().__init__()
+        self.there = {t.untyped_storage().data_ptr() for t in there}
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [x for x in (*args, *(kwargs or {}).values()) if torch.is_tensor(x)]
+        mine = not any(
+            t.is_floating_point() or t.untyped_storage().data_ptr() in self.there
+            for t in given
+        )
+        name = func._schema.name.removeprefix("aten::")
+        free = mine or name.startswith("empty") or name == "transpose"
+        if not free or name in ("_to_copy", "_local_scalar_dense", "nonzero"):
+            self.noted.append(name)
+        return func(*args, **kwargs or {})
+
+
+def called(pattern, steps: int = 40) -> dict:
+    """What steps between two look-ahead ones call: operators, and launches at most."""
+    launches, ahead, noted = [], 0, []
+    made = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "max_seq_len": 80}
+    cache = KVCache(pattern, **made)
+    rows = [torch.randn(2, steps, h, 16) for h in (4, 2, 2)]
+    launch, (kept,) = decode.launch, cache._parts
+
+    def counted(*args, **constants):
+        launches[-1] += 1
+        with outside_modes():
+            launch(*args, **constants)
+
+    decode.launch = counted
+    for t in range(steps):
+        some = [x[:, t : t + 1] for x in rows]
+        prepared = kept._ahead and kept._ahead.decoder
+        prepared = prepared if prepared and len(kept._ahead.steps) > 1 else None
+        launches.append(0)
+        there = [kept.k, kept.v, kept.shown, *some]
+        with Seen(there if prepared is None else [*there, prepared.table]) as mode:
+            attention(*some, pattern, causal=True, cache=cache)
+        if prepared is not None:
+            ahead += 1
+            noted += mode.noted
+    decode.launch = launch
+    return {"noted": noted, "launches": max(launches), "prepared": ahead}
+
+
+CALLED = {
+    "window": LEAVING[0],
+    "ladder": Dilated([16, 32, 64], [1, 2, 4]),
+    "dense": Dense(),
+}
+
+
+def shown(show, seeds: int) -> None:
+    """Print all of it."""
+    decode.TILE, decode.PART = 1024, 5  # few rows are several tiles and parts
+    for seed in range(seeds):
+        decode.PROGRAMS = 1 + seed % 4
+        show(**drawn(seed))
+    live_rows.PAIRS = 64  # few steps of many rows
+    show(**drawn(seeds))
+    for name, pattern in CALLED.items():
+        show(case=name, **called(pattern))
