@@ -472,7 +472,7 @@ class LiveRows:
                 )
                 out[i, 0].unflatten(1, (-1, g))[:, heads] = o.to(out.dtype)
                 lse[i, 0].unflatten(1, (-1, g))[:, heads] = l
-        self._taken(ahead, each, ahead.steps.pop().kept)
+        self._taken(ahead, ahead.steps.pop().kept)
 
     def _decode(self, entries: list[int], q, k, v, out, lse, scale: float) -> None:
         """The same by few launches on a GPU, with no copy from or to the host but those
@@ -482,8 +482,7 @@ class LiveRows:
         ahead = self._prepared(entries, True)
         number = len(ahead.decoder.table) - len(ahead.steps)
         ahead.decoder.step(number, q, k, v, scale, out, lse)
-        each = slice(None) if len(entries) == len(self.k) else torch.tensor(entries)
-        self._taken(ahead, each, ahead.steps.pop())
+        self._taken(ahead, ahead.steps.pop())
 
     def _prepared(self, entries: list[int], decodes: bool) -> _Ahead:
         """The prepared steps of ``entries``, for ``_decode`` or for ``_step``."""
@@ -497,10 +496,14 @@ class LiveRows:
             self._ahead = far(entries) if decodes else self._look_ahead(entries)
         return self._ahead
 
-    def _taken(self, ahead: _Ahead, each, kept: Tensor) -> None:
+    def _taken(self, ahead: _Ahead, kept: Tensor) -> None:
         """Count the rows of a step, ``kept`` (entries, tables) of them."""
-        self.counts[each] += kept
-        self.length[each] += 1
+        if len(ahead.entries) == len(self.k):
+            self.counts += kept
+            self.length += 1
+        else:
+            self.counts[ahead.entries] += kept
+            self.length[ahead.entries] += 1
         if not ahead.steps:
             self._ahead = None
             if ahead.due:
@@ -618,8 +621,10 @@ class LiveRows:
         places = torch.tensor(entries)[entry], table, counts[entry, step, table]
         self.positions[places] = t[entry, step, 0]
         told = decode.told(entries, firsts, counts, kept, asked, shown)
-        given = self.k, self.v, self.shown, self.rules.bits, told
-        return _Ahead(entries, [*kept.unbind(1)][::-1], due, decode.Decoder(*given))
+        rules = self.rules
+        how = rules.bits, rules.heads // rules.kv_heads, told
+        decoder = decode.Decoder(self.k, self.v, self.shown, *how)
+        return _Ahead(entries, [*kept.unbind(1)][::-1], due, decoder)
 
     def _reads(self, step: _Step) -> list[tuple[Sequence[int], slice, int, int]]:
         """(numbers of entries, tables, first slot, end) to read for new queries; what

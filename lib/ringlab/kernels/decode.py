@@ -52,16 +52,19 @@ class Decoder:
     words ``shown`` (b, tables, seers, slots) of a cache.
 
     ``bits`` of a word are in use: a row counts as often as bits of the query's word are
-    set in its own; 1: once if any is. ``table`` is what ``told`` gives.
+    set in its own; 1: once if any is. ``group``: query heads of a K/V head. ``table``
+    is what ``told`` gives.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, shown: Tensor, bits: int, table: Tensor):
+    def __init__(
+        self, k: Tensor, v: Tensor, shown: Tensor, bits: int, group: int, table: Tensor
+    ):
         self.rows, self.table = (k, v, shown), table.to(k.device)
         _, kv_heads, slots, d = k.shape
         entries, tables, seers = table.shape[1], *shown.shape[1:3]
         width = padded(d)
         reads = int((table[..., COUNT.value] - table[..., FIRST.value]).max())
-        self.heads, self.stride = entries * kv_heads, table[0, 0].numel()
+        self.heads = entries * kv_heads
         self.parts = min(
             max(1, PROGRAMS * multiprocessors(k.device) // self.heads),
             max(1, reads // PART),
@@ -69,6 +72,8 @@ class Decoder:
         )
         self.sizes = entries, kv_heads, slots, self.parts
         self.constants = {
+            "GROUP": group,
+            "ROWS": max(LEAST, triton.next_power_of_2(group)),
             "TABLES": tables,
             "SEERS": seers,
             "BITS": bits,
@@ -78,6 +83,13 @@ class Decoder:
             "HALVES": k.dtype in HALF,
             "PRECISION": precision(0, k.dtype),
             "WHOLE": self.parts == 1,
+        }
+        self.joins = {
+            "STEP": table[0, 0].numel(),
+            "DIM": d,
+            "PAD": width,
+            "PARTS": triton.next_power_of_2(self.parts),
+            "TOGETHER": JOINED,
         }
         self.split = None
 
@@ -89,9 +101,9 @@ class Decoder:
         """
         q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
         positions, heads, d = out.shape[1:]
-        group = heads // k.shape[2]
+        rows = self.heads * self.constants["GROUP"]
         if self.parts > 1 and self.split is None:
-            results = self.parts, self.heads * group
+            results = self.parts, rows
             self.split = (
                 torch.empty(*results, d, dtype=torch.float32, device=q.device),
                 torch.empty(*results, dtype=torch.float32, device=q.device),
@@ -104,21 +116,15 @@ class Decoder:
                 self.heads * self.parts,
                 (q, k, v, *self.rows, self.table, *into),
                 (number, scale * LOG2E, *self.sizes, positions, *strides),
-                GROUP=group,
-                ROWS=max(LEAST, triton.next_power_of_2(group)),
                 **self.constants,
             )
             if self.split is not None:
                 launch(
                     join,
-                    self.heads * group,
+                    rows,
                     (*self.split, self.table, out, lse),
-                    (number, self.heads * group, self.parts, heads, positions),
-                    STEP=self.stride,
-                    DIM=d,
-                    PAD=self.constants["PAD"],
-                    PARTS=triton.next_power_of_2(self.parts),
-                    TOGETHER=min(JOINED, triton.next_power_of_2(self.parts)),
+                    (number, rows, self.parts, heads, positions),
+                    **self.joins,
                 )
 
 
