@@ -23,7 +23,7 @@ import torch
 from .. import hardware
 from ..cost import Cost
 from . import provenance
-from .points import ANCHORS, Group, Point, Result
+from .points import ANCHORS, ANCHORS_ON_GPU, Group, Point, Result
 from .stats import summary, unsteady
 from .store import Run, Store, latest, read, result_row, unfinished, warn, warn_once
 from .timing import POINT_S, Bounds, available_bytes, rounds_for
@@ -200,6 +200,7 @@ class Session:
         self.here = provenance.collect(device) | {"profile": name}
         self.folder = folder
         self.device = device
+        self.anchors = ANCHORS_ON_GPU if device == "cuda" else ANCHORS
         self.timeout_s = timeout_s
         self.threads = self.here["threads"]
         self.show = progress
@@ -348,9 +349,9 @@ class Session:
             most = max(2, int(0.6 * self.here["device_memory_bytes"] / CONTEXT_BYTES))
         cohorts = [points[i : i + most] for i in range(0, len(points), most)]
         if group.timed and group.interleave:
-            cohorts[0] = [*cohorts[0], *ANCHORS]
+            cohorts[0] = [*cohorts[0], *self.anchors]
         elif group.timed:
-            cohorts.insert(0, [*ANCHORS])
+            cohorts.insert(0, [*self.anchors])
         while cohorts:
             members: list[Member] = []
             try:
@@ -468,8 +469,8 @@ class Session:
             )
             return len(seconds) < MORE * m.wanted and cheap and unsteady(seconds)
 
-        again = [m for m in alive if m.point not in ANCHORS and worth(m)]
-        beside = [m for m in alive if m.point in ANCHORS and again]
+        again = [m for m in alive if m.point not in self.anchors and worth(m)]
+        beside = [m for m in alive if m.point in self.anchors and again]
         return again + beside
 
     def _ask(
@@ -571,7 +572,7 @@ class Session:
                 status, _, reason = why.partition(": ")
                 result = replace(result, status=status, reason=reason)
             self.store.append(**result_row(result, member.spent))
-            if member.point not in ANCHORS:
+            if member.point not in self.anchors:
                 self.results.append(result)
                 self.progress.result(result)
 
