@@ -678,7 +678,9 @@ class _Advisor:
 
     def _time(self, pattern: Pattern, bound: float) -> tuple[float, str]:
         """Seconds of a call, and what they are: its roofline, or as many times that as
-        the measured call took that is nearest in length.
+        the measured call took that is nearest: in its pattern, then in its length. Never
+        less than a shorter call of this pattern took, or more than a longer one: short
+        calls on a GPU wait for the host.
         """
         c, n = self.call, self.seq_len
         alike = [e for e in self.rows if e.kind == (type(pattern), c.dtype, c.passes)]
@@ -693,11 +695,19 @@ class _Advisor:
             kinds = [
                 [type(x) for x in getattr(p, "parts", ())] for p in (pattern, e.pattern)
             ]
-            unlike = kinds[0] != kinds[1], e.shape[-1] != c.causal
-            return *unlike, abs(math.log(e.seq_len / n))
+            work = float(e.pattern != pattern)
+            if work and kinds[0] == kinds[1] != []:  # the same window in other blocks
+                pairs = [p.pairs(e.seq_len, False) for p in (pattern, e.pattern)]
+                work = round(abs(math.log2(pairs[0] / pairs[1])), 1)
+            unlike = kinds[0] != kinds[1], e.shape[-1] != c.causal, work
+            apart = round(abs(math.log2(e.seq_len / n)), 3)
+            return *unlike, apart, -e.seq_len
 
-        near = min(alike, key=distance)
-        return bound * near.over_roofline, ABOUT
+        seconds = bound * min(alike, key=distance).over_roofline
+        same = [e for e in alike if (e.pattern, e.shape) == (pattern, shape)]
+        least = max((e.seconds for e in same if e.seq_len < n), default=0.0)
+        most = min((e.seconds for e in same if e.seq_len > n), default=math.inf)
+        return min(max(seconds, least), most), ABOUT
 
     def _dense_until(self, dense: Option) -> tuple[int | None, str | None]:
         """The length up to which dense attention keeps within the time and the memory,

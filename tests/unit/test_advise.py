@@ -21,6 +21,7 @@ from ringlab import (
     hardware,
 )
 from ringlab.advise import local
+from ringlab.block_patterns import sliding_window
 from ringlab.cost import far_queries, format_bytes
 from ringlab.estimate import estimate, longest
 from ringlab.presets import ladder
@@ -303,9 +304,9 @@ def test_measured_calls_are_the_times():
     shape = 1, 8, 8, 64, False
     window, fp32 = local(8192), torch.float32
     rows = [
-        Evidence(Dense(), 8192, shape, fp32, "fwd", 0.5, 2.0),
-        Evidence(Dense(), 32768, shape, fp32, "fwd", 9.0, 3.0),
-        Evidence(window, 8192, shape, fp32, "fwd", 0.01, 4.0),
+        Evidence(Dense(), 8192, shape, fp32, "fwd", 0.03, 2.0),
+        Evidence(Dense(), 32768, shape, fp32, "fwd", 0.7, 3.0),
+        Evidence(window, 8192, shape, fp32, "fwd", 0.001, 4.0),
         Evidence(Dense(), 8192, shape, torch.float16, "fwd", 1e-9, 1e-3),
         Evidence(Dense(), 8192, shape, fp32, "fwd+bwd", 1e-9, 1e-3),
     ]
@@ -316,9 +317,11 @@ def test_measured_calls_are_the_times():
 
     bound, _ = ask(65536, rows=())
     at, _ = ask(8192)
-    assert (at["exact"].seconds, at["exact"].time) == (0.5, "measured")
-    assert (at["local"].seconds, at["local"].time) == (0.01, "measured")
-    assert (at["far"].seconds, at["far"].time) == (0.53 / 4, "measured")
+    assert (at["exact"].seconds, at["exact"].time) == (0.03, "measured")
+    assert (at["local"].seconds, at["local"].time) == (0.001, "measured")
+    assert (
+        at["far"].seconds == pytest.approx(0.033 / 4) and at["far"].time == "measured"
+    )
     at, advice = ask(65536)
     assert at["exact"].seconds == 3 * bound["exact"].seconds
     assert at["local"].seconds == 4 * bound["local"].seconds
@@ -327,6 +330,24 @@ def test_measured_calls_are_the_times():
     assert ask(8192, heads=4)[0]["exact"].time == "about"
     two, _ = ask(8192, ranks=2)
     assert {x.time for x in two.values()} == {"at least"}
+    # Between two measured lengths: the rate of the longer one, within their times.
+    between, _ = ask(16384)
+    assert between["exact"].seconds == 3 * ask(16384, rows=())[0]["exact"].seconds
+    # Another window is no better evidence than this one at another length, and a call
+    # that waits for the host says nothing of longer ones.
+    waits = [
+        Evidence(window, n, shape, fp32, "fwd", s, over)
+        for n, s, over in ((8192, 0.2, 90.0), (32768, 0.3, 4.0), (131072, 1.0, 3.0))
+    ]
+    waits.append(
+        Evidence(
+            sliding_window(1, block_size=64), 16384, shape, fp32, "fwd", 0.2, 200.0
+        )
+    )
+    for n, low, high in ((16384, 0.2, 0.3), (65536, 0.3, 1.0)):
+        assert low <= ask(n, rows=waits)[0]["local"].seconds <= high
+    far = 3 * ask(262144, rows=())[0]["local"].seconds
+    assert ask(262144, rows=waits)[0]["local"].seconds == max(1.0, far)
     double, _ = ask(8192, dtype=torch.float64)
     assert {x.time for x in double.values()} == {"at least"}
 

@@ -172,6 +172,9 @@ def gaps_line(study: Study) -> str:
     )
 
 
+HOST_BOUND = 0.8  # of a call's time on a GPU, in which the host issues it
+
+
 def limits(study: Study, *more: str) -> Text:
     """What this run cannot tell: ``more``, and points that are missing, failed,
     unstable or on one device.
@@ -191,6 +194,16 @@ def limits(study: Study, *more: str) -> Text:
     ]:
         lines.append(
             f"Whether all times are possible: the roofline of {len(unbound)} is not known."
+        )
+    if waits := [
+        f"{label(r)}, {_shape(r.point)}"
+        for r in study.good
+        if r.host_seconds and r.host_seconds > HOST_BOUND * r.median
+    ]:
+        named = "; ".join([*dict.fromkeys(waits)][:3])
+        lines.append(
+            f"What the GPU alone takes for {len(waits)} short calls, which it waits for "
+            f"the host to issue, as {named}: a CUDA graph leaves that out."
         )
     if unstable := [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]:
         named = "; ".join([*dict.fromkeys(unstable)][:3])

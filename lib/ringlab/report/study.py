@@ -286,6 +286,7 @@ class Study:
         if first.get("machine") != measure.machine_id():
             said.append(
                 f"measured on another machine ({self.device}), commit {str(first.get('commit'))[:10]}"
+                f"{' + changes' if first.get('dirty') is True else ''}"
             )
         if first.get("engine") != measure.engine_hash():
             said.append("measured with an older engine")
