@@ -99,7 +99,7 @@ def bounds(profile: hardware.Profile, pattern, seq_len: int, **shape) -> str:
 def trust_line(study: Study) -> str:
     """The line of an answer about checks, noise and repetition."""
     if not study.results:
-        return "**Trust**: there are no rows."
+        return "**Trust**: none of the points that this page asks for has a row."
     shares = [
         e / r.tolerance[k]
         for r in study.good
