@@ -100,7 +100,10 @@ def attention(
 
     Documents, each attended as if it stood alone: ``cu_seqlens`` (documents + 1,), the
     borders in a packed sequence of batch 1, from 0 to seq; or ``lengths`` (batch,), the
-    rows of each entry that are no padding. Padding gets out 0 and no gradient.
+    rows of each entry that are no padding. Padding gets out 0 and no gradient. Of a
+    tensor on a GPU the values are read again only when torch's version counter says
+    that it was written; writes through ``.data``, by collectives, by kernels of others
+    or by the replay of a CUDA graph are not counted: give a new tensor, or a list.
 
     Generation: with ``cache``, a ``ringlab.KVCache``, under ``torch.no_grad()`` and
     ``causal``, q, k, v are the rows of new positions, which see all positions so far.

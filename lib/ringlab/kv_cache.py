@@ -327,6 +327,10 @@ class KVCache:
         """out (b, c, h, d), lse (b, h, c) of c new positions for arguments that
         ``attention`` has checked.
         """
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "a cache moves on at every step, and a CUDA graph would replay this one"
+            )
         lengths = [q.shape[1]] * q.shape[0] if lengths is None else lengths
         self._check(q, k, v, pattern, causal, lengths)
         kernel = kernels.choose(
@@ -350,6 +354,9 @@ class KVCache:
             self.group.agree("generation", problem, q, **told)
         flip, scale = positive_scale(scale)
         q, decodes = flip(q), backend == "auto" or kernel.name == "triton"
+        if decodes and q.is_cuda:  # Triton must work here
+            asked = q.device, q.dtype, q.shape[3], True, False
+            decodes = kernels.probe("triton", *asked) is None
         with without_autocast(q):
             found = [
                 part.attend(q, k, v, lengths, scale, kernel, execution, decodes)

@@ -324,6 +324,7 @@ def backward_4(
     dq=None,
     dk=None,
     dv=None,
+    deterministic=False,
     block_sparse_tensors=None,
     dlse=None,
 ):

@@ -148,7 +148,7 @@ def _forward(
         kernel = execution.tiled(kernel)
         if alike and _merges_once(choice, q, pattern, execution):
             plan = _apart(q, k, pattern, execution)
-            call = pattern, causal, scale, kernel, execution.cached
+            call = causal, scale, kernel, execution.cached
             found = _in_memory(
                 lambda: _fused_merge().forward(q, k, v, plan, *call), execution
             )
@@ -224,7 +224,7 @@ def backward(
         kernel, grads = execution.tiled(choice.kernel), None
         if alike and _merges_once(choice, q, pattern, execution):
             plan = _apart(q, k, pattern, execution)
-            call = pattern, causal, scale, kernel, execution.cached
+            call = causal, scale, kernel, execution.cached
             grads = _in_memory(
                 lambda: _fused_merge().backward(*tensors, plan, *call), execution
             )
@@ -354,8 +354,8 @@ def _merge_works(device: torch.device, dtype: torch.dtype) -> bool:
         try:
             module, cached = _fused_merge(), Execution().cached
             module.check(device, dtype, pattern)
-            found = module.forward(q, k, v, plan, pattern, *call, cached)
-            found += module.backward(*tensors, plan, pattern, *call, cached)
+            found = module.forward(q, k, v, plan, *call, cached)
+            found += module.backward(*tensors, plan, *call, cached)
             off = max(float((x - y).norm() / y.norm()) for x, y in zip(found, want))
             works = off <= kernels.PROBE_ERROR.get(dtype, 0.05)
             why = f"its results are off by {off:.1e}"

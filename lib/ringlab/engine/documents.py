@@ -193,7 +193,7 @@ def values_of(t: Tensor) -> list:
     """
     if t.device.type == "cpu" or t.is_inference():  # one without a version is read anew
         return t.tolist()
-    written = t._version, t.data_ptr()
+    written = t._version, t.data_ptr(), t.shape
     kept = _values.get(t)
     capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
     if kept is None or kept[0] != written or capturing:

@@ -92,6 +92,7 @@ class Decoder:
             "TOGETHER": JOINED,
         }
         self.split = None
+        self.stream = torch.cuda.current_stream(k.device) if k.is_cuda else None
 
     def step(
         self, number: int, q: Tensor, k: Tensor, v: Tensor, scale: float, out, lse
@@ -108,6 +109,9 @@ class Decoder:
                 torch.empty(*results, d, dtype=torch.float32, device=q.device),
                 torch.empty(*results, dtype=torch.float32, device=q.device),
             )
+        if q.is_cuda and (stream := torch.cuda.current_stream(q.device)) != self.stream:
+            for t in (self.table, *(self.split or ())):
+                t.record_stream(stream)  # or the allocator would not wait for it
         into = (out, lse) if self.split is None else self.split
         strides = (s for t in (q, k, v) for s in (t.stride(0), t.stride(2)))
         with torch.cuda.device_of(q):

@@ -135,7 +135,7 @@ class FlashAttn2(OperatorKernel):
             window_size_right=-1,
             softcap=0.0,
             alibi_slopes=None,
-            deterministic=False,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return grads
 
@@ -213,6 +213,7 @@ class FlashAttn4(OperatorKernel):
         refuse_recording("FlashAttention-4", "cudnn")
         dq, dk, dv = _dense_like(q, k, v)
         more |= {"softmax_scale": scale, "causal": causal, "dq": dq, "dk": dk, "dv": dv}
+        more["deterministic"] = torch.are_deterministic_algorithms_enabled()
         with torch.cuda.device_of(q):
             return _flash_attn_bwd(q, k, v, out, dout, lse, **more)
 
@@ -262,6 +263,10 @@ class FlashAttn4Blocks(FlashAttn4):
         """dq, dk, dv for the cotangents ``dout`` and ``dlse`` (b, h, n) or None, with
         the final out and lse.
         """
+        if torch.are_deterministic_algorithms_enabled():
+            raise NotImplementedError(
+                "flash_attn_4_blocks sums dq in any order; use backend='triton'"
+            )
         lists = _block_lists(q, pattern, causal, True, cached)
         dout, out = (t.to(q.dtype) for t in (dout, out))
         more = {"block_sparse_tensors": lists, "dlse": dlse}

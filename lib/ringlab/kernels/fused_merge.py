@@ -150,9 +150,7 @@ def make_rows(
     )
 
 
-def forward(
-    q, k, v, plan, pattern: Pattern, causal: bool, scale: float, kernel: Kernel, cached
-):
+def forward(q, k, v, plan, causal: bool, scale: float, kernel: Kernel, cached):
     """out (b, n, h, d) in q's dtype and lse (b, h, n) in fp32; q (b, n, h, d), k, v (b,
     n, h_kv, d).
     """
@@ -184,7 +182,6 @@ def forward(
                 *zip(*found),
                 1,
                 first is not None,
-                pattern,
                 cached,
             )
         del found  # before those of the next entry are made
@@ -199,7 +196,6 @@ def backward(
     out,
     lse,
     plan,
-    pattern: Pattern,
     causal: bool,
     scale: float,
     kernel: Kernel,
@@ -232,7 +228,6 @@ def backward(
                 parts,
                 members,
                 first is not None,
-                pattern,
                 cached,
             )
         del found
@@ -269,7 +264,6 @@ def _merge(
     lses,
     group: int,
     over: bool,
-    pattern,
     cached,
 ) -> None:
     """Sum the results of ``calls``, ``parts`` (b', m, h', d), in ``into`` (b, n,
@@ -291,7 +285,9 @@ def _merge(
         for pair in zip(parts, lses)
     )
     dtypes = into.dtype, *(t.dtype for t in (*parts, *lses))
-    key = "rows", pattern, n, owners, d, group, strides, over, *dtypes, into.device
+    places = tuple((call.q, call.heads, call.nodes) for call in calls)
+    shape = n, owners, d, group, strides, over, lse is None
+    key = "rows", places, *shape, *dtypes, into.device
     rows = cached(
         key,
         lambda: make_rows(calls, owners * group, n, group, strides, over, into.device),

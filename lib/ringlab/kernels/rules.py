@@ -22,6 +22,7 @@ from .base import HALF
 WAYS = ("lists", "one merge", "calls")
 BLOCKS = ("blocks", "blocks of 128")
 KINDS = ("dense", *BLOCKS, "branches", "ladder")
+MOST_LISTED = 1024  # blocks of 128: each has a list as long as the longest of all
 BY_ANALOGY = "by analogy, not measured"
 
 
@@ -37,7 +38,8 @@ def kind_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> str:
     ('branches', 'ladder')
     """
     if isinstance(pattern, BlockSparse):
-        return BLOCKS[pattern.block_size == 128]
+        few = pattern.count(n) <= MOST_LISTED
+        return BLOCKS[pattern.block_size == 128 and few]
     if isinstance(pattern, Dense) or len(pattern.segment_lengths) == 1:
         return "dense"
     launches = tile_schedule.split(pattern, n, heads, kv_heads)
