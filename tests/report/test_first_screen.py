@@ -64,7 +64,7 @@ def test_the_finding_is_the_fastest_row_and_its_ratio_to_dense():
 
     said = finding(only_4096)
     assert said.startswith("- **4,096 tokens, forward, measured: ")
-    assert f"takes {tables.number(quick.median * 1e3)} ms, " in said
+    assert f"takes {tables.number(quick.median * 1e3)} ms (" in said
     assert (
         f"{tables.number(dense.median / quick.median, 2)} times as fast as torch's dense"
         in said

@@ -25,7 +25,7 @@ LIB = ROOT / "lib"
 PACKAGE = LIB / "ringlab"
 MOST_TOKENS = 212_800
 MOST_IN_NOTEBOOKS = 30_400  # tokens in cells and modules
-MOST_TOKENS_A_LINE = 8.3
+MOST_TOKENS_A_LINE = 8.4
 
 # --------------------------------------------------------------------------------------
 # dependencies: pyproject says what, constraints says which, environment.yml points to both
