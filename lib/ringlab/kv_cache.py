@@ -16,7 +16,7 @@ from .engine.autograd import is_followed, positive_scale, without_autocast
 from .engine.documents import integers
 from .engine.execute import merge
 from .engine.live_rows import LiveRows, Rules, rules_of
-from .kernels import device_of
+from .kernels import device_of, triton
 from .patterns import Pattern, as_pattern
 from .ring.comm import Steps, all_to_all, drive
 from .ring.exchange import Problem
@@ -92,7 +92,8 @@ class KVCache:
             if self.group is None
             else [(rank, self.group.size) for rank in self.group.here]
         )
-        each = [_rules(*sizes, *rank) for rank in ranks]
+        launches = _launches(device_of(device))
+        each = [_rules(*sizes, *rank, launches) for rank in ranks]
         check_float_dtype(dtype)
         batch, head_dim = (
             check_int("batch", batch, most=LARGEST),
@@ -384,7 +385,7 @@ def _shared(out: Tensor, lse: Tensor, ranks: int) -> Steps:
 
 
 def _rules(
-    pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int
+    pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int, launches
 ) -> Rules:
     """The rules of checked sizes."""
     pattern = as_pattern(pattern)
@@ -398,7 +399,12 @@ def _rules(
         check_int("max_seq_len", max_seq_len, most=2**31),
         check_int("max_crop", max_crop, 0, 2**31),
     )
-    return rules_of(pattern, heads, kv_heads, n, max_crop, rank, ranks)
+    return rules_of(pattern, heads, kv_heads, n, max_crop, rank, ranks, launches)
+
+
+def _launches(device: torch.device) -> bool:
+    """Whether a single position may run by the kernels of ``decode``."""
+    return device.type == "cuda" or triton.interpreted()
 
 
 @_on_cpu
@@ -413,9 +419,11 @@ def cache_bytes(
     dtype: torch.dtype = torch.float32,
     max_crop: int = 0,
     ranks: int = 1,
+    device: torch.device | str = "cpu",
 ) -> int:
     """The bytes that a ``KVCache`` made with these sizes takes at most, tables
     included: on the rank with most.
+    On a GPU (``device``) windows of small blocks keep room for 62 rows more.
 
     >>> from ringlab import Dense, Dilated
     >>> ladder = Dilated([2048 << i for i in range(10)], [1 << i for i in range(10)])
@@ -423,7 +431,8 @@ def cache_bytes(
     [4102, 42]
     """
     sizes = pattern, heads, kv_heads, max_seq_len, max_crop
-    each = [_rules(*sizes, rank, ranks) for rank in range(check_int("ranks", ranks))]
+    ranks, launches = check_int("ranks", ranks), _launches(torch.device(device))
+    each = [_rules(*sizes, rank, ranks, launches) for rank in range(ranks)]
     rules = max(each, key=lambda rules: rules.slots)
     check_float_dtype(dtype)
     row = 2 * rules.kv_heads * check_int("head_dim", head_dim) * dtype.itemsize

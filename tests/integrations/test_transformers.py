@@ -139,7 +139,7 @@ def test_patterns_by_layer_generate_what_whole_forwards_say(name):
     assert torch.equal(got, want)
     dense = LiveCache(set_pattern(model, Dense()), 74)
     model.generate(TOKENS, max_new_tokens=2, past_key_values=dense)
-    assert cache.nbytes < dense.nbytes  # a window has room for 62 rows more
+    assert cache.nbytes < 0.8 * dense.nbytes
 
 
 def test_assisted_generation_takes_drafts_back():

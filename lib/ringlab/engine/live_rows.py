@@ -857,6 +857,7 @@ class Rules:
     max_crop: int
     rank: int
     ranks: int
+    launches: bool = False
     run = RUN
     ahead = 1  # steps that may pass before rows that they no longer see are dropped
 
@@ -1058,7 +1059,7 @@ class BlockRules(Rules):
     @property
     def ahead(self):
         """Many, where rows leave every few steps: a word has a bit for each."""
-        return BITS if self.run < BITS else 1
+        return BITS if self.launches and self.run < BITS else 1
 
     @property
     def word(self):
@@ -1119,6 +1120,8 @@ def rules_of(
     max_crop: int,
     rank: int,
     ranks: int,
+    launches: bool = False,
 ) -> Rules:
+    """``launches``: for a device on which ``decode`` may run."""
     kind = BlockRules if isinstance(pattern, BlockSparse) else Rules
-    return kind(pattern, heads, kv_heads, n, max_crop, rank, ranks)
+    return kind(pattern, heads, kv_heads, n, max_crop, rank, ranks, launches)

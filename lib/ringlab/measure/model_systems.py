@@ -68,7 +68,7 @@ def generation(point: Point, device) -> System:
     )
     read = 2 * point.batch * rows * point.head_dim * system.dtype.itemsize
     counted = {
-        "cache_bytes": cache_bytes(pattern, **sizes),
+        "cache_bytes": cache_bytes(pattern, device=system.device, **sizes),
         "floor_bytes": read // STEPS,
     }  # read again by each step
     flops = [4 * point.head_dim * count for count in (pairs, distinct)]
