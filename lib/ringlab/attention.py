@@ -78,6 +78,7 @@ def attention(
     exchange_dtype: torch.dtype | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     lengths: Tensor | Sequence[int] | None = None,
+    sinks: Tensor | None = None,
     cache: KVCache | None = None,
     return_lse: bool = False,
     execution: Execution = DEFAULT,
@@ -105,6 +106,12 @@ def attention(
     that it was written; writes through ``.data``, by collectives, by kernels of others
     or by the replay of a CUDA graph are not counted: give a new tensor, or a list.
 
+    ``sinks`` (heads,): a logit per query head that takes part in the softmax and has no
+    value, as in gpt-oss: out is ``sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``,
+    and lse, the logarithm of the denominator, counts it too. A query that sees nothing
+    gets out 0 and lse its sink, padding lse -inf. Over a ProcessGroup, where they are
+    replicated, their gradient is the part of this rank's queries: sum it over the ranks.
+
     Generation: with ``cache``, a ``ringlab.KVCache``, under ``torch.no_grad()`` and
     ``causal``, q, k, v are the rows of new positions, which see all positions so far.
 
@@ -114,10 +121,10 @@ def attention(
     ``scheme`` how rows travel: "plan", "ring", "all_gather", "ulysses" or "auto". Each
     is the answer of one device, but for ``exchange_dtype``: see ``help(ringlab.ring)``.
 
-    Differentiable once. ``torch.compile`` and ``torch.export`` take a call on one device
-    whole, as the operator ``ringlab::attention``. For callers of torch's
-    ``scaled_dot_product_attention``, ``is_causal`` is ``causal``, and ``enable_gqa``,
-    ``dropout_p=0.0`` and ``attn_mask=None`` change nothing.
+    Differentiable once, in q, k, v and sinks. ``torch.compile`` and ``torch.export`` take
+    a call on one device whole, as the operator ``ringlab::attention``. For callers of
+    torch's ``scaled_dot_product_attention``, ``is_causal`` is ``causal``, and
+    ``enable_gqa``, ``dropout_p=0.0`` and ``attn_mask=None`` change nothing.
 
     Warns of 256 heads or more that are more than the positions: such tensors may be in
     torch's layout. Raises ValueError for tensors or arguments that disagree, TypeError
@@ -154,6 +161,8 @@ def attention(
             raise ValueError(
                 f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}: {AXES}; ringlab.KVCache is for generation"
             )
+    if sinks is not None:
+        check_sinks(sinks, q)
     check_bool("return_lse", return_lse)
     if scale is not None and not is_real(scale):
         raise TypeError(f"scale must be a number, got {short_repr(scale)}")
@@ -176,6 +185,7 @@ def attention(
         "scale": float(scale),
         "backend": backend,
         "execution": execution,
+        "sinks": sinks,
     }
     if cache is not None:
         if cu_seqlens is not None or group is not None:
@@ -224,11 +234,13 @@ def _by_head(
         raise ValueError(
             f"the pattern is for {len(pattern.patterns)} query heads, q has {heads}"
         )
-    outs, lses, order = [], [], []
+    outs, lses, order, sinks = [], [], [], options["sinks"]
     for one, mine in pattern.heads().items():
         theirs = [head // group for head in mine]
         if len(mine) == group * len(set(theirs)):  # all query heads of their K/V heads
             theirs = theirs[::group]
+        if sinks is not None:
+            options = options | {"sinks": sinks[mine]}
         out, lse = attend(
             q[:, :, mine], k[:, :, theirs], v[:, :, theirs], one, **options
         )
@@ -287,6 +299,24 @@ def documents_of(q: Tensor, cu_seqlens, lengths, n: int) -> Documents:
         if cu_seqlens is None
         else Documents.packed(cu_seqlens, q, n)
     )
+
+
+def check_sinks(sinks, q: Tensor) -> None:
+    """Raise ValueError or TypeError in one line unless ``sinks`` are a logit for each
+    head of q.
+    """
+    wanted = (
+        f"sinks must be ({q.shape[2]},), a logit per query head, floats on {q.device}"
+    )
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"{wanted}; got {short_repr(sinks)}")
+    if (
+        sinks.shape != q.shape[2:3]
+        or sinks.dtype not in FLOATS
+        or sinks.device != q.device
+    ):
+        got = f"{tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}"
+        raise ValueError(f"{wanted}; got {got}")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> None:

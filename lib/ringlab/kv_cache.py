@@ -16,6 +16,7 @@ from .engine.autograd import is_followed, positive_scale, without_autocast
 from .engine.documents import integers
 from .engine.execute import merge
 from .engine.live_rows import LiveRows, Rules, rules_of
+from .engine.sinks import add_sinks_
 from .kernels import device_of, triton
 from .patterns import Pattern, as_pattern
 from .ring.comm import Steps, all_to_all, drive
@@ -275,6 +276,7 @@ class KVCache:
         pattern: Pattern,
         causal: bool,
         lengths: list[int],
+        sinks: Tensor | None = None,
     ) -> None:
         """Raise ValueError in one line unless q, k, v, new positions of a pattern, fit
         this cache.
@@ -288,7 +290,7 @@ class KVCache:
             raise ValueError(
                 "a cache needs causal=True: what comes later is not there yet"
             )
-        if is_followed(q, k, v):
+        if is_followed(q, k, v, sinks):
             raise ValueError(
                 "a cache is for generation, without gradients: call it under torch.no_grad()"
             )
@@ -324,6 +326,7 @@ class KVCache:
         backend,
         execution: Execution,
         lengths: list[int] | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """out (b, c, h, d), lse (b, h, c) of c new positions for arguments that
         ``attention`` has checked.
@@ -333,7 +336,7 @@ class KVCache:
                 "a cache moves on at every step, and a CUDA graph would replay this one"
             )
         lengths = [q.shape[1]] * q.shape[0] if lengths is None else lengths
-        self._check(q, k, v, pattern, causal, lengths)
+        self._check(q, k, v, pattern, causal, lengths, sinks)
         kernel = kernels.choose(
             q.device, q.dtype, q.shape[3], causal=True, backend=backend
         ).kernel
@@ -351,6 +354,7 @@ class KVCache:
                 "backend": backend,
                 "positions": q.shape[1],
                 "lengths": tuple(lengths),
+                "sinks": sinks is not None,
             }
             self.group.agree("generation", problem, q, **told)
         flip, scale = positive_scale(scale)
@@ -363,10 +367,12 @@ class KVCache:
                 part.attend(q, k, v, lengths, scale, kernel, execution, decodes)
                 for part in self._parts
             ]
-            if self.group is None:
-                return found[0]
-            steps = [_shared(out, lse, self.group.size) for out, lse in found]
-            out, lse = drive(steps, self.group.process_group)[0]
+            if self.group is not None:
+                steps = [_shared(out, lse, self.group.size) for out, lse in found]
+                found = drive(steps, self.group.process_group)
+            out, lse = add_sinks_(*found[0], sinks)
+            for row, length in zip(lse if sinks is not None else (), lengths):
+                row[:, length:] = -torch.inf  # padding is no query
             return out.to(q.dtype), lse
 
 

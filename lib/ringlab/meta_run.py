@@ -529,7 +529,7 @@ class MetaCall:
                 if isinstance(self.pattern, BlockSparse) and way in ("bsr", "flex"):
                     self._lower_bound(run, way, q, k, dout)
                     return run, None, f"blocks={way!r} does not run without data"
-                out, lse = autograd.forward(q, k, v, *call, how)
+                out, lse = autograd.forward(q, k, v, None, *call, how)
                 run.name("out", out)
                 run.name("lse", lse)
             if dout is not None:

@@ -17,15 +17,22 @@ EXACT = {torch.float64: 1e-12, torch.float32: 5e-6}
 
 
 def attention(
-    q, k, v, pattern: Pattern, *, causal: bool = False, scale: float | None = None
+    q,
+    k,
+    v,
+    pattern: Pattern,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense float64 ``softmax(scale * q k^T + log M) v``: out (b, n, h, d), lse (b, h,
-    n); differentiable.
+    n); differentiable. ``sinks`` (h,): the score of one more key, whose value is 0.
 
     q is (b, n, h, d); k, v are (b, n, h_kv, d) with h a multiple of h_kv; for ``Dense``
     they may have another length, as of ``ringlab.attention``. ``scale`` defaults to
-    1 / sqrt(d). A query that sees no key has out 0, lse -inf and zero gradients. Time
-    and memory grow with n^2.
+    1 / sqrt(d). A query that sees no key has out 0, lse -inf (its sink, if there are
+    any) and zero gradients. Time and memory grow with n^2.
 
     >>> from ringlab.patterns import Dense
     >>> q = torch.zeros(1, 3, 1, 2); v = torch.arange(6.).reshape(1, 3, 1, 2)
@@ -45,7 +52,11 @@ def attention(
             h // (heads // kv_heads),
         )  # bias (n, n)
         prob, lse = _softmax(
-            q[:, :, h].double(), k[:, :, kv].double(), bias, scale
+            q[:, :, h].double(),
+            k[:, :, kv].double(),
+            bias,
+            scale,
+            None if sinks is None else sinks[h].double(),
         )  # (b, n, n), (b, n)
         outs.append(prob @ v[:, :, kv].double())  # (b, n, d)
         lses.append(lse)
@@ -278,16 +289,20 @@ def _scores(q, k, bias, scale: float) -> Tensor:
     return torch.where(bias == -torch.inf, bias, scale * q @ k.mT + bias)
 
 
-def _softmax(q, k, bias, scale: float) -> tuple[Tensor, Tensor]:
+def _softmax(q, k, bias, scale: float, sink=None) -> tuple[Tensor, Tensor]:
     """The probabilities (..., q, k) and their lse (..., q); 0 and -inf for a query that
-    sees nothing.
+    sees nothing, not even a ``sink``.
     """
     dead = (bias == -torch.inf).all(-1)  # (q,)
     scores = _scores(q, k, bias, scale)
+    if sink is not None:
+        dead = torch.zeros_like(dead)
+        scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
     lse = scores.masked_fill(dead[:, None], 0.0).logsumexp(
         -1
     )  # finite, and so are its gradients
-    return (scores - lse[..., None]).exp(), lse.masked_fill(dead, -torch.inf)
+    prob = (scores - lse[..., None]).exp()[..., : k.shape[-2]]
+    return prob, lse.masked_fill(dead, -torch.inf)
 
 
 def _query_rows(q, k, v, rows, dout, head):

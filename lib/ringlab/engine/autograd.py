@@ -22,6 +22,7 @@ from ..patterns import Dilated, Pattern, from_dict
 from ..tracking import is_out_of_memory
 from . import Execution, blocks, dilated, execute, folding, gather
 from .documents import Documents
+from .sinks import add_sinks_, sinks_gradient
 
 # ``_text`` is a constant of the compiled graph. torch.compiler.assume_constant_result
 # sets the same attribute but loads the compiler with this module. With other versions
@@ -40,10 +41,12 @@ def local_attention(
     backend: str,
     execution: Execution,
     documents: Documents | None = None,
+    sinks: Tensor | None = None,
 ):
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q,
-    k, v, through out and lse.
+    k, v and sinks (h,), through out and lse.
     """
+    followed = is_followed(q, k, v, sinks)
     if documents is None and execution.plain:
         if torch.compiler.is_compiling():
             whole = IN_GRAPHS or torch.compiler.is_exporting()
@@ -56,11 +59,11 @@ def local_attention(
             text = _text(pattern, backend)
             if text is None:  # the compiled function makes it: only a trace has fields
                 text = _text(pattern.to_dict(), backend)
-            return operator(q, k, v, text, causal, scale, is_followed(q, k, v))
+            return operator(q, k, v, text, causal, scale, followed, sinks)
     q, k, v = _rows_dense(q, k, v)
-    call = _Attention.apply if is_followed(q, k, v) else forward
+    call = _Attention.apply if followed else forward
     return outside_graphs(call)(
-        q, k, v, pattern, causal, scale, backend, execution, documents
+        q, k, v, sinks, pattern, causal, scale, backend, execution, documents
     )  # plans are lists
 
 
@@ -110,6 +113,7 @@ def forward(
     q,
     k,
     v,
+    sinks: Tensor | None,
     pattern: Pattern,
     causal: bool,
     scale: float,
@@ -120,9 +124,9 @@ def forward(
     """out (b, n, h, d), lse (b, h, n)."""
     rest = pattern, causal, scale, backend, execution
     if documents is not None:
-        return documents.forward(q, k, v, lambda *some: forward(*some, *rest))
-    followed = q.requires_grad or k.requires_grad or v.requires_grad
-    return _forward(q, k, v, *rest, followed)
+        return documents.forward(q, k, v, lambda *some: forward(*some, sinks, *rest))
+    followed = any(t is not None and t.requires_grad for t in (q, k, v, sinks))
+    return add_sinks_(*_forward(q, k, v, *rest, followed), sinks)
 
 
 def _forward(
@@ -136,7 +140,7 @@ def _forward(
     execution: Execution,
     followed: bool,
 ):
-    """As ``forward``; ``followed``: a gradient will be asked for."""
+    """As ``forward``, without sinks; ``followed``: a gradient will be asked for."""
     flip, scale = positive_scale(scale)
     choice = _choice(q, k, pattern, causal, backend, execution, followed, False)
     kernel = choice.kernel
@@ -462,7 +466,15 @@ def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Fu
     return Attention
 
 
-_Attention = differentiable_once(forward, backward, 3)
+def _gradients(dout, dlse, q, k, v, sinks, out, lse, *rest):
+    """dq, dk, dv and, where there are sinks, their gradient."""
+    grads = backward(dout, dlse, q, k, v, out, lse, *rest)
+    if sinks is None:
+        return grads
+    return *grads, sinks_gradient(dout, dlse, out, lse, sinks)
+
+
+_Attention = differentiable_once(forward, _gradients, 4)
 
 
 def _text(pattern: Pattern | dict, backend: str | tuple[str, ...]) -> str | None:
@@ -502,18 +514,19 @@ def operator(
     causal: bool,
     scale: float,
     followed: bool,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``forward`` for the pattern and backend of a text: torch.compile and torch.export
     keep it whole.
     """
     pattern, backend, execution = _of_text(text)
     call = pattern, causal, scale, backend, execution, followed
-    out, lse = _forward(*_rows_dense(q, k, v), *call)
+    out, lse = add_sinks_(*_forward(*_rows_dense(q, k, v), *call), sinks)
     return out, lse.contiguous()
 
 
 @operator.register_fake
-def _(q, k, v, text, causal, scale, followed):
+def _(q, k, v, text, causal, scale, followed, sinks=None):
     b, n, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(
         b, heads, n, dtype=accumulation_dtype(q.dtype)
@@ -556,22 +569,24 @@ def _(dout, dlse, q, k, v, *rest):
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, *ctx.rest, _ = inputs
+    q, k, v, *ctx.rest, _, sinks = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, sinks, *output)
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, out, lse = ctx.saved_tensors
+    q, k, v, sinks, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 7
+        return (None,) * 8
     dout = torch.zeros_like(out) if dout is None else dout
+    dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
     return (
         *operator_backward(dout, dlse, q, k, v, out, lse, *ctx.rest),
         None,
         None,
         None,
         None,
+        dsinks,
     )
 
 

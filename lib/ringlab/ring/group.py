@@ -36,6 +36,7 @@ from ..engine.autograd import (
     without_autocast,
 )
 from ..engine.documents import Documents
+from ..engine.sinks import add_sinks_, sinks_gradient
 from ..kernels.base import accumulation_dtype
 from ..modes import outside_modes
 from ..tracking import seen_inside
@@ -400,6 +401,7 @@ def attend(
     backend,
     execution: Execution,
     exchange_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
 ):
     """out and lse for checked tensors: local shards over a group or 1-D mesh, whole
     ones over Simulated ranks.
@@ -410,6 +412,7 @@ def attend(
         "scale": scale,
         "backend": backend,
         "execution": execution,
+        "sinks": sinks,
     }
     if compiling and (simulated or not IN_GRAPHS):
         across = {
@@ -442,12 +445,11 @@ def attend(
     else:
         call = _call(*about)  # held until the operator has found it
         name = call.name
-    if group.size > 1 and simulated and not is_followed(q, k, v):
-        return forward(q, k, v, scale, "", name, operator=False)[:2]
+    if group.size > 1 and simulated and not is_followed(q, k, v, sinks):
+        return forward(q, k, v, sinks, scale, "", name, operator=False)[:2]
     if group.size > 1:
-        return ranks_forward(
-            q, k, v, scale, "" if simulated else group.process_group.group_name, name
-        )[:2]
+        where = "" if simulated else group.process_group.group_name
+        return ranks_forward(q, k, v, sinks, scale, where, name)[:2]
     if not simulated or call.problem.layout.grid is None:
         return local_attention(q, k, v, pattern, **options)
     layout = call.problem.layout  # the pattern runs along the curve
@@ -752,6 +754,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     scale: float,
     group: str,
     name: str,
@@ -774,6 +777,7 @@ def forward(
             ranks[0].problem,
             q,
             plan=lambda: ranks[0].plan,
+            sinks=sinks is not None,
             **call.options(scale),
         )
         shards = zip(*(group.split(t, 1, layout) for t in (flip(q), k, v)))
@@ -785,6 +789,11 @@ def forward(
             group.join([each[i] for each in found], dim, layout)
             for i, dim in ((0, 1), (1, 2))
         )
+        add_sinks_(out, lse, sinks)
+        if call.scheme == "ulysses" and sinks is not None:
+            heads, _ = shares(q.shape[2], k.shape[2], layout.ranks)
+            for rank, each in zip(group.here, found):  # its backward reads these
+                add_sinks_(*each[-2:], sinks[heads[rank].start : heads[rank].stop])
     return out, lse, torch.full((), number), [t for each in found for t in each[2:]]
 
 
@@ -792,12 +801,13 @@ ranks_forward = torch.library.custom_op(
     "ringlab::ranks_forward",
     forward,
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, float scale, str group, str name) -> (Tensor, Tensor, Tensor, Tensor[])",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, str group, str name)"
+    " -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 
 
 @ranks_forward.register_fake
-def _(q, k, v, scale, group, name):
+def _(q, k, v, sinks, scale, group, name):
     (call, group), (b, s, h, d), saved = _found(name, group), q.shape, []
     layout, broad = call.problem.layout, accumulation_dtype(q.dtype)
     for rank in group.here:
@@ -883,14 +893,16 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dout, dlse, *_):
-    q, k, v, out, lse, number, *saved = ctx.saved_tensors
+    q, k, v, sinks, out, lse, number, *saved = ctx.saved_tensors
     if (
         dout is None
     ):  # also without any gradient: the other ranks go through their backward, so this one does too
         dout = torch.zeros_like(out)
     how = ctx.scale, ctx.group, ctx.call.name
+    dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
     return (
         *ranks_backward(dout, dlse, q, k, v, out, lse, number, saved, *how),
+        dsinks,
         None,
         None,
         None,

@@ -1,0 +1,38 @@
+"""Sinks: a logit per head that takes part in the softmax of every query and has no
+value (gpt-oss; Xiao et al. 2023, arXiv 2309.17453).
+
+A sink is one more part to merge, with out 0 and lse its logit. Every backward reads the
+final out and lse, so that q, k and v need nothing more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d) and lse (b, h, n), changed in place to those with ``sinks`` (h,).
+
+    >>> out, lse = add_sinks_(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1), torch.zeros(1))
+    >>> out.flatten().tolist(), round(float(lse), 4)
+    ([0.5, 0.5], 0.6931)
+    """
+    if sinks is not None:
+        sinks = sinks.to(lse.dtype)[:, None]  # (h, 1)
+        # exp(lse - logaddexp(lse, sink)); nan where both are -inf
+        weight = torch.sigmoid(lse - sinks).masked_fill_(lse == -torch.inf, 0.0)
+        out.mul_(weight.transpose(1, 2).unsqueeze(-1))
+        torch.logaddexp(lse, sinks, out=lse)
+    return out, lse
+
+
+def sinks_gradient(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor
+) -> Tensor:
+    """The gradient (h,) of ``sinks`` for the final out (b, n, h, d) and lse (b, h, n)."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    delta = delta if dlse is None else delta - dlse  # (b, h, n)
+    weight = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of the sink: (b, h, n)
+    grad = (weight * delta).masked_fill(lse == -torch.inf, 0.0)  # no query: padding
+    return -grad.sum((0, 2)).to(sinks.dtype)
