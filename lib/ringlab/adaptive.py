@@ -30,10 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import check_tensors
+from .attention import check_floats, check_tensors
 from .block_patterns import block_count
 from .checks import (
-    FLOATS,
     LARGEST,
     check_backend,
     check_bool,
@@ -293,20 +292,8 @@ def adaptive_attention(
         picks, log_m = best_blocks(q, k, pattern, scale, causal, ranks), None
     else:
         wanted = (q.shape[0], q.shape[2], *block_counts(q, pattern, ranks))
-        if (
-            not isinstance(z, Tensor)
-            or z.dtype not in FLOATS
-            or z.shape != wanted
-            or z.device != q.device
-        ):
-            got = (
-                f"{tuple(z.shape)}, {z.dtype} on {z.device}"
-                if isinstance(z, Tensor)
-                else type(z).__name__
-            )
-            raise ValueError(
-                f"z must be (batch, heads, blocks, blocks) = {wanted}, floats on {q.device}; got {got}"
-            )
+        axes = "(batch, heads, blocks, blocks)"
+        check_floats("z", z, axes, wanted, q.device)
         picks = choose(z.detach(), pattern.top_k, causal, ranks)
         z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
         log_m = log_multiplicity(z, picks, causal, ranks).to(

@@ -162,7 +162,7 @@ def attention(
                 f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}: {AXES}; ringlab.KVCache is for generation"
             )
     if sinks is not None:
-        check_sinks(sinks, q)
+        check_floats("sinks", sinks, "(heads,)", q.shape[2:3], q.device)
     check_bool("return_lse", return_lse)
     if scale is not None and not is_real(scale):
         raise TypeError(f"scale must be a number, got {short_repr(scale)}")
@@ -301,22 +301,17 @@ def documents_of(q: Tensor, cu_seqlens, lengths, n: int) -> Documents:
     )
 
 
-def check_sinks(sinks, q: Tensor) -> None:
-    """Raise ValueError or TypeError in one line unless ``sinks`` are a logit for each
-    head of q.
+def check_floats(name: str, t, axes: str, shape: tuple[int, ...], device) -> None:
+    """Raise ValueError in one line unless t is a tensor of floats of this shape, whose
+    ``axes`` are named, on the device.
     """
-    wanted = (
-        f"sinks must be ({q.shape[2]},), a logit per query head, floats on {q.device}"
-    )
-    if not isinstance(sinks, Tensor):
-        raise TypeError(f"{wanted}; got {short_repr(sinks)}")
-    if (
-        sinks.shape != q.shape[2:3]
-        or sinks.dtype not in FLOATS
-        or sinks.device != q.device
-    ):
-        got = f"{tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}"
-        raise ValueError(f"{wanted}; got {got}")
+    got = type(t).__name__
+    if isinstance(t, Tensor):
+        if t.dtype in FLOATS and (t.shape, t.device) == (shape, device):
+            return
+        got = f"{tuple(t.shape)}, {t.dtype} on {t.device}"
+    wanted = f"{name} must be {axes} = {tuple(shape)}, floats on {device}"
+    raise ValueError(f"{wanted}; got {got}")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> None:

@@ -86,12 +86,13 @@ def test_any_pieces_give_the_rows_of_full_attention(seed, monkeypatch):
         cache = KVCache(
             pattern, batch=b, head_dim=d, dtype=dtype, group=Simulated(ranks), **given
         )
-        want, want_lse = reference.attention(q, k, v, pattern, causal=True)
+        sinks = 2 * torch.randn(heads) if n % 3 == 0 else None
+        want, want_lse = reference.attention(q, k, v, pattern, causal=True, sinks=sinks)
         outs, lses, t, seen = [], [], 0, shown(pattern, n, heads, kv_heads)
         for size in pieces(rng, n):
             some = (x[:, t : t + size] for x in (q, k, v))
             out, lse = attention(
-                *some, pattern, causal=True, cache=cache, return_lse=True
+                *some, pattern, causal=True, cache=cache, return_lse=True, sinks=sinks
             )
             outs, lses, t = [*outs, out], [*lses, lse], t + size
             live = [rows.tolist() for rows in cache.live_rows(b - 1)]

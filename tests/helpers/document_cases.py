@@ -31,9 +31,12 @@ def wanted(case: Case, inputs, dout, dlse) -> dict[str, torch.Tensor]:
     lse = torch.full(dlse.shape, -torch.inf, dtype=F64)
     for i, a, b in spans_of(case.documents):
         if a < b:
-            some = (t[i : i + 1, a:b] for t in leaves)
+            some = (t[i : i + 1, a:b] for t in leaves[:3])
             out[i : i + 1, a:b], lse[i : i + 1, :, a:b] = reference.attention(
-                *some, case.pattern, causal=case.causal
+                *some,
+                case.pattern,
+                causal=case.causal,
+                sinks=leaves[3] if case.sinks else None,
             )
     return differentiated(out, lse, leaves, dout, dlse if case.lse_cotangent else None)
 

@@ -104,6 +104,7 @@ class Case:
     d: int = 16
     scale: float | None = None
     weighted: bool = False  # an adaptive pattern whose logits are given
+    sinks: bool = False
     lse_cotangent: bool = True
     memory: str = "contiguous"  # one of MEMORY
     seed: int = 0
@@ -123,7 +124,7 @@ class Case:
             "backend": self.backend,
             "return_lse": True,
         }
-        how |= self.documents
+        how |= self.documents | ({"sinks": z} if self.sinks else {})
         if self.layout is not None:
             how["group"] = group or Simulated(self.layout.ranks)
         if isinstance(self.pattern, Adaptive):
@@ -145,16 +146,17 @@ class Case:
     def shards(self, rank: int, device="cpu"):
         """As ``drawn``, of one rank."""
         inputs, dout, dlse = drawn(self)
-        *inputs, dout = (self.layout.shard(t, rank).to(device) for t in (*inputs, dout))
-        return inputs, dout, self.layout.shard(dlse, rank, 2).to(device)
+        rows = (*inputs[:3], dout)
+        *rows, dout = (self.layout.shard(t, rank).to(device) for t in rows)
+        return rows + inputs[3:], dout, self.layout.shard(dlse, rank, 2).to(device)
 
     def joined(self, shards) -> dict[str, torch.Tensor]:
         """The results of all ranks, each of its shard, as those of the whole."""
-        return {
-            name: self.layout.unshard(
-                [shard[name] for shard in shards], 2 if name == "lse" else 1
-            )
-            for name in shards[0]
+        found = {name: [shard[name] for shard in shards] for name in shards[0]}
+        whole = {"dz": sum(found.pop("dz"))} if self.sinks else {}
+        return whole | {
+            name: self.layout.unshard(parts, 2 if name == "lse" else 1)
+            for name, parts in found.items()
         }
 
 
@@ -190,7 +192,7 @@ def apart(found, want) -> float:
 
 
 def drawn(case: Case):
-    """(q, k, v and z where it is given; a cotangent of out (b, n, h, d), one of lse (b,
+    """(q, k, v and z, logits of blocks or sinks, where it is given; a cotangent of out (b, n, h, d), one of lse (b,
     h, n)).
     """
     generator = torch.Generator().manual_seed(case.seed)
@@ -217,6 +219,8 @@ def drawn(case: Case):
     if case.weighted:
         count = case.pattern.count(case.n)
         inputs.append(draw(case.batch, case.heads, count, count).to(accumulated))
+    if case.sinks:  # of all, some and none of the weight
+        inputs.append(4 * draw(case.heads).to(accumulated))
     return inputs, dout, dlse
 
 
@@ -239,9 +243,9 @@ def _judged(case: Case):
             else None
         )
     else:
-        out, lse = reference.attention(
-            *exact, case.pattern, causal=case.causal, scale=case.scale
-        )
+        how = {"causal": case.causal, "scale": case.scale}
+        how |= {"sinks": exact[3]} if case.sinks else {}
+        out, lse = reference.attention(*exact[:3], case.pattern, **how)
         fewest = case.pattern
     want = differentiated(
         out,

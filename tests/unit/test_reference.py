@@ -51,6 +51,20 @@ def test_a_key_shown_twice_counts_twice():
     torch.testing.assert_close(out[:, 1::2], once.transpose(1, 2))
 
 
+def test_a_sink_is_a_key_without_a_value():
+    q, k, v = tensors(kv_heads=4)
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 9.0], dtype=torch.float64)
+    found = reference.attention(q, k, v, Dense(), scale=0.3, sinks=sinks)
+    q, k, v = (
+        F.pad(q, (0, 1), value=1.0),
+        F.pad(k, (0, 1, 0, 0, 0, 1)),
+        F.pad(v, (0, 1, 0, 0, 0, 1)),
+    )
+    k[:, -1, :, -1] = sinks / 0.3
+    out, lse = reference.attention(q, k, v, Dense(), scale=0.3)
+    torch.testing.assert_close(found, (out[..., :-1], lse))
+
+
 def test_dead_rows_are_zero_with_zero_gradient():
     q, k, v = (t.requires_grad_() for t in tensors(n=12))
     out, lse = reference.attention(q, k, v, Dilated([4], [2]))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ROWS = 1 << 14  # at a time, so that copies of half precision in fp32 stay small
+
 
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d) and lse (b, h, n), changed in place to those with ``sinks`` (h,).
@@ -22,7 +24,9 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
         sinks = sinks.to(lse.dtype)[:, None]  # (h, 1)
         # exp(lse - logaddexp(lse, sink)); nan where both are -inf
         weight = torch.sigmoid(lse - sinks).masked_fill_(lse == -torch.inf, 0.0)
-        out.mul_(weight.transpose(1, 2).unsqueeze(-1))
+        weight = weight.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
+        for part, factor in zip(out.split(ROWS, 1), weight.split(ROWS, 1)):
+            part.mul_(factor)
         torch.logaddexp(lse, sinks, out=lse)
     return out, lse
 
@@ -31,8 +35,9 @@ def sinks_gradient(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor
 ) -> Tensor:
     """The gradient (h,) of ``sinks`` for the final out (b, n, h, d) and lse (b, h, n)."""
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
-    delta = delta if dlse is None else delta - dlse  # (b, h, n)
+    parts = zip(dout.split(ROWS, 1), out.split(ROWS, 1))
+    delta = torch.cat([(x * y.to(lse.dtype)).sum(-1) for x, y in parts], 1)  # (b, n, h)
+    delta = delta.transpose(1, 2) - (0.0 if dlse is None else dlse)  # (b, h, n)
     weight = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of the sink: (b, h, n)
     grad = (weight * delta).masked_fill(lse == -torch.inf, 0.0)  # no query: padding
     return -grad.sum((0, 2)).to(sinks.dtype)
