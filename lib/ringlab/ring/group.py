@@ -785,15 +785,17 @@ def forward(
             SCHEMES[call.scheme][0](rank, *mine) for rank, mine in zip(ranks, shards)
         ]
         found = drive(steps, group.process_group)
+        if sinks is not None:
+            heads, _ = shares(q.shape[2], k.shape[2], layout.ranks)
+            for rank, (out, lse, *kept) in zip(group.here, found):
+                add_sinks_(out, lse, sinks)
+                if call.scheme == "ulysses":  # its backward reads those of its heads
+                    mine = heads[rank]
+                    add_sinks_(*kept[-2:], sinks[mine.start : mine.stop])
         out, lse = (
             group.join([each[i] for each in found], dim, layout)
             for i, dim in ((0, 1), (1, 2))
         )
-        add_sinks_(out, lse, sinks)
-        if call.scheme == "ulysses" and sinks is not None:
-            heads, _ = shares(q.shape[2], k.shape[2], layout.ranks)
-            for rank, each in zip(group.here, found):  # its backward reads these
-                add_sinks_(*each[-2:], sinks[heads[rank].start : heads[rank].stop])
     return out, lse, torch.full((), number), [t for each in found for t in each[2:]]
 
 
