@@ -73,13 +73,10 @@ def cached(cases, group=None):
             case.pattern, max_seq_len=case.n + 9, dtype=case.dtype, group=group, **made
         )
         with counting() as traffic:
-            parts = zip(*(t.split(sizes, 1) for t in drawn(case)[0]))
-            parts = [
-                attention(
-                    *some, case.pattern, causal=True, cache=cache, return_lse=True
-                )
-                for some in parts
-            ]
+            *tensors, sinks = (*drawn(case)[0], None)[:4]
+            how = {"causal": True, "cache": cache, "sinks": sinks, "return_lse": True}
+            parts = zip(*(t.split(sizes, 1) for t in tensors))
+            parts = [attention(*some, case.pattern, **how) for some in parts]
         out, lse = (torch.cat(each, dim) for each, dim in zip(zip(*parts), (1, 2)))
         found.append((out, lse, cache.live_rows(), traffic.total))
     return found

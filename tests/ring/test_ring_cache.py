@@ -35,6 +35,7 @@ def test_processes_answer_as_simulated_ranks_and_as_the_reference(ranks):
                     sum(sizes),
                     rng.choice([F64, F32]),
                     batch=2,
+                    sinks=len(cases) % 3 == 0,
                     **about,
                 ),
                 sizes,
@@ -42,8 +43,10 @@ def test_processes_answer_as_simulated_ranks_and_as_the_reference(ranks):
         )
     everyone, simulated = launch(cached, ranks, cases), cached(cases, Simulated(ranks))
     for i, (case, _) in enumerate(cases):
-        longer = (torch.cat([t, t[:, :9]], 1) for t in drawn(case)[0])
-        want, _ = reference.attention(*longer, case.pattern, causal=True)
+        *given, sinks = (*drawn(case)[0], None)[:4]
+        longer = (torch.cat([t, t[:, :9]], 1) for t in given)
+        how = {"causal": True, "sinks": sinks}
+        want, _ = reference.attention(*longer, case.pattern, **how)
         for out, lse, _, sent in (found[i] for found in everyone):
             assert reference.error(out, want[:, : case.n], 1.0) <= EXACT[case.dtype], (
                 case
