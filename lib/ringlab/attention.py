@@ -108,9 +108,10 @@ def attention(
 
     ``sinks`` (heads,): a logit per query head that takes part in the softmax and has no
     value, as in gpt-oss: out is ``sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``,
-    and lse, the logarithm of the denominator, counts it too. A query that sees nothing
-    gets out 0 and lse its sink, padding lse -inf. Over a ProcessGroup, where they are
-    replicated, their gradient is the part of this rank's queries: sum it over the ranks.
+    and lse, the logarithm of the denominator, counts it too: of results that you merge
+    one alone may have sinks. A query that sees nothing gets out 0 and lse its sink,
+    padding lse -inf. Over a ProcessGroup, where sinks are replicated, their gradient is
+    the part of this rank's queries: sum it over the ranks.
 
     Generation: with ``cache``, a ``ringlab.KVCache``, under ``torch.no_grad()`` and
     ``causal``, q, k, v are the rows of new positions, which see all positions so far.

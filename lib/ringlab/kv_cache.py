@@ -354,7 +354,6 @@ class KVCache:
                 "backend": backend,
                 "positions": q.shape[1],
                 "lengths": tuple(lengths),
-                "sinks": sinks is not None,
             }
             self.group.agree("generation", problem, q, **told)
         flip, scale = positive_scale(scale)

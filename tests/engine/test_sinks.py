@@ -17,8 +17,9 @@ from matrix import (
     errors,
     paths,
 )
-from ringlab import Dense, KVCache, Simulated, attention, blocks, reference
-from ringlab.engine.autograd import IN_GRAPHS, LSE_COLUMNS
+from ringlab import Dense, KVCache, Simulated, attention, blocks, kernels, reference
+from ringlab.engine import sinks as merged
+from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.kernels.torch_kernels import Eager
 
 CASE = Case(DILATED[1], 53, F64, True, batch=2, sinks=True)  # some queries see nothing
@@ -27,7 +28,9 @@ CASE = Case(DILATED[1], 53, F64, True, batch=2, sinks=True)  # some queries see 
 @pytest.mark.parametrize(
     "pattern", [Dense(), DILATED[1], BLOCK_SPARSE[5], BLOCK_SPARSE[13]], ids=str
 )
-def test_every_path(pattern):
+def test_every_path(pattern, monkeypatch):
+    """Rows come some at a time, as those of long sequences."""
+    monkeypatch.setattr(merged, "ROWS", 40)
     case = Case(pattern, 101, F64, causal=True, sinks=True)
     assert not all_wrong(paths(case))
     if pattern is not BLOCK_SPARSE[13]:
@@ -130,13 +133,11 @@ def test_gradients_run_no_wider_heads(monkeypatch):
             widths.append(dout.shape[3]) or run(self, dout, *rest)
         ),
     )
-    for layout in (None, 2):
-        inputs, dout, dlse = drawn(CASE)
-        how = {"backend": "eager", "causal": True}
-        how |= {"group": Simulated(2)} if layout else {}
-        *leaves, sinks = (t.requires_grad_() for t in inputs)
-        attention(*leaves, CASE.pattern, sinks=sinks, **how).sum().backward()
-    assert set(widths) == {16} and LSE_COLUMNS
+    for group in (None, Simulated(2)):
+        *leaves, logits = (t.requires_grad_() for t in drawn(CASE)[0])
+        how = {"backend": "eager", "causal": True, "sinks": logits, "group": group}
+        attention(*leaves, CASE.pattern, **how).sum().backward()
+    assert set(widths) == {16}
 
 
 def test_compiled_whole():
@@ -163,15 +164,23 @@ def test_compiled_whole():
     )
 
 
-def test_derived_once_also_where_sinks_alone_are_trained():
+def test_derived_once_also_where_sinks_alone_are_trained(monkeypatch):
+    asked, choose = [], kernels.choose
+    monkeypatch.setattr(
+        kernels,
+        "choose",
+        lambda *given, **how: asked.append(how["backward"]) or choose(*given, **how),
+    )
     inputs, dout, _ = drawn(CASE)
     *given, sinks = inputs
     sinks.requires_grad_()
 
-    def loss(sinks):
-        return (attention(*given, CASE.pattern, sinks=sinks) * dout).sum()
+    def loss(sinks, **how):
+        return (attention(*given, CASE.pattern, sinks=sinks, **how) * dout).sum()
 
     (grad,) = torch.autograd.grad(loss(sinks), sinks, create_graph=True)
+    (same,) = torch.autograd.grad(loss(sinks, group=Simulated(2)), sinks)
+    assert reference.error(same, grad.detach(), 0.0) <= 1e-12 and all(asked)
     assert torch.equal(torch.func.grad(loss)(sinks), grad) and grad.all()
     with pytest.raises(NotImplementedError, match="double backward"):
         grad.sum().backward()

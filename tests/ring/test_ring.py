@@ -284,6 +284,11 @@ MASKS[1][0, 1] = True  # within a shard: the ranks need the same rows
             "pass is forward on rank 0, backward on rank 1",
         ),
         (
+            [[(ONE, False), (ONE, False, torch.zeros(2))]],
+            ((0, 1), (1, 0)),
+            "sinks is False on rank 0, True on rank 1",
+        ),
+        (
             [[(ONE, False)] * 2],
             ((-2, -1), (-1, -2)),
             "forward call is number 1 on rank 0, number 2 on rank 1",
