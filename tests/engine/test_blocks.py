@@ -41,10 +41,13 @@ from ringlab.cost import count_pairs
 from ringlab.engine import torch_sparse
 from ringlab.engine.blocks import make_plan
 from ringlab.measure import Point, systems
+from ringlab.ring import contiguous
 from ringlab.ring.launch import launch
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+
+UNCACHED = Execution(cache=False)
 
 
 def tensors(pattern, n, dtype=F32, batch=1, heads=2, kv_heads=2):
@@ -173,6 +176,40 @@ def test_a_short_last_block_cuts_the_plan_of_whole_ones(block, n):
         assert not all_wrong(
             Case(pattern, n, dtype, True, 1, 2, 1, d=8) for dtype in (F32, F64)
         )
+
+
+EDGES = [Window(0), Window(6), Window(150), Window(20, 7), Window(600, 3)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("part", EDGES, ids=str)
+def test_windows_of_tokens_are_cut_exactly(part, causal):
+    """In tiles that are whole, short, or cut by an end of the sequence."""
+    case = Case(BlockSparse([part], 1), 301, F32, causal, 1, 2, 1, execution=UNCACHED)
+    assert not all_wrong(
+        replace(case, dtype=dtype, backend=backend, memory=memory)
+        for dtype, backend, memory in [
+            (F32, "auto", "every other"),
+            (F32, "eager", "contiguous"),
+            (F64, "cpu_flash", "packed"),
+            (BF16, "auto", "contiguous"),
+        ]
+    )
+    assert not all_wrong([replace(case, layout=contiguous(301, 2), dtype=F64)])
+    plan = make_plan(case.pattern, 4000, causal=causal, kernel=kernels.KERNELS["eager"])
+    assert len(plan.calls) <= 12
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu_flash", "eager"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_key_changes_no_row_behind_its_window(value, backend):
+    window = blocks.sliding_window(tokens=50)
+    q, k, v = tensors(window, 300)
+    spoiled, how = k.clone(), {"causal": True, "backend": backend}
+    spoiled[:, 160] = value
+    clean, found = (attention(q, x, v, window, **how) for x in (k, spoiled))
+    for rows in (slice(0, 160), slice(210, 300)):
+        assert reference.error(found[:, rows], clean[:, rows], 1.0) <= 5e-6
 
 
 @pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])

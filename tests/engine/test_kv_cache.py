@@ -51,6 +51,21 @@ def shown(pattern, n: int, heads: int, kv_heads: int) -> torch.Tensor:
     return seen.unflatten(0, (kv_heads, -1)).any(1)
 
 
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("window", [40, 250])
+def test_long_pieces_see_a_window_of_tokens(window, dtype):
+    """Some of their queries see the rows that are kept, some only one another."""
+    pattern, n, sizes = blocks.sliding_window(tokens=window), 400, [150, 130, 1, 119]
+    q, k, v = tensors(1, n, 2, 1, 8, dtype)
+    sizes_of = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 8}
+    cache = KVCache(pattern, **sizes_of, max_seq_len=500, dtype=dtype)
+    parts = zip(*(t.split(sizes, 1) for t in (q, k, v)))
+    got = [attention(*some, pattern, causal=True, cache=cache) for some in parts]
+    want = reference.attention(q, k, v, pattern, causal=True)[0]
+    assert reference.error(torch.cat(got, 1), want, 1.0) <= reference.EXACT[dtype]
+    assert cache.live_rows()[0].tolist() == [*range(n - window + 1, n)]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_pieces_give_the_rows_of_full_attention(seed, monkeypatch):
     """Fifty random cases of patterns, heads, dtypes, lengths and pieces; live rows by

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..block_patterns import AT_ONCE, BlockSparse, Random
+from ..block_patterns import AT_ONCE, BlockSparse, Random, Window
 from ..kernels.base import Cost, Kernel, cost_of, supports_lower_right_causal
 from . import execute, torch_sparse
 from .dilated import even_runs, first_and_step
@@ -234,6 +234,13 @@ class BlockParts:
         return cls(*(torch.cat([none, *parts]) for parts in (blocks, starts, stops)))
 
     @property
+    def span(self) -> range | None:
+        """The blocks, if they are neighbours in order."""
+        if len(self.blocks) and (self.blocks.diff() == 1).all():
+            return range(int(self.blocks[0]), int(self.blocks[-1]) + 1)
+        return None
+
+    @property
     def cuts(self) -> Cuts:
         lengths = self.stops - self.starts
         return Cuts(lengths.cumsum(0) - lengths, lengths)
@@ -276,6 +283,13 @@ def plan_between(
     mask on the diagonal.
     """
 
+    if way == "views" and hasattr(kernel, "takes_bias"):
+        window, rows = _window_of_tokens(pattern, causal), (mine.span, theirs.span)
+        if window and all(rows):
+            return window_plan(
+                *window, *rows, heads, kv_heads, kernel, causal=causal and itself
+            )
+
     def layer(shown: BlockSparse, hidden: BlockSparse | None, copied: bool) -> Layer:
         def seen(rows: range) -> tuple[Tensor, Tensor]:
             some = mine[rows.start : rows.stop]
@@ -311,6 +325,60 @@ def plan_between(
         kernel,
         alone=way == "rows",
     )
+
+
+def _window_of_tokens(pattern: BlockSparse, causal: bool) -> tuple[int, int] | None:
+    """How many tokens before and after itself a query sees, of a window of tokens."""
+    part = pattern.parts[0]
+    if len(pattern.parts) > 1 or pattern.block_size > 1 or not isinstance(part, Window):
+        return None
+    after = part.before if part.after is None else part.after
+    return part.before, 0 if causal else after
+
+
+def window_plan(
+    before: int,
+    after: int,
+    queries: range,
+    keys: range,
+    heads: int,
+    kv_heads: int,
+    kernel: Kernel,
+    *,
+    causal: bool,
+) -> Plan:
+    """The plan of a window of tokens. ``causal``: the keys are those of the queries,
+    and the first of these see all before them.
+
+    Others are taken EDGE at a time, with the keys that one of them sees; a bias hides
+    from each what it does not see.
+    """
+    before = min(before, max(0, queries.stop - keys.start))
+    after = min(after, max(0, keys.stop - queries.start))
+    first = min(len(queries), before + 1) if causal else 0
+    calls = [_call(first, first, 1, (0, 0), (0, 0), causal=True)] if causal else []
+    alike: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    seeing = range(  # queries that see a key
+        max(queries.start + first, keys.start - after),
+        min(queries.stop, keys.stop + before),
+    )
+    for at in seeing[::EDGE]:
+        rows = min(EDGE, seeing.stop - at)
+        begin, end = at - before, min(keys.stop, at + rows + after)
+        start = max(keys.start, begin)
+        places = alike.setdefault((rows, end - start, start - begin), [])
+        places.append((at - queries.start, start - keys.start))
+    width = EDGE + before + after if alike else 0
+    apart = torch.arange(EDGE)[:, None] + before - torch.arange(width)
+    hidden = (apart > before) | (apart < -after)  # (EDGE, width)
+    bias = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+    bias = bias[:, None].expand(-1, kv_heads, -1)
+    for (rows, count, skipped), places in alike.items():
+        q, k = ((x, EDGE) for x in places[0])
+        call, seen = _call(rows, count, len(places), q, k), slice(skipped, None)
+        calls.append(replace(call, bias=bias[:rows, :, seen][..., :count]))
+    lower_right = supports_lower_right_causal(kernel)
+    return _plan(calls, [], len(queries), heads, kv_heads, lower_right)
 
 
 def chains(queries: Cuts) -> Iterator[tuple[range, int]]:
@@ -448,6 +516,7 @@ LONG, SHORT = 1024, 768
 # torch's CPU kernel takes 32 queries at a time where there are fewer than WIDE: a call
 # of STRIP queries then costs no more per query than one of 128.
 STRIP, WIDE = 64, 192
+EDGE = 128  # queries of a window of tokens that are taken together
 
 
 def tile(

@@ -229,13 +229,19 @@ class Call:
                 yield replace(self, q=q, k=k, nodes=count)
             start += count
 
-    def biases(self, batch: int) -> list[tuple[Tensor, tuple[int, int], View]]:
+    def biases(self, q: Tensor) -> list[tuple[Tensor, tuple[int, int], View]]:
         """The bias, if there is one, as an entry of ``views_of``: (b', query rows or 1,
         heads, key rows).
         """
         if self.bias is None:
             return []
-        return [(self.bias.expand(batch, -1, -1, -1), WHOLE, View(len(self.bias)))]
+        return [
+            (
+                self.bias.to(q.device).expand(len(q), -1, -1, -1),
+                WHOLE,
+                View(len(self.bias)),
+            )
+        ]
 
 
 @dataclass(frozen=True)
@@ -461,7 +467,7 @@ def forward(
     )
     for call, nodes, (target,) in steps:
         mine = _side(call.q, call.heads, nodes, (q, WHOLE), (lse, WHOLE), target)
-        bias, view, index = call.biases(len(q)), call.k, []
+        bias, view, index = call.biases(q), call.k, []
         if view.index is not None and gathers(kernel):
             index = [_index_entry(view, call.heads, nodes, len(q))]
             view = View(k.shape[1], head=view.head, head_step=view.head_step)
@@ -671,7 +677,7 @@ def _call_backward(
     several = len(nodes) > 1
     q_axis = 0 if several and call.q.shared else None
     k_axis = 0 if several and call.k.shared else 2 if call.shares_kv else None
-    biases = call.biases(len(q))
+    biases = call.biases(q)
     for piece in views_of(
         reads + biases + into, nodes, call.heads, head_bytes, limit
     ):  # (b', m, h, d)

@@ -69,7 +69,8 @@ class Eager:
             )
             scores = torch.matmul(tensors[0], tensors[1].mT).mul_(scale)
             if bias is not None:
-                scores.add_(bias[piece].transpose(1, 2))
+                added = bias[piece].transpose(1, 2)  # (b', h, m or 1, m_k)
+                scores.add_(added).masked_fill_(added == -torch.inf, -torch.inf)
             if causal:
                 scores.masked_fill_(hidden, -torch.inf)
             yield piece, scores, *tensors
