@@ -121,7 +121,7 @@ def small(name: str, **more):
             if key in part.to_dict():
                 setattr(part, key, value)
         if getattr(part, "use_sliding_window", None) is False:  # Qwen2's and Qwen3's
-            part.use_sliding_window = True
+            part.use_sliding_window, part.num_hidden_layers = True, 2
             part.layer_types = ["sliding_attention", "full_attention"]
     return config
 

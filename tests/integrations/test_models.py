@@ -2,6 +2,7 @@
 gives, or is refused in one line.
 """
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 import model_sweep  # noqa: E402
-from model_sweep import LEFT, RIGHT, WHERE, N, made, small, tokens  # noqa: E402
+from model_sweep import FIRST, LEFT, RIGHT, WHERE, N, made, small, tokens  # noqa: E402
 from ringlab import Dense, Dilated, Simulated, blocks  # noqa: E402
 from ringlab.integrations.transformers import (  # noqa: E402
     LiveCache,
@@ -20,11 +21,25 @@ from ringlab.integrations.transformers import (  # noqa: E402
 register()
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = {
+W = 6  # tokens of a window
+BOTH = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+WINDOWS = {
+    f"{name}ForCausalLM": {"sliding_window": W} | more
+    for name, more in {
+        "Cohere2": {},
+        "Gemma2": {"attn_logit_softcapping": None},
+        "Gemma3": {},
+        "Ministral": {"head_dim": 16} | BOTH,
+        "Ministral3": {},
+        "Mistral": {},
+        "Olmo3": {},
+        "Phi3": {},
+        "Qwen2": {},
+        "Qwen3": {},
+    }.items()
+}
+FAMILIES = WINDOWS | {
     "LlamaForCausalLM": {},
-    "MistralForCausalLM": {"sliding_window": 6},
-    "Qwen3ForCausalLM": {},
-    "Phi3ForCausalLM": {"sliding_window": 6},
     "GPT2LMHeadModel": {},
     "BertForMaskedLM": {},
     "BartForConditionalGeneration": {},
@@ -56,6 +71,17 @@ def pair(name: str, **sizes):
     return ours, theirs
 
 
+@pytest.fixture(autouse=True)
+def eager_in_float64(monkeypatch):
+    """Transformers' eager attention rounds its probabilities to float32."""
+    plain = torch.nn.functional.softmax
+
+    def softmax(x, dim=None, dtype=None, **how):
+        return plain(x, dim, dtype=None if x.dtype == torch.float64 else dtype, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+
+
 def inputs_of(model, b: int = 2) -> dict:
     if model.main_input_name == "input_features":
         sound = torch.randn(b, model.config.num_mel_bins, 256, dtype=model.dtype)
@@ -81,6 +107,12 @@ def test_logits_and_64_greedy_tokens_are_transformers_own(name):
         how = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
         got, want = (m.generate(**inputs, **how) for m in (ours, theirs))
         assert want.shape[1] >= 64 and torch.equal(got, want)
+    if name in WINDOWS:
+        got = ours.generate(**inputs, **how, past_key_values=(c := LiveCache(ours, 99)))
+        assert torch.equal(got, want)
+        kept = [len(layer.live.live_rows()[0]) for layer in c.layers]
+        # Of 83 tokens, as the last one was not fed back; the next one is a window's W-th.
+        assert kept == [W - 1 if local else 83 for local in windowed(ours)]
     ours, theirs = ours.float(), theirs.float()
     inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
     with torch.no_grad():
@@ -102,6 +134,56 @@ def test_gradients_are_transformers_own_and_documents_stand_alone(name):
         for part in (slice(0, first), slice(first, N)):
             alone = ours(input_ids=tokens(1)[:, part]).logits
             assert off(got[:, part], alone) <= 1e-12
+
+
+def windowed(model) -> list[bool]:
+    """Which layers have a window."""
+    config = model.config
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 2
+    assert len(kinds) == config.num_hidden_layers == 2
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Olmo3ForCausalLM"])
+def test_full_layers_take_a_pattern_beside_windows(name):
+    ours, theirs = pair(name, **WINDOWS[name])
+
+    def patterned(pattern):
+        return set_pattern(
+            ours, [None if local else pattern for local in windowed(ours)]
+        )
+
+    packed = {"input_ids": tokens(1), "position_ids": WHERE[:1], "use_cache": False}
+    with torch.no_grad():
+        dense = patterned(Dense())(**packed).logits
+        assert off(dense, theirs(**packed).logits) <= 1e-12
+        got = patterned(Dilated([4, 8], [1, 2]))(**packed).logits
+        alone = ours(tokens(1)[:, FIRST:]).logits
+    assert off(got[:, FIRST:], alone) <= 1e-12 < off(got, dense)
+    how = {
+        "input_ids": tokens(),
+        "attention_mask": LEFT,
+        "return_dict_in_generate": True,
+    }
+    how |= {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    found = ours.generate(**how)
+    assert torch.equal(found.sequences, ours.generate(**how, use_cache=False).sequences)
+    assert isinstance(found.past_key_values, LiveCache)
+
+
+def test_windows_of_another_kind_are_refused():
+    llama4, _ = pair("Llama4ForCausalLM", attention_chunk_size=W)
+    with pytest.raises(
+        NotImplementedError, match="^.* windows, .* not chunked_overlay$"
+    ):
+        llama4(tokens())
+    ours, _ = pair("MistralForCausalLM", sliding_window=W)
+    one = ours.model.layers[1].self_attn
+    one.config = copy.copy(one.config)
+    one.config.sliding_window = W - 1
+    words = "^the layer has a window of 5 tokens, the mask of 6$"
+    with pytest.raises(NotImplementedError, match=words):
+        ours(tokens())
 
 
 @pytest.mark.parametrize("name", SAMPLE)
