@@ -92,6 +92,8 @@ def shrink(config) -> None:
     ):
         config.layer_types = list(dict.fromkeys(config.layer_types))
         config.num_hidden_layers = len(config.layer_types)
+    if vars(config).get("head_dim", 0) is None:  # Ministral's class takes no None
+        config.head_dim = 16
     if hasattr(config, "kv_lora_rank") and hasattr(config, "num_key_value_heads"):
         config.num_key_value_heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None)
@@ -153,6 +155,7 @@ LEFT = RIGHT.flip(1)
 FIRST = 8  # tokens of the first packed document
 WHERE = torch.cat([torch.arange(FIRST), torch.arange(N - FIRST)]).expand(2, -1)
 GENERATE = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+PADDED = "generate, padding", "generate, LiveCache"
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 
 
@@ -346,6 +349,9 @@ def sweep(name: str) -> dict:
             model.load_state_dict(judges[0].state_dict())
         why = ""
         for case, call in cases(judges[0]).items():
+            # A judge whose logits are not finite gives tokens that tell nothing.
+            if case in PADDED and f"{window}padding, left" not in found["calls"]:
+                continue
             kind, reason = outcome(ours, judges, call)
             if kind == "right" and case.startswith("packed"):
                 kind = "mixed" if mixes(ours, 2 if case == "packed" else 1) else kind

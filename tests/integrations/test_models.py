@@ -30,7 +30,7 @@ WINDOWS = {
         "Gemma2": {"attn_logit_softcapping": None},
         "Gemma3": {},
         "GptOss": {},
-        "Ministral": {"head_dim": 16} | BOTH,
+        "Ministral": BOTH,
         "Ministral3": {},
         "Mistral": {},
         "Olmo3": {},
