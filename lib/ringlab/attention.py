@@ -33,6 +33,7 @@ from .checks import (
 from .engine import Execution
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
+from .kernels import capped
 from .kv_cache import KVCache
 from .patterns import Dense, Dilated, Pattern, as_pattern
 from .ring.schemes import HeadRange
@@ -79,6 +80,7 @@ def attention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     lengths: Tensor | Sequence[int] | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
     cache: KVCache | None = None,
     return_lse: bool = False,
     execution: Execution = DEFAULT,
@@ -112,6 +114,10 @@ def attention(
     one alone may have sinks. A query that sees nothing gets out 0 and lse its sink,
     padding lse -inf. Over a ProcessGroup, where sinks are replicated, their gradient is
     the part of this rank's queries: sum it over the ranks.
+
+    ``softcap``: a score s becomes ``softcap * tanh(s / softcap)`` before log M is added,
+    as in Gemma 2. Only the kernel "eager" does it, so "auto" is that one: it computes
+    scores as matrices, ``execution=Execution(tile=...)`` some at a time.
 
     Generation: with ``cache``, a ``ringlab.KVCache``, under ``torch.no_grad()`` and
     ``causal``, q, k, v are the rows of new positions, which see all positions so far.
@@ -181,6 +187,16 @@ def attention(
             f"execution must be a ringlab.Execution, got {short_repr(execution)}"
         )
     backend = check_backend(backend)
+    if softcap is not None:
+        if not is_real(softcap) or not 0 < softcap < float("inf"):
+            raise ValueError(
+                f"softcap must be a positive number, got {short_repr(softcap)}"
+            )
+        if execution.blocks in ("bsr", "flex"):
+            raise NotImplementedError(
+                f"Execution(blocks={execution.blocks!r}) takes no softcap"
+            )
+        backend = capped(backend, float(softcap))
     options = {
         "causal": is_causal,
         "scale": float(scale),

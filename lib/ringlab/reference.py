@@ -25,9 +25,11 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense float64 ``softmax(scale * q k^T + log M) v``: out (b, n, h, d), lse (b, h,
     n); differentiable. ``sinks`` (h,): the score of one more key, whose value is 0.
+    ``softcap``: scores s are ``softcap * tanh(s / softcap)``.
 
     q is (b, n, h, d); k, v are (b, n, h_kv, d) with h a multiple of h_kv; for ``Dense``
     they may have another length, as of ``ringlab.attention``. ``scale`` defaults to
@@ -57,6 +59,7 @@ def attention(
             bias,
             scale,
             None if sinks is None else sinks[h].double(),
+            softcap,
         )  # (b, n, n), (b, n)
         outs.append(prob @ v[:, :, kv].double())  # (b, n, d)
         lses.append(lse)
@@ -284,17 +287,22 @@ def _log_multiplicity(pattern, queries, keys, causal: bool, about: dict) -> Tens
     return m.double().log()
 
 
-def _scores(q, k, bias, scale: float) -> Tensor:
+def _scores(q, k, bias, scale: float, softcap: float | None = None) -> Tensor:
     """``scale * q k^T + log M``, and -inf where M is 0 whatever q and k hold."""
-    return torch.where(bias == -torch.inf, bias, scale * q @ k.mT + bias)
+    scores = scale * q @ k.mT
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return torch.where(bias == -torch.inf, bias, scores + bias)
 
 
-def _softmax(q, k, bias, scale: float, sink=None) -> tuple[Tensor, Tensor]:
+def _softmax(
+    q, k, bias, scale: float, sink=None, softcap=None
+) -> tuple[Tensor, Tensor]:
     """The probabilities (..., q, k) and their lse (..., q); 0 and -inf for a query that
     sees nothing, not even a ``sink``.
     """
     dead = (bias == -torch.inf).all(-1)  # (q,)
-    scores = _scores(q, k, bias, scale)
+    scores = _scores(q, k, bias, scale, softcap)
     if sink is not None:
         dead = torch.zeros_like(dead)
         scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)

@@ -105,6 +105,7 @@ class Case:
     scale: float | None = None
     weighted: bool = False  # an adaptive pattern whose logits are given
     sinks: bool = False
+    softcap: float | None = None
     lse_cotangent: bool = True
     memory: str = "contiguous"  # one of MEMORY
     seed: int = 0
@@ -125,6 +126,7 @@ class Case:
             "return_lse": True,
         }
         how |= self.documents | ({"sinks": z} if self.sinks else {})
+        how |= {"softcap": self.softcap} if self.softcap else {}
         if self.layout is not None:
             how["group"] = group or Simulated(self.layout.ranks)
         if isinstance(self.pattern, Adaptive):
@@ -245,6 +247,7 @@ def _judged(case: Case):
     else:
         how = {"causal": case.causal, "scale": case.scale}
         how |= {"sinks": exact[3]} if case.sinks else {}
+        how["softcap"] = case.softcap
         out, lse = reference.attention(*exact[:3], case.pattern, **how)
         fewest = case.pattern
     want = differentiated(

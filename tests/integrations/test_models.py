@@ -27,7 +27,7 @@ WINDOWS = {
     f"{name}ForCausalLM": {"sliding_window": W} | more
     for name, more in {
         "Cohere2": {},
-        "Gemma2": {"attn_logit_softcapping": None},
+        "Gemma2": {"attn_logit_softcapping": 5.0},
         "Gemma3": {},
         "GptOss": {},
         "Ministral": BOTH,

@@ -199,7 +199,6 @@ def forward(change: dict, **how):
             "padding between tokens",
         ),
         ({"attention_mask": torch.ones(3, 1, 50, 50)}, "a mask of padding"),
-        ({"softcap": 30.0}, "soft-capped scores are not supported"),
         ({"output_attentions": True}, "keeps no weights"),
     ],
 )

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..block_patterns import BlockSparse
 from ..kernels import KERNELS
 from ..kernels.base import HALF, Kernel, accumulation_dtype, gathers
+from ..kernels.torch_kernels import cap_
 from ..modes import outside_modes, refuse_recording
 from ..patterns import Branch, Pattern
 from . import blocks, dilated, execute
@@ -806,6 +807,7 @@ def one_query(
         torch.bmm(q * scale, k_.to(q.dtype).mT) for k_, _ in pieces
     ]  # (b * c, g, m)
     scores = torch.cat(scores, -1) if len(scores) > 1 else scores[0]
+    scores = cap_(scores, getattr(kernel, "softcap", None))
     if bias is not None:
         by_head = scores.unflatten(0, (b, c))
         by_head.add_(bias).masked_fill_(

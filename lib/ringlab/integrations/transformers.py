@@ -57,7 +57,6 @@ from ..ring.group import Group
 
 NAME = "ringlab"
 REFUSED = {
-    "softcap": "soft-capped scores are not supported",
     "position_bias": "a bias of the scores is not supported",
     "head_mask": "masks of heads are not supported",
     "cache": "a paged cache is not supported",
@@ -82,7 +81,7 @@ def register() -> None:
     count from the first token of each document.
 
     Refused in one line (NotImplementedError): a model that runs an attention of its
-    own, and what this one cannot do: dropout, biases, soft caps, masks of pairs, padding
+    own, and what this one cannot do: dropout, biases, masks of pairs, padding
     between tokens. A compiled model breaks its graph at each mask.
 
     ``model(..., ringlab_group=group, use_cache=False)`` takes shards of the sequence
@@ -380,6 +379,7 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     ringlab_group=None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **others,
 ) -> tuple[Tensor, None]:
     """(out (b, n, h, d), None) for query (b, h, n, d), key and value (b, h_kv, m, d):
@@ -444,7 +444,7 @@ def attend(
             raise NotImplementedError(
                 "a pattern needs a LiveCache: generate makes it, or give past_key_values=LiveCache(model, length)"
             )
-    how = {"causal": mask.causal, "scale": scaling, "sinks": s_aux}
+    how = {"causal": mask.causal, "scale": scaling, "sinks": s_aux, "softcap": softcap}
     k, v = k[:, : mask.keys], v[:, : mask.keys]
     if layer:
         out = layer.attend(q, k, v, pattern, mask, how)

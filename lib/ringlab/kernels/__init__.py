@@ -61,6 +61,7 @@ CPU = ("compiled", "cpu_flash")
 HOPPER = ("flash_attn_4", "flash_attn_3")  # and the first of them on newer ones
 # The kernels of torch's scaled_dot_product_attention.
 SDPA = ("cpu_flash", "cudnn", "flash", "efficient")
+CAPPED = "eager with softcap="
 LISTS = "triton"  # runs whole patterns
 # Far above rounding, far below a wrong function.
 PROBE_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -149,7 +150,8 @@ def _choose(
     backend, tried, rule = checks.check_backend(backend), {}, None
     asked = device, dtype, head_dim, causal, backward
     for name in (backend,) if isinstance(backend, str) else backend:
-        check_choice("backend", name, ("auto", "sdpa", *KERNELS))
+        if not name.startswith(CAPPED):
+            check_choice("backend", name, ("auto", "sdpa", *KERNELS))
         if name != "auto":
             tried |= {
                 x: None for x in (SDPA if name == "sdpa" else (name,)) if x not in tried
@@ -165,7 +167,7 @@ def _choose(
     for name, rule in tried.items():
         why = probe(name, *asked)
         if why is None:
-            return Choice(KERNELS[name], refusals, rule)
+            return Choice(named(name), refusals, rule)
         refusals[name] = why
         if backend == "auto" and not KERNELS[name].refuses(device, dtype, head_dim):
             _warn_once(f"attention on {device.type} in {dtype} without {name}: {why}")
@@ -173,6 +175,23 @@ def _choose(
     raise NotImplementedError(
         f"backend {backend!r} cannot run on {device.type} in {dtype}: {reasons}"
     )
+
+
+def capped(backend: str | tuple[str, ...], softcap: float) -> str:
+    """The kernel that takes a soft cap, by a name that carries it; NotImplementedError
+    for a ``backend`` that is, or are, others.
+    """
+    if not {"auto", "eager"} & {*([backend] if isinstance(backend, str) else backend)}:
+        raise NotImplementedError(f"backend {backend!r} takes no softcap, 'eager' does")
+    return f"{CAPPED}{softcap!r}"
+
+
+@lru_cache(maxsize=64)
+def named(name: str) -> Kernel:
+    """The kernel of a name, also of one that ``capped`` made."""
+    if name.startswith(CAPPED):
+        return Eager(softcap=float(name.removeprefix(CAPPED)))
+    return KERNELS[name]
 
 
 def _by_rule(rule: Rule | None, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -287,7 +306,7 @@ def probe(
 
     Raises what says that memory ran out: that may pass, and is not kept.
     """
-    kernel = KERNELS[name]
+    kernel = named(name)
     if (why := kernel.refuses(device, dtype, head_dim)) is not None:
         return why
     calls = [(rows, rows) for rows in PROBE_ROWS]
@@ -332,7 +351,7 @@ def _wrong(
     exact_q, exact_k, exact_v, exact_dout = (
         t.double().cpu() for t in (q, *shared, dout)
     )
-    scale, exact = head_dim**-0.5, Eager()
+    scale, exact = head_dim**-0.5, Eager(softcap=getattr(kernel, "softcap", None))
     want_out, want_lse = exact.forward(exact_q, exact_k, exact_v, causal, scale)
     # As if as many keys more, of the same weight, had other values.
     other = draw(rows, 2, wide)

@@ -30,14 +30,14 @@ class Eager:
     m^2.
 
     With ``tile_bytes`` the batch is walked in pieces whose scores stay about that
-    large, so they stay in cache.
+    large, so they stay in cache. ``softcap``: scores are those of ``cap_``.
     """
 
     name = "eager"
     lower_right = True
 
-    def __init__(self, tile_bytes: int | None = None):
-        self.tile_bytes = tile_bytes
+    def __init__(self, tile_bytes: int | None = None, softcap: float | None = None):
+        self.tile_bytes, self.softcap = tile_bytes, softcap
 
     def refuses(self, device, dtype, head_dim):
         return None
@@ -54,8 +54,8 @@ class Eager:
         k: Tensor,
         *others: Tensor,
     ):
-        """(batch entries, their masked scores (b', h, m, m_k), the tensors as (b', h,
-        m, d)) of each piece.
+        """(batch entries, their masked scores (b', h, m, m_k), the derivative of scores
+        in ``q k^T``, the tensors as (b', h, m, d)) of each piece.
         """
         (b, m, heads, _), m_k = q.shape, k.shape[1]
         step = (
@@ -68,12 +68,21 @@ class Eager:
                 *(t[piece].to(accumulation_dtype(q.dtype)) for t in (q, k, *others))
             )
             scores = torch.matmul(tensors[0], tensors[1].mT).mul_(scale)
+            slope = scale
+            if self.softcap is not None:
+                slope = (
+                    (cap_(scores, self.softcap) / self.softcap)
+                    .square_()
+                    .neg_()
+                    .add_(1)
+                    .mul_(scale)
+                )
             if bias is not None:
                 added = bias[piece].transpose(1, 2)  # (b', h, m or 1, m_k)
                 scores.add_(added).masked_fill_(added == -torch.inf, -torch.inf)
             if causal:
                 scores.masked_fill_(hidden, -torch.inf)
-            yield piece, scores, *tensors
+            yield piece, scores, slope, *tensors
 
     def forward(self, q, k, v, causal, scale, bias=None):
         b, m, h, d = q.shape
@@ -81,7 +90,8 @@ class Eager:
             q.shape, dtype=accumulation_dtype(q.dtype), device=q.device
         )  # (b, m, h, d)
         lse = torch.empty(b, h, m, dtype=out.dtype, device=q.device)
-        for piece, scores, _, _, v_t in self._pieces(causal, scale, bias, q, k, v):
+        pieces = self._pieces(causal, scale, bias, q, k, v)
+        for piece, scores, _, _, _, v_t in pieces:
             top = scores.amax(-1)  # (b', h, m)
             prob = scores.softmax(-1)
             # The largest probability is exp(top - lse): the log-sum-exp without another
@@ -94,7 +104,7 @@ class Eager:
         grads = tuple(
             torch.empty(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v)
         )
-        for piece, scores, q_t, k_t, v_t, g, o in self._pieces(
+        for piece, scores, slope, q_t, k_t, v_t, g, o in self._pieces(
             causal, scale, bias, q, k, v, dout, out
         ):
             prob = scores.sub_(
@@ -108,12 +118,17 @@ class Eager:
                 if k.shape[1] > 1
                 else (g * v_t).sum(-1, keepdim=True)
             )
-            d_scores = d_prob.sub_(delta).mul_(prob).mul_(scale)
+            d_scores = d_prob.sub_(delta).mul_(prob).mul_(slope)
             for grad, product in zip(
                 grads, (d_scores @ k_t, d_scores.mT @ q_t, prob.mT @ g)
             ):
                 grad[piece] = product.transpose(1, 2)
         return grads
+
+
+def cap_(scores: Tensor, softcap: float | None) -> Tensor:
+    """``softcap * tanh(scores / softcap)``, in place; None: the scores."""
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
 def hidden_keys(m: int, m_k: int, device) -> Tensor:

@@ -1,0 +1,72 @@
+"""Soft-capped scores: the kernel that has them, on every path, and refusals elsewhere."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from matrix import BF16, BLOCK_SPARSE, DILATED, F32, F64, Case, all_wrong, drawn
+from ringlab import Dense, Execution, KVCache, attention, blocks
+from ringlab.ring import contiguous
+
+# Scores far beyond the cap.
+CASE = Case(Dense(), 101, F64, causal=True, batch=2, scale=-1.0, softcap=1.5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "pattern",
+    [Dense(), DILATED[0], BLOCK_SPARSE[0], blocks.sliding_window(tokens=9)],
+    ids=str,
+)
+def test_every_path(pattern, causal):
+    case = replace(CASE, pattern=pattern, causal=causal, sinks=causal)
+    assert not all_wrong(
+        [
+            replace(case, backend="eager"),
+            replace(case, dtype=F32),
+            replace(case, dtype=BF16, scale=None, softcap=30.0),
+            replace(case, execution=Execution(tile=32)),
+            replace(case, execution=Execution(gather=True)),
+            replace(case, layout=contiguous(101, 2), scheme="plan"),
+            replace(case, layout=contiguous(101, 2), scheme="ulysses"),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "pattern", [DILATED[0], blocks.sliding_window(tokens=9)], ids=str
+)
+def test_documents_caches_and_graphs(pattern):
+    q, k, v = drawn(CASE)[0]
+    how = {"causal": True, "scale": -1.0, "softcap": 1.5}
+    want = attention(q, k, v, pattern, **how)
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": F64}
+    cache = KVCache(pattern, max_seq_len=101, **sizes)
+    parts = zip(*(t.split([40, 1, 1, 59], 1) for t in (q, k, v)))
+    found = [attention(*some, pattern, cache=cache, **how) for some in parts]
+    whole = torch.compile(attention, backend="eager", fullgraph=True)
+    lengths = attention(q, k, v, pattern, lengths=[101, 60], **how)
+    for got in (torch.cat(found, 1), whole(q, k, v, pattern, **how)):
+        assert torch.allclose(got, want, rtol=0, atol=1e-12)
+    assert torch.allclose(lengths[1, :60], want[1, :60], rtol=0, atol=1e-12)
+    other = attention(q, k, v, pattern, causal=True, scale=-1.0)
+    assert not torch.allclose(other, want, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({"backend": "sdpa"}, NotImplementedError, "backend 'sdpa' takes no softcap"),
+        ({"softcap": 0}, ValueError, "softcap must be a positive number, got 0$"),
+        ({"softcap": float("nan")}, ValueError, "softcap must be a positive number"),
+        (
+            {"execution": Execution(blocks="bsr")},
+            NotImplementedError,
+            r"Execution\(blocks='bsr'\) takes no softcap$",
+        ),
+    ],
+)
+def test_what_has_no_soft_cap_is_refused(how, error, words):
+    q = torch.zeros(1, 16, 2, 8)
+    with pytest.raises(error, match=f"^{words}"):
+        attention(q, q, q, BLOCK_SPARSE[0], **{"softcap": 30.0} | how)
