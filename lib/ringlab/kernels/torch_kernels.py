@@ -70,13 +70,8 @@ class Eager:
             scores = torch.matmul(tensors[0], tensors[1].mT).mul_(scale)
             slope = scale
             if self.softcap is not None:
-                slope = (
-                    (cap_(scores, self.softcap) / self.softcap)
-                    .square_()
-                    .neg_()
-                    .add_(1)
-                    .mul_(scale)
-                )
+                tanh = cap_(scores, self.softcap) / self.softcap
+                slope = scale * (1 - tanh.square())
             if bias is not None:
                 added = bias[piece].transpose(1, 2)  # (b', h, m or 1, m_k)
                 scores.add_(added).masked_fill_(added == -torch.inf, -torch.inf)
