@@ -70,8 +70,9 @@ def register() -> None:
     ``model.set_attn_implementation("ringlab")`` does the same. A layer then runs
     ``ringlab.attention``, forward and backward, over the keys that the model's mask
     shows: causal or not, sliding windows, padding on the left or the right, documents
-    of packed batches, keys of an encoder and of transformers' caches. ``set_pattern``
-    gives layers a pattern, for which ``generate`` makes a ``LiveCache``.
+    of packed batches, keys of an encoder and of transformers' caches; with the model's
+    sinks and its soft cap, which "eager" computes. ``set_pattern`` gives layers a
+    pattern, for which ``generate`` makes a ``LiveCache``.
 
     ``cu_seq_lens_q`` tells documents to any model; its ``position_ids`` are to start
     anew with each. By these alone transformers tells documents to most models that make
@@ -166,8 +167,9 @@ def _causal_loss(*args, ringlab_group=None, **how) -> Tensor:
 def set_pattern(model, pattern: Pattern | str | Sequence[Pattern | None]):
     """Give a model one pattern for all layers, or one for each, and return it.
 
-    None, for a layer, is what the model says: dense, or its sliding window. It is kept
-    in ``model.config.ringlab_pattern``, which ``save_pretrained`` and
+    None, for a layer, is what the model says: dense, or its sliding window, as in
+    ``[None if kind == "sliding_attention" else pattern for kind in config.layer_types]``.
+    It is kept in ``model.config.ringlab_pattern``, which ``save_pretrained`` and
     ``from_pretrained`` carry; load with ``attn_implementation="ringlab"``, or the model
     is dense. ValueError for a model that runs another attention, or has
     cross-attention.
