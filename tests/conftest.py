@@ -54,6 +54,7 @@ SLOW = (
     "test_landscape.py",
     "test_launch.py",
     "test_learning.py",
+    "test_longnet.py",
     "test_matrix.py",
     "test_models.py",
     "test_nn.py",

@@ -113,7 +113,8 @@ def attention(
     and lse, the logarithm of the denominator, counts it too: of results that you merge
     one alone may have sinks. A query that sees nothing gets out 0 and lse its sink,
     padding lse -inf. Over a ProcessGroup, where sinks are replicated, their gradient is
-    the part of this rank's queries: sum it over the ranks.
+    the part of this rank's queries: sum it over the ranks. On one device, without
+    documents and cache, they may be (heads, seq), one per query.
 
     ``softcap``: a score s becomes ``softcap * tanh(s / softcap)`` before log M is added,
     as in Gemma 2. Only the kernel "eager" does it, so "auto" is that one: it computes
@@ -153,12 +154,12 @@ def attention(
     q, k, v = as_autocast(q, k, v)
     check_tensors(q, k, v, shards=group is not None)
     pattern = as_pattern(pattern, Pattern | PerHead)
+    alone = all(part is None for part in (cu_seqlens, lengths, cache, group))
     if q.shape[1] != k.shape[1]:
-        parts = (cu_seqlens, lengths, cache, group)
         if (
             not isinstance(pattern, Dense)
             or (is_causal and q.shape[1] > k.shape[1])
-            or any(part is not None for part in parts)
+            or not alone
         ):
             if is_causal and q.shape[1] > k.shape[1]:
                 raise ValueError(
@@ -169,7 +170,10 @@ def attention(
                 f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}: {AXES}; ringlab.KVCache is for generation"
             )
     if sinks is not None:
-        check_floats("sinks", sinks, "(heads,)", q.shape[2:3], q.device)
+        axes, shape, by_query = "(heads,)", q.shape[2:3], q.shape[2:0:-1]
+        if getattr(sinks, "shape", ()) == by_query and alone:
+            axes, shape = "(heads, seq)", by_query
+        check_floats("sinks", sinks, axes, shape, q.device)
     check_bool("return_lse", return_lse)
     if scale is not None and not is_real(scale):
         raise TypeError(f"scale must be a number, got {short_repr(scale)}")

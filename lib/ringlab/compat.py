@@ -5,7 +5,7 @@ All dilated systems compute head-group dilated attention: group i of the heads r
 branch i, with offset i mod r, and nothing is divided by the number of groups. They
 differ in how it is executed and how ranks share it, and give the same values; only the
 Hilbert system has another pattern. The block-sparse systems share a second set of
-arguments.
+arguments. ``longnet`` lets a LongNet of torchscale, as Prov-GigaPath's, run on it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .checks import (
 )
 from .engine import Execution
 from .engine.chunked import OOMBackoff
+from .integrations.torchscale import longnet as longnet
 from .patterns import Dilated, Pattern
 from .ring import Simulated
 from .ring.group import Group

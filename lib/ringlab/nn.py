@@ -297,7 +297,7 @@ class MultiheadAttention(nn.Module):
                 raise ValueError(
                     "key_padding_mask is for one device and comes alone; lengths does the same anywhere"
                 )
-            lengths = _lengths_of(key_padding_mask, x)
+            lengths = lengths_of(key_padding_mask, x)
         causal = _is_causal(attn_mask, x) or is_causal or self.options["causal"]
         # As lists: a backward that computes all again must not read what a caller wrote
         # to the tensors meanwhile.
@@ -627,7 +627,7 @@ def _split_projections(layer: MultiheadAttention, state: dict, prefix: str, *_) 
                 state[f"{prefix}{name}_proj.{kind}"] = part
 
 
-def _lengths_of(mask: Tensor, x: Tensor) -> Tensor:
+def lengths_of(mask: Tensor, x: Tensor) -> Tensor:
     """How many rows of each batch entry of x (b, n, dim) a padding mask leaves;
     ValueError unless they come first.
     """

@@ -28,7 +28,8 @@ def attention(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense float64 ``softmax(scale * q k^T + log M) v``: out (b, n, h, d), lse (b, h,
-    n); differentiable. ``sinks`` (h,): the score of one more key, whose value is 0.
+    n); differentiable. ``sinks``, (h,) or (h, n): the score of one more key, whose
+    value is 0.
     ``softcap``: scores s are ``softcap * tanh(s / softcap)``.
 
     q is (b, n, h, d); k, v are (b, n, h_kv, d) with h a multiple of h_kv; for ``Dense``
@@ -58,7 +59,7 @@ def attention(
             k[:, :, kv].double(),
             bias,
             scale,
-            None if sinks is None else sinks[h].double(),
+            None if sinks is None else sinks[h].double()[..., None],
             softcap,
         )  # (b, n, n), (b, n)
         outs.append(prob @ v[:, :, kv].double())  # (b, n, d)
@@ -304,7 +305,7 @@ def _softmax(
     dead = (bias == -torch.inf).all(-1)  # (q,)
     scores = _scores(q, k, bias, scale, softcap)
     if sink is not None:
-        dead = torch.zeros_like(dead)
+        dead = dead & (sink[..., 0] == -torch.inf)
         scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
     lse = scores.masked_fill(dead[:, None], 0.0).logsumexp(
         -1

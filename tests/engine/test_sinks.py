@@ -70,6 +70,25 @@ def test_heads_with_patterns_of_their_own_a_wide_v_and_more_keys_than_queries():
             assert reference.error(a.detach(), b.detach(), 1e-9) <= 1e-12
 
 
+def test_sinks_that_differ_by_query():
+    """-inf is none; some queries see nothing else."""
+    inputs, dout, dlse = drawn(CASE)
+    sinks = 4 * torch.randn(4, CASE.n, dtype=F64)
+    sinks[1, ::3] = -torch.inf
+    leaves = [t.requires_grad_() for t in (*inputs[:3], sinks)]
+
+    def run(attend, **how):
+        out, lse = attend(*leaves[:3], CASE.pattern, causal=True, sinks=sinks, **how)
+        dead = lse == -torch.inf
+        given = dout, dlse.masked_fill(dead, 0.0)
+        return out, lse, *torch.autograd.grad([out, lse], leaves, given)
+
+    for a, b in zip(run(attention, return_lse=True), run(reference.attention)):
+        assert torch.equal(a.isfinite(), b.isfinite())
+        a, b = (t.detach().masked_fill(~t.isfinite(), 0.0) for t in (a, b))
+        assert reference.error(a, b, 1e-9) <= 1e-12
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16, F64])
 def test_sinks_of_any_dtype_get_gradients_of_theirs(dtype):
     """Under autocast too, which casts q, k and v alone."""
@@ -201,6 +220,13 @@ def test_refusals_are_one_line(sinks, said):
     wanted = r"^sinks must be \(heads,\) = \(4,\), floats on cpu; got "
     with pytest.raises(ValueError, match=f"{wanted}{said}[^\n]*$"):
         attention(*drawn(CASE)[0][:3], CASE.pattern, sinks=sinks)
+
+
+def test_sinks_that_differ_by_query_are_for_one_device_without_documents():
+    by_query = torch.zeros(4, CASE.n)
+    for how in ({"lengths": [53, 40]}, {"group": Simulated(2)}):
+        with pytest.raises(ValueError, match=r"\(heads,\) = \(4,\)"):
+            attention(*drawn(CASE)[0][:3], CASE.pattern, sinks=by_query, **how)
 
 
 def test_a_cache_takes_no_gradients_of_sinks():

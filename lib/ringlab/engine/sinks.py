@@ -14,14 +14,15 @@ ROWS = 1 << 14  # at a time, so that copies of half precision in fp32 stay small
 
 
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d) and lse (b, h, n), changed in place to those with ``sinks`` (h,).
+    """out (b, n, h, d) and lse (b, h, n), changed in place to those with ``sinks``, (h,)
+    or (h, n).
 
     >>> out, lse = add_sinks_(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1), torch.zeros(1))
     >>> out.flatten().tolist(), round(float(lse), 4)
     ([0.5, 0.5], 0.6931)
     """
     if sinks is not None:
-        sinks = sinks.to(lse.dtype)[:, None]  # (h, 1)
+        sinks = sinks.to(lse.dtype).view(len(sinks), -1)  # (h, 1 or n)
         # exp(lse - logaddexp(lse, sink)); nan where both are -inf
         weight = torch.sigmoid(lse - sinks).masked_fill_(lse == -torch.inf, 0.0)
         weight = weight.transpose(1, 2).unsqueeze(-1)  # (b, n, h, 1)
@@ -34,10 +35,13 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 def sinks_gradient(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor
 ) -> Tensor:
-    """The gradient (h,) of ``sinks`` for the final out (b, n, h, d) and lse (b, h, n)."""
+    """The gradient of ``sinks``, (h,) or (h, n), for the final out (b, n, h, d) and lse
+    (b, h, n).
+    """
     parts = zip(dout.split(ROWS, 1), out.split(ROWS, 1))
     delta = torch.cat([(x * y.to(lse.dtype)).sum(-1) for x, y in parts], 1)  # (b, n, h)
     delta = delta.transpose(1, 2) - (0.0 if dlse is None else dlse)  # (b, h, n)
-    weight = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of the sink: (b, h, n)
+    logits = sinks.to(lse.dtype).view(len(sinks), -1)  # (h, 1 or n)
+    weight = (logits - lse).exp()  # of the sink: (b, h, n)
     grad = (weight * delta).masked_fill(lse == -torch.inf, 0.0)  # no query: padding
-    return -grad.sum((0, 2)).to(sinks.dtype)
+    return -grad.sum_to_size(logits.shape).view_as(sinks).to(sinks.dtype)
