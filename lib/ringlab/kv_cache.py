@@ -331,11 +331,9 @@ class KVCache:
         """out (b, c, h, d), lse (b, h, c) of c new positions for arguments that
         ``attention`` has checked.
         """
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise NotImplementedError(
-                "a cache moves on at every step, and a CUDA graph would replay this one"
-            )
         lengths = [q.shape[1]] * q.shape[0] if lengths is None else lengths
+        if _capturing(q):
+            return self._record(q, k, v, pattern, causal, scale, lengths, sinks)
         self._check(q, k, v, pattern, causal, lengths, sinks)
         kernel = kernels.choose(
             q.device, q.dtype, q.shape[3], causal=True, backend=backend
@@ -374,6 +372,48 @@ class KVCache:
                 row[:, length:] = -torch.inf  # padding is no query
             return out.to(q.dtype), lse
 
+    @_on_cpu
+    def prepare_step(self) -> None:
+        """Prepare one more position of each sequence for a step in a CUDA graph.
+
+        ``attention(..., cache=cache)`` of one position each can be recorded in a graph
+        after this; call it again before each further replay. Everything that a replay
+        needs then lies on the GPU, and the host waits for nothing but once in at most 64
+        steps. A step that was not prepared gives NaN; calls outside of the graph go on
+        after it, and raise RuntimeError if steps were not replayed as often as prepared.
+
+        Raises ValueError for a cache that is full or over a group, and
+        NotImplementedError where Triton's kernels do not run.
+
+        Example::
+
+            cache.prepare_step()
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                out = attention(q, k, v, cache.pattern, causal=True, cache=cache)
+            graph.replay()
+            for new_q, new_k, new_v in rows:
+                q.copy_(new_q), k.copy_(new_k), v.copy_(new_v)
+                cache.prepare_step()
+                graph.replay()  # out is that of the new position
+        """
+        if self.group is not None:
+            raise ValueError("a step in a CUDA graph is of a cache without a group")
+        if max(self.lengths) >= self.rules.n:
+            raise ValueError(f"the cache is full: {self.rules.n} positions are taken")
+        self._parts[0].prepare_step()
+
+    def _record(self, q, k, v, pattern, causal: bool, scale: float, lengths, sinks):
+        """``attend`` while a CUDA graph is recorded."""
+        self._check(q, k, v, pattern, causal, [0] * self.batch, sinks)
+        if self.group is not None or {*lengths} != {1}:
+            raise NotImplementedError(
+                "a CUDA graph records a step of one position of each sequence, without a group"
+            )
+        flip, scale = positive_scale(scale)
+        with without_autocast(q):
+            found = self._parts[0].record(flip(q), k, v, scale)
+            return add_sinks_(*found, sinks)
+
 
 def _shared(out: Tensor, lse: Tensor, ranks: int) -> Steps:
     """out (b, c, h, d), lse (b, h, c) of all ranks together, from this rank's parts of
@@ -405,6 +445,11 @@ def _rules(
         check_int("max_crop", max_crop, 0, 2**31),
     )
     return rules_of(pattern, heads, kv_heads, n, max_crop, rank, ranks, launches)
+
+
+def _capturing(q: Tensor) -> bool:
+    """Whether a CUDA graph is recorded."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _launches(device: torch.device) -> bool:

@@ -3,10 +3,20 @@ and what a step calls.
 """
 
 import random
+from unittest import mock
 
 import torch
 from document_cases import PATTERNS
-from ringlab import Dense, Dilated, KVCache, Simulated, attention, blocks, reference
+from ringlab import (
+    Dense,
+    Dilated,
+    KVCache,
+    Simulated,
+    attention,
+    blocks,
+    kv_cache,
+    reference,
+)
 from ringlab.engine import live_rows
 from ringlab.kernels import decode
 from ringlab.modes import outside_modes
@@ -86,6 +96,121 @@ def drawn(seed: int, device="cpu", dtypes=(torch.float32, torch.float16)) -> dic
     return found
 
 
+def drafted(pattern) -> dict:
+    """A few positions at once: how far they are off, and the launches of each draft
+    that no row leaves.
+    """
+    rows = [torch.randn(2, 40, h, 16) for h in (8, 2, 2)]
+    want = reference.attention(*rows, pattern, causal=True)[0]
+    made = {"batch": 2, "heads": 8, "kv_heads": 2, "head_dim": 16, "max_seq_len": 40}
+    cache, t, off, launches, launch = spoiled(KVCache(pattern, **made)), 0, 0.0, [], []
+
+    def counted(*args, run=decode.launch, **constants):
+        launch.append(1)
+        run(*args, **constants)
+
+    with mock.patch.object(decode, "launch", counted):
+        for count in (3, 1, 16, 2, 5, 9):
+            some = [x[:, t : t + count] for x in rows]
+            out = attention(*some, pattern, causal=True, cache=cache)
+            off = max(off, reference.error(out, want[:, t : t + count], 1.0))
+            launches.append(len(launch))
+            launch.clear()
+            t += count
+    return {"off": off, "launches": launches}
+
+
+class Graph(TorchDispatchMode):
+    """A CUDA graph's contract on a CPU: while it records, nothing runs, memory is
+    reserved, and what waits for the device or copies from the host is refused; a replay
+    runs what was recorded, on the same memory.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.recorded, self.launch = [], decode.launch
+
+    def __enter__(self):
+        decode.launch = lambda *args, **constants: self.recorded.append(
+            lambda: self.launch(*args, **constants)
+        )
+        kv_cache._capturing = lambda q: True
+        return super().__enter__()
+
+    def __exit__(self, *failure):
+        decode.launch, kv_cache._capturing = self.launch, lambda q: False
+        return super().__exit__(*failure)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func._schema.name, kwargs or {}
+        if name in ("aten::_local_scalar_dense", "aten::_to_copy", "aten::nonzero"):
+            raise RuntimeError(f"{name} is not permitted when a stream is capturing")
+        if func.is_view or name.startswith(("aten::empty", "aten::detach")):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self.recorded.append(lambda: func(*args, **kwargs))
+            return args[0]
+        made = func(*args, **kwargs)
+        self.recorded.append(lambda: made.copy_(func(*args, **kwargs)))
+        return made.fill_(NAN)
+
+    def replay(self) -> None:
+        for call in self.recorded:
+            call()
+
+
+def replayed(pattern, scale: float | None = None) -> dict:
+    """A step in a graph, replayed between calls without one: how far it is off, what a
+    replay runs, and what comes of replays that were not prepared.
+    """
+    made = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "max_seq_len": 40}
+    plain, cache = (spoiled(KVCache(pattern, max_crop=4, **made)) for _ in range(2))
+    rows = [torch.randn(2, 40, h, 16) for h in (4, 2, 2)]
+    still, t, off, graph = [torch.zeros(2, 1, h, 16) for h in (4, 2, 2)], 0, 0.0, None
+    call = {"causal": True, "scale": scale}
+    # Positions outside of a graph, then replays.
+    for calls, replays in (([5, 1], 11), ([1, 3], 2), ([], 1), ([1], 5)):
+        for count in calls:
+            some = [x[:, t : t + count] for x in rows]
+            attention(*some, pattern, cache=plain, **call)
+            attention(*some, pattern, cache=cache, **call)
+            t += count
+        for _ in range(replays):
+            some = [x[:, t : t + 1] for x in rows]
+            want = attention(*some, pattern, cache=plain, **call)
+            cache.prepare_step()
+            if graph is None:
+                with Graph() as graph:
+                    out = attention(*still, pattern, cache=cache, **call)
+            for x, new in zip(still, some):
+                x.copy_(new)
+            graph.replay()
+            off = max(off, reference.error(out, want.double(), 1.0))
+            t += 1
+        for one in (plain, cache):
+            one.crop(t - 2)
+        t -= 2
+    alike = [x.live_rows() for x in (plain, cache)]
+    same = all(map(torch.equal, *alike))
+    cache.prepare_step()
+    nothing = False
+    for _ in range(live_rows.AHEAD + 1):
+        graph.replay()
+        nothing = bool(out.isnan().all())
+    try:
+        attention(*some, pattern, cache=cache, **call)
+    except RuntimeError as error:
+        why = str(error)
+    cache.reset()
+    with Graph() as again:
+        try:
+            attention(*still, pattern, cache=cache, **call)
+        except RuntimeError as error:
+            unprepared = str(error)
+    found = {"off": off, "runs": len(graph.recorded), "same": same, "nan": nothing}
+    return found | {"why": why, "unprepared": unprepared, "again": len(again.recorded)}
+
+
 def spoiled(cache: KVCache) -> KVCache:
     for part in cache._parts:
         part.k.fill_(NAN), part.v.fill_(NAN)
@@ -161,3 +286,7 @@ def shown(show, seeds: int) -> None:
     show(**drawn(seeds))
     for name, pattern in CALLED.items():
         show(case=name, **called(pattern))
+        show(case=f"{name}, drafts", **drafted(pattern))
+    live_rows.AHEAD = 8
+    for name, pattern in CALLED.items():
+        show(case=f"{name}, in a graph", **replayed(pattern, -0.3))

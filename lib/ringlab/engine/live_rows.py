@@ -39,6 +39,7 @@ ONE_READ = (
 NEVER = -(1 << 40)  # the last query of a row that none sees
 RUN = 16  # so many positions one after another are on one rank
 AHEAD = 64  # so many steps of one position are prepared together at most
+FEW = 16  # so many positions at once, as of a draft, are steps of ``decode``
 BITS = 63  # of the longest word
 PAIRS = 1 << 22  # of a step and a row are looked at together at most
 CONVERTED = 4096  # rows of half precision that are converted together
@@ -56,7 +57,8 @@ class LiveRows:
     crop. Until the position ``until`` no row is dropped and no segment ends. ``_ahead``
     has the next steps of one position, prepared together; ``until`` and ``all_seen``
     are what they are after these. ``_late``: rows are there that should have been
-    dropped, and ``shown`` holds bits of steps, see ``_through``.
+    dropped, and ``shown`` holds bits of steps, see ``_through``. ``_recorded`` is there
+    once a step was prepared for a CUDA graph.
     """
 
     @outside_modes()  # or it could not be used outside of that mode
@@ -86,6 +88,7 @@ class LiveRows:
             batch, dtype=torch.bool
         )  # no row is kept for later queries alone
         self._far, self._late = 1, False  # so many steps are prepared next
+        self._recorded: _Recorded | None = None
         self._refresh(list(range(batch)))
         triton = KERNELS["triton"]  # whose rules are those of the kernels of ``decode``
         self.decodes = triton.refuses(device, dtype, head_dim) is None
@@ -142,6 +145,8 @@ class LiveRows:
         self._ahead, self._far = None, 1
 
     def reset(self) -> None:
+        if self._recorded is not None:
+            self._recorded.steps = 0
         for t in (self.k, self.v, self.counts, self.length, self.peak):
             t.zero_()
         self._refresh(list(range(len(self.k))))
@@ -197,25 +202,27 @@ class LiveRows:
         decodes: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """out (b, c, h, d), lse (b, h, c) of c new positions, of entry i the first
-        ``lengths[i]``; their rows are kept. ``decodes``: a single position by the
+        ``lengths[i]``; their rows are kept. ``decodes``: ``FEW`` positions by the
         kernels of ``decode`` where they run.
 
         Of several ranks this rank's part of both.
         """
-        single = [entry for entry, count in enumerate(lengths) if count == 1]
-        decodes = decodes and self.decodes
+        self._replayed()
+        most = FEW if decodes and self.decodes else 1
         form = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
-        if decodes and len(single) == q.shape[0] * q.shape[1]:  # all will be written
+        if most > 1 and {*lengths} == {q.shape[1]}:  # all will be written
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             lse = torch.empty(q.shape[:3], **form)  # (b, c, h)
         else:
             out = torch.zeros_like(q, memory_format=torch.contiguous_format)
             lse = torch.full(q.shape[:3], -torch.inf, **form)
-        if single and decodes:
-            self._decode(single, q, k, v, out, lse, scale)
-        elif single:
-            self._step(single, q, k, v, out, lse, scale, kernel)
-        for entries in self._alike([count if count > 1 else 0 for count in lengths]):
+        for few in sorted({count for count in lengths if 0 < count <= most}):
+            some = [entry for entry, count in enumerate(lengths) if count == few]
+            if most > 1:
+                self._decode(some, few, q, k, v, out, lse, scale)
+            else:
+                self._step(some, q, k, v, out, lse, scale, kernel)
+        for entries in self._alike([count * (count > most) for count in lengths]):
             count = lengths[entries[0]]
             for i in _slices(entries):
                 given = q[i, :count], k[i, :count], v[i, :count]
@@ -381,6 +388,7 @@ class LiveRows:
 
     def _settle(self) -> None:
         """Drop what ``_through`` has left for later."""
+        self._replayed()
         if self._late:
             self._late, every = False, list(range(len(self.k)))
             self._drop(every, self.length)
@@ -473,31 +481,83 @@ class LiveRows:
                 )
                 out[i, 0].unflatten(1, (-1, g))[:, heads] = o.to(out.dtype)
                 lse[i, 0].unflatten(1, (-1, g))[:, heads] = l
-        self._taken(ahead, ahead.steps.pop().kept)
+        self._count(ahead, ahead.steps.pop().kept)
+        self._end(ahead)
 
-    def _decode(self, entries: list[int], q, k, v, out, lse, scale: float) -> None:
-        """The same by few launches on a GPU, with no copy from or to the host but those
-        of a look-ahead.
+    def _decode(
+        self, entries: list[int], count: int, q, k, v, out, lse, scale: float
+    ) -> None:
+        """The same of ``count`` positions by few launches on a GPU, with no copy from or
+        to the host but those of a look-ahead.
         """
         refuse_recording("Triton's kernels", "eager")
-        ahead = self._prepared(entries, True)
-        number = len(ahead.decoder.table) - len(ahead.steps)
-        ahead.decoder.step(number, q, k, v, scale, out, lse)
-        self._taken(ahead, ahead.steps.pop())
+        start = 0
+        while start < count:
+            ahead = self._prepared(entries, True, count - start)
+            number = len(ahead.decoder.table) - len(ahead.steps)
+            new = min(count - start, len(ahead.steps), ahead.decoder.most)
+            given = [t[:, start:] if start else t for t in (q, k, v, out, lse)]
+            ahead.decoder.step(number, new, scale, *given)
+            for _ in range(new):
+                self._count(ahead, ahead.steps.pop())
+            self._end(ahead)
+            start += new
 
-    def _prepared(self, entries: list[int], decodes: bool) -> _Ahead:
-        """The prepared steps of ``entries``, for ``_decode`` or for ``_step``."""
+    def prepare_step(self) -> None:
+        """Prepare one more position of each sequence, for a step in a CUDA graph: to be
+        recorded, then replayed once.
+        """
+        if not self.decodes:
+            raise NotImplementedError("steps in a CUDA graph run by Triton's kernels")
+        entries, recorded = list(range(len(self.k))), self._recorded
+        if recorded is not None and recorded.steps and self._ahead.steps:
+            ahead = self._ahead  # made below
+        else:
+            self._replayed()
+            ahead = self._prepared(entries, True)
+            table = ahead.decoder.table[-len(ahead.steps) :]
+            if recorded is None:
+                recorded = self._recorded = _Recorded.of(self, table)
+            recorded.start(table)
+        recorded.steps += 1
+        self._count(ahead, ahead.steps.pop())
+
+    def record(self, q, k, v, scale: float) -> tuple[Tensor, Tensor]:
+        """out (b, 1, h, d), lse (b, h, 1) of the step that ``prepare_step`` prepared,
+        while a CUDA graph is recorded.
+        """
+        if self._recorded is None or not self._recorded.steps:
+            raise RuntimeError(
+                "call prepare_step() of the cache before a step is recorded, and before each replay"
+            )
+        return self._recorded.step(q, k, v, scale)
+
+    def _replayed(self) -> None:
+        """After steps in a CUDA graph: see that all were replayed, and go on without."""
+        if self._recorded is None or not self._recorded.steps:
+            return
+        self._recorded.stop()
+        if self._ahead.steps:
+            self._ahead, self._far = None, 1
+        else:
+            self._end(self._ahead)
+
+    def _prepared(self, entries: list[int], decodes: bool, least: int = 1) -> _Ahead:
+        """The prepared steps of ``entries``, for ``_decode`` or for ``_step``; new ones
+        are ``least`` or more, where no row leaves before.
+        """
         ahead = self._ahead
         if ahead is not None and (
             ahead.entries != entries or decodes != (ahead.decoder is not None)
         ):
             self._ahead, self._far = None, 1
         if self._ahead is None:
+            self._far = max(self._far, least)
             far = self._through if self.rules.ahead > 1 else self._launches
             self._ahead = far(entries) if decodes else self._look_ahead(entries)
         return self._ahead
 
-    def _taken(self, ahead: _Ahead, kept: Tensor) -> None:
+    def _count(self, ahead: _Ahead, kept: Tensor) -> None:
         """Count the rows of a step, ``kept`` (entries, tables) of them."""
         if len(ahead.entries) == len(self.k):
             self.counts += kept
@@ -505,6 +565,9 @@ class LiveRows:
         else:
             self.counts[ahead.entries] += kept
             self.length[ahead.entries] += 1
+
+    def _end(self, ahead: _Ahead) -> None:
+        """After the last of the prepared steps: drop rows, or end a segment."""
         if not ahead.steps:
             self._ahead = None
             if ahead.due:
@@ -711,6 +774,70 @@ class _Step(NamedTuple):
     used: int  # the most of ``counts``
     level: bool  # whether all ``counts`` are equal
     plain: bool  # whether the query sees each row, once
+
+
+@dataclass
+class _Recorded:
+    """A step in a CUDA graph: what it reads lies where it lay when it was recorded.
+
+    ``counter`` (1,) is one less than the number of the next replay in the table of
+    ``decoder``, and each replay adds 1. ``steps`` were prepared since the table was
+    filled; lines after these give NaN.
+    """
+
+    decoder: Decoder
+    counter: Tensor
+    steps: int = 0
+
+    @staticmethod
+    def of(rows: LiveRows, table: Tensor) -> _Recorded:
+        """Of a cache with tables like ``table`` (steps, entries, tables, numbers)."""
+        from ..kernels import decode
+
+        rules, counter = (
+            rows.rules,
+            torch.zeros(1, dtype=torch.int64, device=rows.k.device),
+        )
+        group = rules.heads // rules.kv_heads
+        # As many parts as the most rows are worth.
+        lines = table.new_zeros(AHEAD + 1, *table.shape[1:])
+        lines[..., decode.COUNT.value] = rules.slots
+        lines[..., decode.ENTRY.value] = -1
+        given = rows.k, rows.v, rows.shown, rules.bits, group, lines, counter
+        made = _Recorded(decode.Decoder(*given), counter)
+        made.decoder.table[..., decode.COUNT.value] = 0
+        # Compiled and loaded before anything is recorded: nothing of it is kept.
+        b, _, _, d = rows.k.shape
+        shapes = (b, 1, rules.heads, d), (b, 1, rules.kv_heads, d)
+        q, k = (rows.k.new_zeros(shape) for shape in shapes)
+        counter.fill_(AHEAD - 1)
+        made.step(q, k, k, 1.0)
+        return made
+
+    def start(self, table: Tensor) -> None:
+        """Begin with the first step of a table."""
+        lines = self.decoder.table
+        lines[: len(table)] = table
+        lines[len(table) : -1] = lines[-1]
+        self.counter.fill_(-1)
+        self.steps = 0
+
+    def step(self, q, k, v, scale: float) -> tuple[Tensor, Tensor]:
+        """out (b, 1, h, d), lse (b, h, 1) of the step after the last one."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        form = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
+        lse = torch.empty(q.shape[:3], **form)
+        self.counter.add_(1)
+        self.decoder.step(0, 1, scale, q, k, v, out, lse)
+        return out, lse.transpose(1, 2)
+
+    def stop(self) -> None:
+        """Raise RuntimeError unless each prepared step was replayed, once."""
+        replayed, steps, self.steps = int(self.counter) + 1, self.steps, 0
+        if replayed != steps:
+            raise RuntimeError(
+                f"{replayed} steps were replayed for {steps} that prepare_step() prepared: reset the cache"
+            )
 
 
 class _Ahead(NamedTuple):

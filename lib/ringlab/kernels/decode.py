@@ -1,10 +1,10 @@
-"""One new position of each sequence on a GPU, in one or two launches of Triton: store
-its row, attend to the kept rows, join what several programs found.
+"""A few new positions of each sequence on a GPU, in one or two launches of Triton:
+store their rows, attend to the kept rows, join what several programs found.
 
 A program reads some of the kept rows of one K/V head of one sequence for all query
-heads of it, which are the rows of a tile for tensor cores. The first one of each head
-also attends to the new row, which it has from the caller, and stores it behind those
-that are read: no program reads what another writes. Scores are in log2, sums in fp32,
+heads of it at all new positions, which are the rows of a tile for tensor cores. The
+first one of each head also attends to the new rows, which it has from the caller, and
+stores them behind those that are read: no program reads what another writes. Scores are in log2, sums in fp32,
 and a weight in half precision is two numbers, so that only the result is rounded.
 
 What differs from step to step is prepared for many steps and lies on the GPU: see
@@ -34,6 +34,7 @@ PROGRAMS = 2  # for each multiprocessor
 PART = 128  # rows that are worth a program
 MOST_PARTS = 128  # of one head
 JOINED = 32  # parts that a program reads together
+QUERIES = 4096  # elements of a program's tile of q at most, of several new positions
 
 
 def told(entries: Sequence[int], firsts, counts, kept, asked, shown) -> Tensor:
@@ -53,16 +54,27 @@ class Decoder:
 
     ``bits`` of a word are in use: a row counts as often as bits of the query's word are
     set in its own; 1: once if any is. ``group``: query heads of a K/V head. ``table``
-    is what ``told`` gives.
+    is what ``told`` gives. With a ``counter`` (1,) int64 on the device, steps are
+    counted from what it holds; all after the table's last line are that line.
     """
 
     def __init__(
-        self, k: Tensor, v: Tensor, shown: Tensor, bits: int, group: int, table: Tensor
+        self,
+        k: Tensor,
+        v: Tensor,
+        shown: Tensor,
+        bits: int,
+        group: int,
+        table: Tensor,
+        counter: Tensor | None = None,
     ):
         self.rows, self.table = (k, v, shown), table.to(k.device)
         _, kv_heads, slots, d = k.shape
         entries, tables, seers = table.shape[1], *shown.shape[1:3]
         width = padded(d)
+        counted = 0 if counter is None else len(table)
+        self.counter, self.group = self.table if counter is None else counter, group
+        self.most = max(1, QUERIES // (width * group))  # positions of a step
         reads = int((table[..., COUNT.value] - table[..., FIRST.value]).max())
         self.heads = entries * kv_heads
         self.parts = min(
@@ -72,8 +84,8 @@ class Decoder:
         )
         self.sizes = entries, kv_heads, slots, self.parts
         self.constants = {
+            "COUNTED": counted,
             "GROUP": group,
-            "ROWS": max(LEAST, triton.next_power_of_2(group)),
             "TABLES": tables,
             "SEERS": seers,
             "BITS": bits,
@@ -85,6 +97,7 @@ class Decoder:
             "WHOLE": self.parts == 1,
         }
         self.joins = {
+            "COUNTED": counted,
             "STEP": table[0, 0].numel(),
             "DIM": d,
             "PAD": width,
@@ -94,16 +107,16 @@ class Decoder:
         self.split = None
         self.stream = torch.cuda.current_stream(k.device) if k.is_cuda else None
 
-    def step(
-        self, number: int, q: Tensor, k: Tensor, v: Tensor, scale: float, out, lse
-    ) -> None:
-        """Store the rows k and v (b, c, h_kv, d) of the first position and write out
-        (b, c, h, d), lse (b, c, h) of its query q: of the entries of step ``number``.
+    def step(self, number: int, new: int, scale: float, q, k, v, out, lse) -> None:
+        """Store the rows k and v (b, c, h_kv, d) of the first ``new`` positions, at most
+        ``most``, and write out (b, c, h, d), lse (b, c, h) of their queries q: of the
+        entries of the steps from ``number`` on.
         """
         q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-        positions, heads, d = out.shape[1:]
-        rows = self.heads * self.constants["GROUP"]
-        if self.parts > 1 and self.split is None:
+        heads, d = out.shape[2:]
+        positions = out.stride(0) // (heads * d)
+        rows = self.heads * self.group * new
+        if self.parts > 1 and (self.split is None or self.split[1].shape[1] < rows):
             results = self.parts, rows
             self.split = (
                 torch.empty(*results, d, dtype=torch.float32, device=q.device),
@@ -113,21 +126,23 @@ class Decoder:
             for t in (self.table, *(self.split or ())):
                 t.record_stream(stream)  # or the allocator would not wait for it
         into = (out, lse) if self.split is None else self.split
-        strides = (s for t in (q, k, v) for s in (t.stride(0), t.stride(2)))
+        strides = (s for t in (q, k, v) for s in t.stride()[:3])
+        told = self.table, self.counter
         with torch.cuda.device_of(q):
             launch(
                 attend,
                 self.heads * self.parts,
-                (q, k, v, *self.rows, self.table, *into),
-                (number, scale * LOG2E, *self.sizes, positions, *strides),
+                (q, k, v, *self.rows, *told, *into),
+                (number, scale * LOG2E, *self.sizes, new, positions, *strides),
+                ROWS=max(LEAST, triton.next_power_of_2(self.group * new)),
                 **self.constants,
             )
             if self.split is not None:
                 launch(
                     join,
                     rows,
-                    (*self.split, self.table, out, lse),
-                    (number, rows, self.parts, heads, positions),
+                    (*self.split, *told, out, lse),
+                    (number, rows, self.parts, heads, new, positions),
                     **self.joins,
                 )
 
@@ -184,15 +199,14 @@ def _times(words, asked, BITS: tl.constexpr):
 
 
 @triton.jit
-def _words(shown, at, stop, slots, queries, GROUP: tl.constexpr, SEERS: tl.constexpr):
+def _words(shown, at, stop, slots, members, real, SEERS: tl.constexpr):
     """The words of the slots ``at`` for each query of a tile, 0 from ``stop`` on."""
     there = (at < stop)[None, :]
     if SEERS == 1:
         return tl.load(shown + at[None, :], mask=there, other=0)  # (1, COLS)
     else:
-        seers = queries[:, None]
-        where = shown + seers * slots + at[None, :]
-        return tl.load(where, mask=there & (seers < GROUP), other=0)  # (ROWS, COLS)
+        where = shown + members[:, None] * slots + at[None, :]
+        return tl.load(where, mask=there & real[:, None], other=0)  # (ROWS, COLS)
 
 
 @triton.jit
@@ -215,6 +229,7 @@ def attend(
     v,
     shown,
     table,
+    counter,
     out,
     lse,
     number,
@@ -223,15 +238,20 @@ def attend(
     kv_heads,
     slots: tl.int64,
     parts,
+    new,
     positions,
     s_qb: tl.int64,
+    s_qn: tl.int64,
     s_qh: tl.int64,
     s_kb: tl.int64,
+    s_kn: tl.int64,
     s_kh: tl.int64,
     s_vb: tl.int64,
+    s_vn: tl.int64,
     s_vh: tl.int64,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    GROUP: tl.constexpr,
     TABLES: tl.constexpr,
     SEERS: tl.constexpr,
     BITS: tl.constexpr,
@@ -242,55 +262,79 @@ def attend(
     PRECISION: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """out and lse of the query heads of a K/V head over one part of its kept rows; the
-    first part has the new row, too, and stores it. WHOLE: there is one part, and these
-    are the results; else out (parts, entries, heads, d) and, in log2, lse.
+    """out and lse of the query heads of a K/V head at ``new`` positions
+    over one part of its kept rows; the first part has the new rows, too, and stores
+    them. WHOLE: there is one part, and these are the results; else out (parts, entries,
+    new, heads, d) and, in log2, lse. NaN for a step that was not prepared.
     """
     part, pair = tl.program_id(0) % parts, tl.program_id(0) // parts
     head, order = (pair % kv_heads).to(tl.int64), (pair // kv_heads).to(tl.int64)
     which = head if TABLES > 1 else head * 0
-    told = table + ((number * entries + order) * TABLES + which) * (COLUMNS + 2 * SEERS)
+    line: tl.constexpr = COLUMNS + 2 * SEERS
+    step = entries.to(tl.int64) * TABLES * line
+    if COUNTED:
+        number = tl.minimum(number + tl.load(counter), COUNTED - 1)
+    told = table + number * step + (order * TABLES + which) * line
     entry, count = tl.load(told + ENTRY), tl.load(told + COUNT)
+    first = tl.load(told + FIRST)
+    for i in range(1, new):
+        first = tl.minimum(first, tl.load(told + i * step + FIRST))
+    unknown = tl.where(entry < 0, float("nan"), 0.0)
+    entry = tl.where(entry < 0, order, entry)
     shown += (entry * TABLES + which) * SEERS * slots
     k += (entry * kv_heads + head) * slots * DIM
     v += (entry * kv_heads + head) * slots * DIM
     queries, dims, cols = tl.arange(0, ROWS), tl.arange(0, PAD), tl.arange(0, COLS)
-    real, wide = queries < GROUP, dims < DIM
-    heads = head * GROUP + queries  # (ROWS,)
-    tile = entry * s_qb + heads[:, None] * s_qh + dims[None, :]
+    place, members = queries // GROUP, queries % GROUP  # (ROWS,)
+    real, wide = queries < GROUP * new, dims < DIM
+    heads = head * GROUP + members
+    tile = entry * s_qb + place[:, None] * s_qn + heads[:, None] * s_qh + dims[None, :]
     asking = tl.load(
         q + tile, mask=real[:, None] & wide[None, :], other=0.0
     )  # (ROWS, PAD)
-    seers = queries if SEERS > 1 else queries * 0
-    seen_by = told + COLUMNS + seers
-    asked = tl.load(seen_by, mask=real, other=0)
-    words = tl.load(seen_by + SEERS, mask=real, other=0)  # (ROWS,), of the new row
+    seers = members if SEERS > 1 else queries * 0
+    asked = tl.load(told + place * step + COLUMNS + seers, mask=real, other=0)
 
-    key = tl.load(new_k + entry * s_kb + head * s_kh + dims, mask=wide, other=0.0)
-    value = tl.load(new_v + entry * s_vb + head * s_vh + dims, mask=wide, other=0.0)
-    own = tl.where(part == 0, _times(words, asked, BITS), 0.0)
-    score = tl.sum(asking.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
-    top = tl.where(own > 0.0, score, float("-inf"))
-    total = own
-    acc = tl.where((own > 0.0)[:, None], own[:, None] * value.to(tl.float32), 0.0)
+    new_k += entry * s_kb + head * s_kh
+    new_v += entry * s_vb + head * s_vh
+    mine = (queries < SEERS) & ((TABLES > 1) | (head == 0))
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PAD], tl.float32) + unknown
     if part == 0:
-        if tl.load(told + KEPT) != 0:
-            tl.store(k + count * DIM + dims, key, mask=wide)
-            tl.store(v + count * DIM + dims, value, mask=wide)
-            mine = (queries < SEERS) & ((TABLES > 1) | (head == 0))
-            word = words.to(shown.dtype.element_ty)
-            tl.store(shown + queries * slots + count, word, mask=mine)
+        for i in range(new):
+            words = tl.load(told + COLUMNS + SEERS + seers, mask=real, other=0)
+            kept, at = tl.load(told + KEPT) != 0, tl.load(told + COUNT)
+            key = tl.load(new_k + i * s_kn + dims, mask=wide, other=0.0)
+            value = tl.load(new_v + i * s_vn + dims, mask=wide, other=0.0)
+            if kept:
+                tl.store(k + at * DIM + dims, key, mask=wide)
+                tl.store(v + at * DIM + dims, value, mask=wide)
+                word = words.to(shown.dtype.element_ty)
+                tl.store(shown + queries * slots + at, word, mask=mine)
+            # Later positions see it if it is kept.
+            sees = (place == i) | (kept & (place > i))
+            own = tl.where(sees, _times(words, asked, BITS), 0.0)
+            score = tl.sum(asking.to(tl.float32) * key.to(tl.float32)[None, :], 1)
+            score = tl.where(own > 0.0, score * scale, float("-inf"))
+            high = tl.maximum(top, score)
+            shift = tl.where(high == float("-inf"), 0.0, high)
+            p, fade = tl.math.exp2(score - shift) * own, tl.math.exp2(top - shift)
+            total = total * fade + p
+            weighed = tl.where((own > 0.0)[:, None], value.to(tl.float32)[None, :], 0.0)
+            acc = acc * fade[:, None] + p[:, None] * weighed
+            top = high
+            told += step
 
-    first = tl.load(told + FIRST)
     share = tl.cdiv(tl.cdiv(tl.maximum(count - first, 0), parts), COLS) * COLS
     first += part * share
     stop = tl.minimum(first + share, count)
     asked = asked.to(shown.dtype.element_ty)[:, None]
-    early = _words(shown, first + cols, stop, slots, queries, GROUP, SEERS)
+    early = _words(shown, first + cols, stop, slots, members, real, SEERS)
     for start in range(first, stop, COLS):
         at = start + cols
         times = _times(early, asked, BITS)  # (ROWS, COLS)
-        early = _words(shown, at + COLS, stop, slots, queries, GROUP, SEERS)
+        early = _words(shown, at + COLS, stop, slots, members, real, SEERS)
         rows = at[:, None] * DIM + dims[None, :]
         there = (at < stop)[:, None] & wide[None, :]
         keys = tl.load(k + rows, mask=there, other=0.0)  # (COLS, PAD)
@@ -308,10 +352,11 @@ def attend(
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]  # out 0 where nothing is seen
     found = top + tl.math.log2(total)  # and lse -inf, as top is
     if WHOLE:
-        heads += entry * positions * kv_heads * GROUP
+        row = entry * positions + place
         found *= LN2
     else:
-        heads += (part.to(tl.int64) * entries + order) * kv_heads * GROUP
+        row = (part.to(tl.int64) * entries + order) * new + place
+    heads += row * kv_heads * GROUP
     into = out + heads[:, None] * DIM + dims[None, :]
     acc = acc.to(out.dtype.element_ty)
     tl.store(into, acc, mask=real[:, None] & wide[None, :])
@@ -323,26 +368,33 @@ def join(
     some,
     weights,
     table,
+    counter,
     out,
     lse,
     number,
     rows,
     parts,
     heads,
+    new,
     positions,
+    COUNTED: tl.constexpr,
     STEP: tl.constexpr,
     DIM: tl.constexpr,
     PAD: tl.constexpr,
     PARTS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """out and lse of one query head of one entry from its parts: ``some`` (parts, rows,
-    d) and, in log2, ``weights`` (parts, rows), with a row for each entry and head.
-    STEP: the numbers of one entry in the table.
+    """out and lse of one query head of one new position of one entry from its parts:
+    ``some`` (parts, rows, d) and, in log2, ``weights`` (parts, rows), with a row for
+    each entry, position and head. STEP: the numbers of one entry in the table.
     """
     row = tl.program_id(0).to(tl.int64)
-    order, head = row // heads, row % heads
-    entry = tl.load(table + (number * (rows // heads) + order) * STEP + ENTRY)
+    place, head = row // heads, row % heads
+    order, entries = place // new, rows // (heads * new)
+    if COUNTED:
+        number = tl.minimum(number + tl.load(counter), COUNTED - 1)
+    entry = tl.load(table + (number * entries + order) * STEP + ENTRY)
+    entry = tl.where(entry < 0, order, entry)
     every, dims = tl.arange(0, PARTS).to(tl.int64), tl.arange(0, PAD)
     logs = tl.load(
         weights + every * rows + row, mask=every < parts, other=float("-inf")
@@ -359,7 +411,7 @@ def join(
         found = tl.load(where, mask=there, other=0.0)  # (TOGETHER, PAD)
         acc += tl.sum(tl.math.exp2(log - shift)[:, None] * found, 0)
     acc /= tl.where(total == 0.0, 1.0, total)
-    result = entry * positions * heads + head
+    result = (entry * positions + place % new) * heads + head
     into = out + result * DIM + dims
     tl.store(into, acc.to(out.dtype.element_ty), mask=dims < DIM)
     tl.store(lse + result, (top + tl.math.log2(total)) * LN2)
