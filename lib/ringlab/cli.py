@@ -13,21 +13,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from . import __version__, hardware, measure
 from .advise import NEEDS, SECONDS, advise, columns, dtype_name
-from .attention import check_tensors
 from .checks import check_choice, parse_bytes, parse_count, parse_counts, parse_dtype
 from .cost import PASSES, format_bytes, format_seconds
 from .estimate import NETWORK_REMOVED, SHAPE, Estimate, estimate, longest
 from .kernels import triton_config
-from .kernels.triton_config import TILE_PASSES
-from .measure import provenance, suites
+from .measure import suites
 from .patterns import Pattern, from_dict
-from .presets import NAMED, named
+from .presets import NAMED, ladder, named
 from .report.evidence import learned, stored
 from .report.places import ReportError, UsageError, plan, reports_folder
 
@@ -294,35 +293,7 @@ def _parser() -> argparse.ArgumentParser:
         "time the Triton kernels' tile sizes on this GPU and keep the fastest",
         CALL,
     )
-    _add_pattern(add, "dilated")
-    _add_counts(
-        add,
-        seq_len=16384,
-        batch=1,
-        heads=16,
-        kv_heads=None,
-    )
-    add(
-        "--head-dim",
-        type=COUNT,
-        action="append",
-        metavar="N",
-        help="may be repeated (default: 64 and 128)",
-    )
     _add_dtype(add)
-    add(
-        "--data",
-        type=folder,
-        metavar="DIR",
-        help="where timings go (default: reports/<profile>/data)",
-    )
-    add(
-        "--pass",
-        dest="passes",
-        action="append",
-        choices=TILE_PASSES,
-        help="may be repeated (default: all)",
-    )
 
     add = command(
         "profiles",
@@ -701,88 +672,13 @@ def _tune(given) -> None:
     )
     if not here:
         raise ValueError(f"tune times kernels on a GPU: {why}")
-    dtype = given.dtype or profile.default_dtype()
-    kv_heads = given.kv_heads or given.heads
-    pattern, every = _pattern_of(given), []
-    for head_dim in given.head_dim or (64, 128):
-        q, k, v = (
-            torch.randn(
-                given.batch, given.seq_len, heads, head_dim, device="cuda", dtype=dtype
-            )
-            for heads in (given.heads, kv_heads, kv_heads)
+    if profile.capability in triton_config.MEASURED:
+        raise ValueError(
+            f"the tile sizes for {profile.name} were measured: no need to tune"
         )
-        check_tensors(q, k, v)
-        for causal in (False, True):
-            for name in given.passes or TILE_PASSES:
-                for found in tune(q, k, v, pattern, causal=causal, passes=(name,)):
-                    print(*_timed_lines(found), sep="\n", flush=True)
-                    every.append(found)
-    shape = {
-        "pattern": pattern.to_dict(),
-        "seq_len": given.seq_len,
-        "batch": given.batch,
-        "heads": given.heads,
-        "kv_heads": kv_heads,
-    }
-    print(
-        record(
-            every,
-            shape,
-            given.data or reports_folder() / profile.name / "data",
-            q.device,
-        )
-    )
+    dtype, pattern = given.dtype or profile.default_dtype(), ladder(16384)
+    for head_dim, causal in product((64, 128), (False, True)):
+        q, k, v = torch.randn(3, 1, 16384, 16, head_dim, device="cuda", dtype=dtype)
+        for found in tune(q, k, v, pattern, causal=causal):
+            print(found, flush=True)
     print(triton_config.path(q.device))
-
-
-def record(found: list, shape: dict, data: Path, device: torch.device) -> Path:
-    """Write what ``tune`` timed beside the rows of a report, over what an earlier
-    tuning wrote; returns the file.
-    """
-    commit, dirty = provenance.git_state()
-    about = {"torch": str(torch.__version__), "commit": commit, "dirty": dirty} | dict(
-        triton_config.stamp(device)
-    )
-    timed = [
-        {"use": str(one.use), "dtype": dtype_name(one.use.dtype), "size": asdict(size)}
-        | {
-            name: getattr(one.use, name)
-            for name in ("name", "head_dim", "causal", "joins")
-        }
-        | {"seconds": one.seconds.get(size), "why": one.refused.get(size)}
-        | {"default": size == one.default, "kept": size == one.best}
-        for one in found
-        for size in (*one.seconds, *one.refused)
-    ]
-    data.mkdir(parents=True, exist_ok=True)
-    file = data / "tuned.json"
-    file.write_text(
-        json.dumps({"about": about, "shape": shape, "timed": timed}, indent=1),
-        encoding="utf-8",
-    )
-    return file
-
-
-def _timed_lines(found) -> Iterator[str]:
-    """What came of one use: every candidate, the fastest first, and those that were
-    refused.
-
-    >>> from ringlab.kernels.triton_config import Sizes, Use
-    >>> from ringlab.kernels.triton_tune import Timed
-    >>> first, second = Sizes(128, 64, 8, 2), Sizes(64, 64, 4, 2)
-    >>> use = Use.of("forward", 64, torch.float16, False, False, 1)
-    >>> print(*_timed_lines(Timed(use, first, {first: 0.002, second: 0.0015}, {})), sep="\\n")
-    forward, head_dim 64, float16, groups of 1
-        1.500 ms  64 x 64, 4 warps, 2 stages, pointers: kept
-        2.000 ms  128 x 64, 8 warps, 2 stages, pointers: the default
-    """
-    yield str(found.use)
-    for size, seconds in sorted(found.seconds.items(), key=lambda x: x[1]):
-        said = ["kept"] * (size == found.best) + ["the default"] * (
-            size == found.default
-        )
-        yield f"{seconds * 1e3:9.3f} ms  {size}" + (
-            f": {', '.join(said)}" if said else ""
-        )
-    for size, why in found.refused.items():
-        yield f"{'refused':>12}  {size}: {why}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
@@ -40,13 +40,14 @@ from .patterns import Pattern, as_pattern
 from .ring import Problem, choose
 from .ring.comm import Steps, Traffic, Wait
 from .ring.exchange import on_hosts, rows_moved
-from .ring.group import check_exchange_dtype, check_merge, check_one_device
+from .ring.group import check_exchange_dtype, check_one_device
 from .ring.layout import layout_named
 from .ring.rank import rank_of
 from .ring.schemes import SCHEMES
 from .ring.volume import sent_to
 from .tracking import LiveStorageTracker, storages
 
+CPU = DeviceSpec("cpu")
 PARTS = ("q", "k", "v", "out", "lse", "gradients", "received", "workspace")
 _ATEN = torch.ops.aten
 _TAKE_INDICES = {_ATEN.index, _ATEN.index_select}
@@ -118,11 +119,11 @@ class MetaRun(LiveStorageTracker):
         self._names: dict[int, tuple[StorageWeakRef, str]] = {}
 
     @contextmanager
-    def on(self, kernel, device_type: str = "cpu") -> Iterator[None]:
+    def on(self, kernel, device: DeviceSpec = CPU) -> Iterator[None]:
         """Inside, operators on the run's tensors only count, and every choice takes
-        ``kernel`` on ``device_type``.
+        ``kernel`` on ``device``.
         """
-        with kernels.pretend(DeviceSpec(device_type), kernel), self:
+        with kernels.pretend(device, kernel), self:
             yield
 
     def tensor(self, part: str, shape, dtype: torch.dtype) -> Tensor:
@@ -417,6 +418,13 @@ class MetaCall:
     def device_type(self) -> str:
         return self.profile.kind if self.profile else "cpu"
 
+    @property
+    def device(self) -> DeviceSpec:
+        """Of a GPU of unknown capability: one that no kernel of this library runs on."""
+        if self.device_type == "cpu":
+            return CPU
+        return DeviceSpec("cuda", self.profile.capability or (0, 0))
+
     @cached_property
     def kernel(self):
         """On a CPU the kernel that runs here; for a GPU, which may be absent, by rule.
@@ -480,17 +488,15 @@ class MetaCall:
         )
 
     def _stand_in(self, n: int, execution: Execution, for_gradients: bool):
-        """The kernel that stands for a pass without data, and its execution."""
+        """The kernel that stands for a pass without data."""
         free = execution.plain and execution.merge == "auto"
         if self.device_type == "cuda" and self.backend == "auto" and free:
             if self.profile.capability is not None:
                 choice = self.choice(n, for_gradients)
                 if choice.name == kernels.LISTS:
                     given = self.pattern, n, self.heads, self.kv_heads
-                    return ListsMeta(kernels.kind_of(*given) == "ladder"), execution
-                if choice.one_merge and not execution.pool:
-                    return self.kernel, replace(execution, merge="fused")
-        return self.kernel, execution
+                    return ListsMeta(kernels.kind_of(*given) == "ladder")
+        return self.kernel
 
     def check(self, n: int) -> None:
         """Raise ValueError for what takes minutes to run without data."""
@@ -512,31 +518,24 @@ class MetaCall:
         self.check(n)
         if self.ranks > 1:
             return self._on_ranks(n)
-        if self.execution.merge == "fused":
-            from .kernels import fused_merge  # which loads Triton
-
-            have = self.profile and self.profile.capability
-            fused_merge.check(
-                DeviceSpec(self.device_type, have or (8, 0)), self.dtype, self.pattern
-            )
         run, way = MetaRun(), self.execution.blocks
         execution = FirstCall.of(self.execution, run)
         call = self.pattern, self.causal, self.head_dim**-0.5, "auto"
         with torch.no_grad():
-            kernel, how = self._stand_in(n, execution, False)
-            with run.on(kernel, self.device_type):
+            with run.on(self._stand_in(n, execution, False), self.device):
                 q, k, v, dout = self._inputs(run, n)
                 if isinstance(self.pattern, BlockSparse) and way in ("bsr", "flex"):
                     self._lower_bound(run, way, q, k, dout)
                     return run, None, f"blocks={way!r} does not run without data"
-                out, lse = autograd.forward(q, k, v, None, *call, how)
+                out, lse = autograd.forward(q, k, v, None, *call, execution)
                 run.name("out", out)
                 run.name("lse", lse)
             if dout is not None:
-                kernel, how = self._stand_in(n, execution, True)
-                with run.on(kernel, self.device_type):
+                with run.on(self._stand_in(n, execution, True), self.device):
                     tensors = dout, None, q, k, v, out, lse
-                    run.name("gradients", *autograd.backward(*tensors, *call, how))
+                    run.name(
+                        "gradients", *autograd.backward(*tensors, *call, execution)
+                    )
         return run, None, ""
 
     def _inputs(self, run: MetaRun, rows: int):
@@ -606,7 +605,6 @@ class MetaCall:
 
     def problem(self, n: int) -> tuple[Problem, str]:
         """The problem of several ranks and its scheme, checked."""
-        check_merge(self.execution, self.ranks)
         layout = layout_named(self.layout, n, self.ranks)
         shape = self.heads, self.kv_heads
         problem = Problem(
@@ -626,7 +624,7 @@ class MetaCall:
         run = MetaRun()
         execution = FirstCall.of(self.execution, run)
         forward, backward = SCHEMES[scheme]
-        with torch.no_grad(), run.on(self.kernel, self.device_type):
+        with torch.no_grad(), run.on(self.kernel, self.device):
             q, k, v, dout = self._inputs(run, problem.layout.size(number))
             rank = rank_of(problem, number, self.kernel, self.head_dim**-0.5, execution)
             held = run.drive(forward(rank, q, k, v), number)

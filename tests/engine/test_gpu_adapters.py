@@ -391,7 +391,7 @@ def merged(monkeypatch, **how):
     def fails(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    module = SimpleNamespace(forward=fails, backward=fails, check=lambda *_: None)
+    module = SimpleNamespace(forward=fails, backward=fails, refuses=lambda *_: None)
     monkeypatch.setattr(autograd, "_merge_works", lambda *_: True)
     monkeypatch.setattr(autograd, "_fused_merge", lambda: module)
     case = Case(Dilated([16, 64], [1, 2]), 64, BF16, False, 1, 4, 4, 16)
@@ -403,8 +403,6 @@ def test_where_one_merge_is_out_of_memory_calls_are_merged_in_turn(monkeypatch, 
     with caplog.at_level(logging.WARNING, "ringlab"):
         assert not merged(monkeypatch)
     assert sum("merged in turn" in r.message for r in caplog.records) == 2
-    with pytest.raises(torch.OutOfMemoryError):
-        merged(monkeypatch, merge="fused")
 
 
 def test_branch_by_branch_is_branch_by_branch_on_a_gpu(monkeypatch, caplog):

@@ -227,8 +227,10 @@ def test_every_rule_names_its_measurement_and_every_pass_has_a_rule():
         assert measured or rule.evidence == rules.BY_ANALOGY
         assert rule.kernel is None or rule.kernel in KERNELS
     for have in ((5, 0), (6, 1), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
-        for dtype, kind in product(DTYPES, rules.KINDS):
-            rule = rules.rule_for(have, dtype, 64, kind, True, False)
-            half = dtype in DTYPES[2:]
-            sparse = kind in rules.BLOCKS or kind != "dense" and half
-            assert (rule.way != "calls") == (have >= (8, 0) and sparse)
+        for dtype, kind, causal in product(DTYPES, rules.KINDS, (True, False)):
+            rule = rules.rule_for(have, dtype, 64, kind, causal, False)
+            dilated = have == (9, 0) and dtype in DTYPES[2:] and not causal
+            listed = rules.BLOCKS if not dilated else rules.KINDS[1:]
+            assert rule.way == (
+                "lists" if have >= (8, 0) and kind in listed else "calls"
+            )

@@ -66,15 +66,10 @@ def part(t: torch.Tensor) -> torch.Tensor:
     ].copy_(t)
 
 
-def fused_here(dtype) -> Execution:
-    """One join of a kernel's results, or a skipped test that says why there is none
-    here.
-    """
-    try:
-        fused_merge.check(DEVICE, dtype, FOLDED)
-    except NotImplementedError as why:
-        pytest.skip(str(why))
-    return Execution(merge="fused")
+def needs_merge(dtype) -> None:
+    """Skip, with the reason, where no kernel joins the results of calls."""
+    if why := fused_merge.refuses(DEVICE, dtype):
+        pytest.skip(why)
 
 
 def missed(lay=lambda t: t, **changes) -> dict:
@@ -150,13 +145,8 @@ def test_a_kernel_runs_a_pattern_as_the_oracle_does(name, dtype, d, causal):
 )
 def test_one_join_of_a_kernels_results_is_the_oracles(name, dtype, d, causal, lay):
     kernel_for(name, dtype, d)
-    how = {
-        "dtype": dtype,
-        "d": d,
-        "causal": causal,
-        "backend": name,
-        "execution": fused_here(dtype),
-    }
+    needs_merge(dtype)
+    how = {"dtype": dtype, "d": d, "causal": causal, "backend": name}
     assert not missed(lay, batch=2, **how)
     assert not missed(
         lay,
@@ -390,18 +380,14 @@ def recorded(step):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", ["auto", "flash", "triton", "auto, fused"])
+@pytest.mark.parametrize("backend", ["auto", "flash", "triton", "sdpa"])
 def test_a_training_step_is_captured_and_replayed_on_new_data(backend, causal):
-    backend, _, merge = backend.partition(", ")
-    kernel_for("eager" if backend == "auto" else backend, BF16, 64)
-    execution = fused_here(BF16) if merge else Execution()
+    kernel_for(backend if backend in kernels.KERNELS else "eager", BF16, 64)
     q, k, v, dout = (draw(1, 1024, 4, 64, dtype=BF16, seed=i) for i in range(4))
     q, k, v = (t.requires_grad_() for t in (q, k, v))
 
     def step():
-        out = attention(
-            q, k, v, FOLDED, causal=causal, backend=backend, execution=execution
-        )
+        out = attention(q, k, v, FOLDED, causal=causal, backend=backend)
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
     run = recorded(step) if GPU else step

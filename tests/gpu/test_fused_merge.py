@@ -4,19 +4,20 @@ refusals, its device code.
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from compiled import used
 from interpreted import JOINED, join_bytes, printed, within_bounds
-from ringlab import Dilated, Execution, Simulated, attention, block_patterns, estimate
+from ringlab import Dilated, Execution, block_patterns, estimate
 from ringlab.engine.dilated import make_plan
 from ringlab.kernels import fused_merge, triton_config
 
 pytest.importorskip("triton")
 
 TARGET = Dilated([2048, 4096, 8192], [1, 2, 4])
-FUSED = Execution(merge="fused")
+EAGER, CPU = Execution(merge="eager"), torch.device("cpu")
 
 
 def test_bytes_of_the_target_are_those_that_were_planned():
@@ -46,87 +47,49 @@ def test_what_is_held_until_the_join_is_estimated():
         "profile": "h100",
     }
     out, lse = 16384 * 16 * 128 * 2, 16384 * 16 * 4
-    e = estimate(TARGET, execution=FUSED, **shape)
+    e = estimate(TARGET, backend="sdpa", **shape)
     assert e.parts["workspace"] - (out + lse) * 3 // 4 in range(
         1 << 16
     )  # and the rows' table
     assert e.peak_bytes == 4 * out + lse + e.parts["workspace"]
-    both = estimate(TARGET, execution=FUSED, passes="fwd+bwd", **shape)
+    both = estimate(TARGET, backend="sdpa", passes="fwd+bwd", **shape)
     assert (
         both.parts["workspace"] >= 3 * out * 3 // 4
         and both.parts["gradients"] == 4 * out
     )
-    eager = estimate(TARGET, execution=Execution(merge="eager"), **shape)
+    eager = estimate(TARGET, execution=EAGER, backend="sdpa", **shape)
     assert 0 < eager.parts["workspace"] < e.parts["workspace"]
     # By rule the list kernels run this call, which hold nothing else; on an A100 it is
     # one merge.
     assert estimate(TARGET, **shape).parts["workspace"] == 0
-    a100 = shape | {"profile": "a100"}
-    assert (
-        estimate(TARGET, **a100).parts
-        == estimate(TARGET, execution=FUSED, **a100).parts
-    )
+    assert estimate(TARGET, **shape | {"profile": "a100"}).parts == e.parts
 
 
 @pytest.mark.parametrize(
-    "call, said",
+    "call",
     [
-        (
-            {"pattern": TARGET, "profile": "gtx1080"},
-            "needs compute capability 8.0 or newer, this is 6.1",
-        ),
-        ({"pattern": TARGET}, "needs a CUDA device, this is cpu"),
-        (
-            {"pattern": TARGET, "profile": "h100", "dtype": torch.float64},
-            "bfloat16, not float64",
-        ),
-        (
-            {"pattern": block_patterns.sliding_window(1), "profile": "h100"},
-            "not block-sparse ones",
-        ),
-        (
-            {"pattern": TARGET, "profile": "h100", "ranks": 2},
-            "joins the results of one device, not what 2 ranks",
-        ),
+        {"profile": "gtx1080"},
+        {"profile": "a100", "dtype": torch.float64},
+        {"profile": "a100", "execution": Execution(pool=True)},
+        {"profile": "a100", "ranks": 2},
+        {"profile": "a100", "pattern": block_patterns.sliding_window(1)},
     ],
+    ids=str,
 )
-def test_an_estimate_refuses_what_a_call_would(call, said):
-    with pytest.raises(NotImplementedError, match=re.escape(said)):
-        estimate(seq_len=8192, execution=FUSED, **call)
-
-
-def test_across_ranks_and_for_block_sparse_patterns_it_is_refused():
-    q = torch.randn(1, 8, 2, 16)
-    with pytest.raises(
-        NotImplementedError,
-        match="joins the results of one device, not what 2 ranks exchange",
-    ):
-        attention(q, q, q, Dilated([4, 8], [1, 2]), execution=FUSED, group=Simulated(2))
-    with pytest.raises(
-        NotImplementedError,
-        match="joins the branches of dilated patterns, not block-sparse ones",
-    ):
-        attention(
-            q, q, q, block_patterns.sliding_window(1, block_size=4), execution=FUSED
-        )
+def test_where_there_is_no_merging_kernel_calls_are_merged_in_turn(call):
+    call = {"pattern": TARGET, "seq_len": 16384, "backend": "sdpa"} | call
+    eager = replace(call.get("execution", EAGER), merge="eager")
+    assert estimate(**call).parts == estimate(**call | {"execution": eager}).parts
 
 
 def test_what_a_gpu_needs_for_it_is_said(monkeypatch):
     monkeypatch.setattr("ringlab.kernels.base.capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "triton", None)
     gpu = torch.device("cuda", 0)
-    with pytest.raises(NotImplementedError, match="triton is not installed"):
-        fused_merge.check(gpu, torch.bfloat16, TARGET)
+    assert "not installed" in fused_merge.refuses(gpu, torch.bfloat16)
     monkeypatch.setitem(sys.modules, "triton", sys)
-    fused_merge.check(gpu, torch.bfloat16, TARGET)
-
-
-def test_copies_are_not_merged():
-    with pytest.raises(
-        ValueError,
-        match="merge='fused' joins strided views, and gather=True makes copies",
-    ):
-        Execution(merge="fused", gather=True)
+    assert fused_merge.refuses(gpu, torch.bfloat16) is None
+    assert "needs a CUDA device" in fused_merge.refuses(CPU, torch.bfloat16)
 
 
 # --------------------------------------------------------------------------------------

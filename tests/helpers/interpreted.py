@@ -284,7 +284,7 @@ def run(pattern, n, heads, kv_heads, d, causal, dtype, scale, tile, batch=1):
 
 def run_joined(*case, batch=1, lay=inside_inf):
     with kernels.pretend(kernels.DeviceSpec("cuda"), Padded()):
-        return checked(*case, batch, lay, execution=Execution(merge="fused"))
+        return checked(*case, batch, lay)
 
 
 def checked(pattern, n, heads, kv_heads, d, causal, dtype, scale, batch, lay, **how):
@@ -454,13 +454,13 @@ def traffic(pattern, n, heads, kv_heads, d):
         return store(self, ptrs, value, mask, *rest)
 
     q, k, v = (torch.randn(1, n, h, d).half() for h in (heads, kv_heads, kv_heads))
-    execution, patch = Execution(merge="fused"), mock.patch.object
+    patch = mock.patch.object
     with kernels.pretend(kernels.DeviceSpec("cuda"), Padded()):
         with (
             patch(Builder, "create_masked_load", counted_load),
             patch(Builder, "create_masked_store", counted_store),
         ):
-            attention(q, k, v, pattern, execution=execution)
+            attention(q, k, v, pattern)
     plan = make_plan(pattern, n, heads, kv_heads)
     return {"moved": moved, "told": join_bytes(plan, 1, n, heads, d, F16)}
 
@@ -494,7 +494,7 @@ def held(pattern, n):
     """The peak of a first call, forward and backward, and what ``estimate`` says; the
     interpreter holds more.
     """
-    execution = Execution(merge="fused", cache=False)
+    execution = Execution(cache=False)
     told = estimate(
         pattern,
         seq_len=n,
@@ -504,6 +504,7 @@ def held(pattern, n):
         passes="fwd+bwd",
         execution=execution,
         backend="eager",
+        profile="a100",
     )
     q, k, v, dout = (torch.randn(1, n, h, 16) for h in (4, 2, 2, 4))
     q, k, v = (t.requires_grad_() for t in (q, k, v))

@@ -363,7 +363,7 @@ def test_a_parameter_changes_the_points_and_the_page_follows(given):
 RATES = {
     "ringlab": 600,
     "ringlab backend=triton": 580,
-    "ringlab backend=sdpa merge=fused": 590,
+    "ringlab backend=sdpa": 590,
     "ringlab backend=sdpa merge=eager": 520,
     "copying": 260,
     "contiguous_segments backend=cudnn": 640,

@@ -416,11 +416,5 @@ def test_no_length_is_told_where_none_is_sure_to_fit():
         longest(LADDER, 1000)
 
 
-def test_a_merge_that_the_gpu_cannot_run_is_refused():
-    fused = Execution(merge="fused")
-    with pytest.raises(NotImplementedError, match="needs compute capability 8.0 or"):
-        estimate(LADDER, seq_len=8192, profile="gtx1080", execution=fused)
-
-
 def test_a_budget_is_a_number_or_a_text():
     assert longest(LADDER, "1GiB", **SHAPE) == longest(LADDER, 1 << 30, **SHAPE)

@@ -17,7 +17,7 @@ from ..modes import outside_modes
 from . import blocks
 from .chunked import ChunkedKernel, OOMBackoff
 
-MERGES = ("auto", "eager", "fused")
+MERGES = ("auto", "eager")
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,13 @@ class Execution:
     that stores no scores gains nothing. ``blocks``: how a block-sparse pattern runs, one of ``engine.blocks.WAYS``;
     "bsr" and the forward of "flex" are not tiled.
     ``merge``: how the branches
-    of a dilated pattern are computed, "eager" one after another, merged in place, "fused"
-    merged all at once by one Triton kernel (CUDA; more memory, no pool); "auto" is
-    "eager"; or, on a CPU where that is predicted to be faster, each visible pair once; or
-    on a GPU what ``kernels.rules`` lists, with "fused" only where no pool is asked for and
-    memory suffices. ``results``: on a CPU, large outputs
+    of a dilated pattern are joined, "eager" one after another, in place; "auto" is
+    faster: on a GPU of compute capability 8.0 one kernel joins all of them, which holds
+    more memory and is left out with a ``pool`` or where memory runs out; on a CPU each
+    visible pair is computed once where that is predicted to be faster. ``results``: on a CPU, large outputs
     reuse the memory of earlier outputs that were freed, which saves page faults (True: ``memory.RESULTS``, which keeps
-    up to 512 MiB, False: new memory, or a ``MemoryPool``); not with ``gather``, "bsr" and "flex". Over a group "fused"
-    raises, ``gather`` and ``results`` are ignored, and ``blocks`` is used by the scheme "ulysses" alone.
+    up to 512 MiB, False: new memory, or a ``MemoryPool``); not with ``gather``, "bsr" and "flex". Over a group
+    ``gather`` and ``results`` are ignored, and ``blocks`` is used by the scheme "ulysses" alone.
 
     >>> Execution(gather=True, cache=False)
     Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto', merge='auto', results=True)
@@ -69,10 +68,6 @@ class Execution:
                 )
         for name, names in (("blocks", blocks.WAYS), ("merge", MERGES)):
             check_choice(name, getattr(self, name), names)
-        if self.gather and self.merge == "fused":
-            raise ValueError(
-                "Execution: merge='fused' joins strided views, and gather=True makes copies"
-            )
         if isinstance(self.tile, int) and not is_int(self.tile):
             raise ValueError(
                 f"Execution: tile must be a positive number of rows, got {self.tile!r}"
@@ -113,9 +108,4 @@ class Execution:
         """Whether a kernel that runs whole patterns can take the call: nothing is asked
         for that cuts it up.
         """
-        return (
-            not self.gather
-            and self.merge != "fused"
-            and self.tile is None
-            and self.blocks == "auto"
-        )
+        return not self.gather and self.tile is None and self.blocks == "auto"

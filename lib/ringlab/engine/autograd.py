@@ -17,6 +17,7 @@ from .. import kernels
 from ..block_patterns import BlockSparse
 from ..cost import count_pairs
 from ..kernels.base import accumulation_dtype, device_type_of, tensor_device
+from ..kernels.triton import interpreted
 from ..modes import flop_counters, is_fake, outside_modes
 from ..patterns import Dilated, Pattern, from_dict
 from ..tracking import is_out_of_memory
@@ -150,12 +151,10 @@ def _forward(
         if alike and execution.plain and hasattr(kernel, "attend"):
             return kernel.attend(q, k, v, pattern, causal, scale, execution.cached)
         kernel = execution.tiled(kernel)
-        if alike and _merges_once(choice, q, pattern, execution):
+        if alike and _merges_once(q, pattern, execution):
             plan = _apart(q, k, pattern, execution)
             call = causal, scale, kernel, execution.cached
-            found = _in_memory(
-                lambda: _fused_merge().forward(q, k, v, plan, *call), execution
-            )
+            found = _in_memory(lambda: _fused_merge().forward(q, k, v, plan, *call))
             if found is not None:
                 return found
         if isinstance(pattern, BlockSparse):
@@ -226,12 +225,10 @@ def backward(
         if dlse is not None:  # the heads are wider now, and not every kernel takes them
             choice = _choice(q, k, pattern, causal, backend, execution, True, True)
         kernel, grads = execution.tiled(choice.kernel), None
-        if alike and _merges_once(choice, q, pattern, execution):
+        if alike and _merges_once(q, pattern, execution):
             plan = _apart(q, k, pattern, execution)
             call = causal, scale, kernel, execution.cached
-            grads = _in_memory(
-                lambda: _fused_merge().backward(*tensors, plan, *call), execution
-            )
+            grads = _in_memory(lambda: _fused_merge().backward(*tensors, plan, *call))
         if grads is not None:
             pass
         elif isinstance(pattern, BlockSparse):
@@ -312,28 +309,28 @@ def _fused_merge():
     return fused_merge
 
 
-def _merges_once(choice, q: Tensor, pattern: Pattern, execution: Execution) -> bool:
-    """Whether one kernel merges the results of all calls: as asked for, or by rule
-    where that kernel works and nothing asks for its memory to be lent.
-
-    Raises NotImplementedError where it is asked for and cannot run.
+def _merges_once(q: Tensor, pattern: Pattern, execution: Execution) -> bool:
+    """Whether one kernel merges the results of all calls: where it works, and no option
+    asks for less memory or another way.
     """
-    if execution.merge == "fused":
-        if not q.is_meta:  # a run without data is of hardware that need not be here
-            _fused_merge().check(tensor_device(q), q.dtype, pattern)
-        return True
-    return choice.one_merge and not execution.pool and _merge_works(q.device, q.dtype)
+    several = isinstance(pattern, Dilated) and len(pattern.segment_lengths) > 1
+    free = execution.plain and execution.merge == "auto" and not execution.pool
+    device = tensor_device(q)
+    if not (several and free and (device.type == "cuda" or interpreted())):
+        return False  # before Triton is loaded
+    if _fused_merge().refuses(device, q.dtype) is not None:
+        return False
+    # A run without data is of hardware that need not be here.
+    return q.is_meta or _merge_works(q.device, q.dtype)
 
 
-def _in_memory(merged, execution: Execution):
-    """What ``merged()`` gives; None where memory runs out and nobody asked for one
-    merge: merging the calls one after the other holds less.
+def _in_memory(merged):
+    """What ``merged()`` gives; None where memory runs out: merging the calls one after
+    the other holds less.
     """
     try:
         return merged()
     except torch.OutOfMemoryError:
-        if execution.merge == "fused":
-            raise
         kernels.LOG.warning("one merge is out of memory: calls are merged in turn")
         return None
 
@@ -357,7 +354,6 @@ def _merge_works(device: torch.device, dtype: torch.dtype) -> bool:
         want += execute.backward(*tensors, plan, *call)
         try:
             module, cached = _fused_merge(), Execution().cached
-            module.check(device, dtype, pattern)
             found = module.forward(q, k, v, plan, *call, cached)
             found += module.backward(*tensors, plan, *call, cached)
             off = max(float((x - y).norm() / y.norm()) for x, y in zip(found, want))

@@ -85,11 +85,6 @@ class Choice:
     def name(self) -> str:
         return self.kernel.name
 
-    @property
-    def one_merge(self) -> bool:
-        """Whether one kernel should merge the results of all calls."""
-        return self.rule is not None and self.rule.way == "one merge"
-
 
 def choose(
     device: torch.device | str,

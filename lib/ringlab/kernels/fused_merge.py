@@ -1,5 +1,5 @@
-"""``Execution(merge="fused")``: the calls of a dilated pattern keep their results, and
-one Triton kernel merges them.
+"""On a GPU the calls of a dilated pattern keep their results, and one Triton kernel
+merges them.
 
 Forward: if the first call alone writes every row, its result is the output. The kernel
 then merges, max-shifted in fp32, the rows that other calls have too, each read once.
@@ -14,9 +14,9 @@ these bytes. Calls are not cut into pieces and no pool is used.
 
 Values are tested by Triton's interpreter, and the kernel compiles for compute
 capability 8.0 to 12.0 without spills. Measured on an H200 (2026-11-26, tree 8f63b8c)
-around cuDNN: a forward of 65,536 tokens takes 2.0 to 3.3 ms, with ``merge="eager"``
-13 ms. With causal masks of head_dim 64, and for ladders of head_dim 128, it is faster
-than the Triton kernels.
+around cuDNN: a forward of 65,536 tokens takes 2.0 to 3.3 ms, with
+``Execution(merge="eager")`` 13 ms. With causal masks of head_dim 64, and for ladders of
+head_dim 128, it is faster than the Triton kernels.
 
 The engine passes its plan, of which this module reads ``calls`` and ``whole``.
 """
@@ -30,9 +30,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..block_patterns import BlockSparse
 from ..modes import refuse_recording
-from ..patterns import Pattern
 from . import jit
 from .base import HALF, DeviceSpec, Kernel, accumulation_dtype, needs_cuda, wants_dtype
 from .external import missing
@@ -51,20 +49,12 @@ except ImportError:  # ``check`` refuses to run, and an estimate starts no kerne
 ELEMENTS = 2048  # of a program's tile, in 64 registers of four warps
 
 
-def check(
-    device: torch.device | DeviceSpec, dtype: torch.dtype, pattern: Pattern
-) -> None:
-    """Raise NotImplementedError in one line where the merging kernel cannot run."""
+def refuses(device: torch.device | DeviceSpec, dtype: torch.dtype) -> str | None:
+    """Why the merging kernel cannot run on a device and a dtype, or None."""
     why = None if interpreted() else needs_cuda(device, (8, 0))
     if why is None and not isinstance(device, DeviceSpec):
         why = missing("triton", "triton")
-    why = why or wants_dtype(dtype, (torch.float32, *HALF))
-    if isinstance(pattern, BlockSparse):
-        why = "joins the branches of dilated patterns, not block-sparse ones"
-    if why is not None:
-        raise NotImplementedError(
-            f"merge='fused' cannot run on {device.type} in {dtype}: {why}"
-        )
+    return why or wants_dtype(dtype, (torch.float32, *HALF))
 
 
 @dataclass(frozen=True)

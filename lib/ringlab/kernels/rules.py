@@ -1,9 +1,8 @@
 """What ``backend="auto"`` takes on a GPU: a table, each line with its measurement.
 
-Three ways run a pattern. "lists": the list kernels (``triton``, or the one that a line
-names) take the whole pattern in one launch a pass. "one merge": dense calls on strided
-views, whose results one kernel merges (``fused_merge``). "calls": the same calls, merged
-one after the other.
+Two ways run a pattern. "lists": the list kernels (``triton``, or the one that a line
+names) take the whole pattern in one launch a pass. "calls": dense calls on strided
+views, whose results one kernel merges where it can (``fused_merge``).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from ..patterns import Dense, Pattern
 from . import tile_schedule
 from .base import HALF
 
-WAYS = ("lists", "one merge", "calls")
 BLOCKS = ("blocks", "blocks of 128")
 KINDS = ("dense", *BLOCKS, "branches", "ladder")
 MOST_LISTED = 1024  # blocks of 128: each has a list as long as the longest of all
@@ -112,7 +110,7 @@ RULES = (
         **ON_H200,
     ),
     Rule(
-        "one merge",
+        "calls",
         ("branches", "ladder"),
         f"{H200}, ladder, head_dim 128, flash_attn_4: backward 11.2 against 12.7",
         head_dims=(64, 128),
@@ -121,7 +119,7 @@ RULES = (
         **ON_H200,
     ),
     Rule(
-        "one merge",
+        "calls",
         ("ladder",),
         f"{H200}, cudnn: forward 3.77 against 4.01 of flash_attn_4",
         head_dims=(128,),
@@ -131,7 +129,7 @@ RULES = (
         **ON_H200,
     ),
     Rule(
-        "one merge",
+        "calls",
         ("branches",),
         f"{H200}: forward 1.40 against 1.64",
         head_dims=(64,),
@@ -156,7 +154,7 @@ RULES = (
         **ON_H200,
     ),
     Rule(
-        "one merge",
+        "calls",
         ("ladder",),
         f"{H200}, head_dim 128: forward 3.77 against 4.10, both 16.5 against 18.2",
         head_dims=(64, 128),
@@ -164,11 +162,11 @@ RULES = (
     ),
     # A list kernel takes one launch for what are hundreds of calls.
     Rule("lists", BLOCKS, BY_ANALOGY, least=(8, 0)),
-    Rule("one merge", ("branches", "ladder"), BY_ANALOGY, least=(8, 0), dtypes=HALF),
     Rule(
         "calls",
         ("branches", "ladder"),
-        "H200, 2026-11-26, fp32, document 000, 8,192 tokens: forward 0.88 against 1.96",
+        "H200, 2026-11-26, fp32, document 000, 8,192 tokens, merged one after the other: "
+        "forward 0.88 against 1.96",
         least=(9, 0),
         most=(9, 0),
     ),

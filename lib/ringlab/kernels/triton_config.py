@@ -87,20 +87,11 @@ GLUON = {
 }
 
 
+# Whose default sizes were measured: nothing is left to tune.
+MEASURED = ((9, 0),)
 # What tuning times besides the defaults in 2-byte dtypes, by architecture class and
 # pass: for head_dim up to 64, to 128 and to 256. As Sizes read by pointers.
 CANDIDATES = {
-    ("9.x", "forward"): ([(64, 64, 4, 3)], [(128, 32, 8, 3)], [(64, 64, 8, 2)]),
-    ("9.x", "backward_q"): (
-        [(64, 64, 4, 2), (128, 64, 8, 3)],
-        [(128, 32, 8, 3), (64, 32, 4, 2)],
-        [(32, 32, 4, 1), (32, 64, 8, 1)],
-    ),
-    ("9.x", "backward_kv"): (
-        [(128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
-        [(64, 32, 8, 2), (64, 64, 8, 2)],
-        [(32, 64, 8, 1)],
-    ),
     ("10.x", "forward"): ([(128, 64, 4, 2)], [(128, 32, 8, 2)], [(64, 64, 8, 2)]),
     ("10.x", "backward_q"): (
         [(128, 32, 8, 2), (64, 64, 4, 2)],
@@ -190,15 +181,11 @@ def candidates(
     default = sizes(name, head_dim, dtype, compute, joins)
     if dtype not in HALF:
         return (default,)
-    kind = (
-        f"{compute[0]}.x"
-        if compute[0] in (9, 10)
-        else "8.0"
-        if compute in ((8, 0), (8, 7))
-        else "small"
-    )
-    listed = CANDIDATES[kind, name][(head_dim > 64) + (head_dim > 128)]
-    pointers = pointer_sizes(name, head_dim, dtype, compute, joins)
+    pointers, listed = pointer_sizes(name, head_dim, dtype, compute, joins), []
+    if compute not in MEASURED:
+        large = "8.0" if compute in ((8, 0), (8, 7)) else "small"
+        kind = "10.x" if compute[0] == 10 else large
+        listed = CANDIDATES[kind, name][(head_dim > 64) + (head_dim > 128)]
     return tuple(dict.fromkeys((default, pointers, *(Sizes(*x) for x in listed))))
 
 

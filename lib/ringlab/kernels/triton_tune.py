@@ -28,6 +28,13 @@ class Timed:
     reason why others were not timed.
 
     ``default`` runs if nothing is tuned.
+
+    >>> first, second = Sizes(128, 64, 8, 2), Sizes(64, 64, 4, 2)
+    >>> use = Use.of("forward", 64, torch.float16, False, False, 1)
+    >>> print(Timed(use, first, {first: 0.002, second: 0.0015}, {}))
+    forward, head_dim 64, float16, groups of 1: 64 x 64, 4 warps, 2 stages, pointers
+        1.500 ms  64 x 64, 4 warps, 2 stages, pointers
+        2.000 ms  128 x 64, 8 warps, 2 stages, pointers
     """
 
     use: Use
@@ -43,6 +50,14 @@ class Timed:
         if self.default not in self.seconds:
             return self.default
         return min(self.seconds, key=lambda x: (self.seconds[x], x != self.default))
+
+    def __str__(self) -> str:
+        timed = sorted(self.seconds.items(), key=lambda x: x[1])
+        lines = [f"{seconds * 1e3:9.3f} ms  {size}" for size, seconds in timed]
+        lines += [
+            f"{'refused':>12}  {size}: {why}" for size, why in self.refused.items()
+        ]
+        return "\n".join([f"{self.use}: {self.best}", *lines])
 
 
 def median(call: Callable[[], object]) -> float:

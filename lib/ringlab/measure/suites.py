@@ -469,7 +469,7 @@ RUNG_MASK = a_tenth(128, RUNG_TOKENS)
 RUNG_WAYS: dict[str, dict] = {
     "default": {},
     "lists": {"backend": "triton"},
-    "fused": {"backend": "sdpa", "merge": "fused"},
+    "merged": {"backend": "sdpa"},
     "strided": {"backend": "sdpa", "merge": "eager"},
 }
 FA4 = "flash_attn_4"
@@ -520,7 +520,7 @@ def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[G
     shapes = ((RUNG_TOKENS, 128), (RUNG_TOKENS, 64), (RUNG_TOKENS // 4, 128))
     for (n, head_dim), name in product(shapes, ("forward", "forward and backward")):
         point = first.but(pattern=ladder(n), seq_len=n, head_dim=head_dim)
-        points = ways(point.but(**RUNG_PASSES[name]), "default", "lists", "fused")
+        points = ways(point.but(**RUNG_PASSES[name]), "default", "lists", "merged")
         shape = f"{n:,} tokens, head_dim {head_dim}"
         groups.append(Group(f"{RUNGS_ON_A_LADDER}, {shape}, {name}", points))
     # Memory for q, k, v, out and their gradients twice: the last results are compared
@@ -532,7 +532,7 @@ def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[G
     for n in (RUNG_TOKENS // 16, RUNG_TOKENS // 4, *longer):
         point = first.but(seq_len=n)
         points = [
-            *ways(point, "default", "lists", "fused"),
+            *ways(point, "default", "lists", "merged"),
             point.but(system="copying"),
         ]
         points += (
@@ -560,7 +560,7 @@ def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[G
     groups.append(
         Group(
             RUNGS_IN_MEMORY,
-            ways(training, "default", "lists", "fused"),
+            ways(training, "default", "lists", "merged"),
             interleave=False,
         )
     )
@@ -576,8 +576,8 @@ def _beside_fa4(first: Point, ways: Callable) -> list[Group]:
     for head_dim, (name, how) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
         for pattern in (RUNG_PATTERN, ladder(RUNG_TOKENS)):
             point = first.but(pattern=pattern, head_dim=head_dim, **how)
-            points = ways(point, "lists", "fused")
-            points.append(point.but(options={"backend": FA4, "merge": "fused"}))
+            points = ways(point, "lists", "merged")
+            points.append(point.but(options={"backend": FA4}))
             kind = "branches" if pattern == RUNG_PATTERN else "a ladder"
             title = f"{RUNGS_BESIDE_FA4}, {kind}, head_dim {head_dim}, {name}"
             groups.append(Group(title, points))

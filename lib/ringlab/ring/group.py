@@ -645,7 +645,6 @@ def _call(
     problem, scheme, text = _problem(
         pattern, layout, scheme, causal, exchange_dtype, shape, ranks, machines, rank
     )
-    check_merge(execution, ranks)
     name = f"{text} {backend} {id(execution)}"  # a call holds its execution, so that the id is its alone
     return _calls.setdefault(name, _Call(name, problem, scheme, backend, execution))
 
@@ -687,16 +686,6 @@ def _problem(
         problem, scheme, tuple(i * machines // ranks for i in range(ranks))
     )
     return problem, scheme, f"{digest(problem):x} {scheme}"
-
-
-def check_merge(execution: Execution, ranks: int) -> None:
-    """Raise NotImplementedError for the fused merge, since several ranks merge results
-    as they come.
-    """
-    if ranks > 1 and execution.merge == "fused":
-        raise NotImplementedError(
-            f"merge='fused' joins the results of one device, not what {ranks} ranks exchange"
-        )
 
 
 # --------------------------------------------------------------------------------------
