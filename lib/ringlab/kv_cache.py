@@ -333,7 +333,8 @@ class KVCache:
         """
         lengths = [q.shape[1]] * q.shape[0] if lengths is None else lengths
         if _capturing(q):
-            return self._record(q, k, v, pattern, causal, scale, lengths, sinks)
+            call = pattern, causal, scale, backend, lengths, sinks
+            return self._record(q, k, v, *call)
         self._check(q, k, v, pattern, causal, lengths, sinks)
         kernel = kernels.choose(
             q.device, q.dtype, q.shape[3], causal=True, backend=backend
@@ -402,12 +403,14 @@ class KVCache:
             raise ValueError(f"the cache is full: {self.rules.n} positions are taken")
         self._parts[0].prepare_step()
 
-    def _record(self, q, k, v, pattern, causal: bool, scale: float, lengths, sinks):
+    def _record(
+        self, q, k, v, pattern, causal: bool, scale: float, backend, lengths, sinks
+    ):
         """``attend`` while a CUDA graph is recorded."""
         self._check(q, k, v, pattern, causal, [0] * self.batch, sinks)
-        if self.group is not None or {*lengths} != {1}:
+        if {*lengths} != {1} or backend not in ("auto", "triton"):
             raise NotImplementedError(
-                "a CUDA graph records a step of one position of each sequence, without a group"
+                f"a CUDA graph records one position of each sequence by Triton's kernels, not {lengths} by {backend!r}"
             )
         flip, scale = positive_scale(scale)
         with without_autocast(q):
