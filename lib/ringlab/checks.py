@@ -136,8 +136,8 @@ def check_float_dtype(value) -> None:
 
 
 def check_backend(value) -> str | tuple[str, ...]:
-    """The name of a kernel, or a tuple of names to try in order; ValueError for
-    anything but a name or a list.
+    """The name of a kernel, also of a list of one, or a tuple of names to try in order;
+    ValueError for anything but a name or a list.
     """
     if (
         not isinstance(value, str | tuple | list)
@@ -147,7 +147,9 @@ def check_backend(value) -> str | tuple[str, ...]:
         raise ValueError(
             f"backend must be a name or a tuple of names, got {short_repr(value)}"
         )
-    return value if isinstance(value, str) else tuple(value)
+    if isinstance(value, str):
+        return value
+    return value[0] if len(value) == 1 else tuple(value)
 
 
 def check_device(device: torch.device | str) -> torch.device:

@@ -145,6 +145,7 @@ def estimate_of(call: MetaCall, seq_len: int) -> Estimate:
         cached = cache_bytes(
             call.pattern,
             max_seq_len=seq_len,
+            device=call.device_type,
             **{name: getattr(call, name) for name in names},
         )
     found = Estimate(

@@ -143,7 +143,13 @@ def _choose(
     if isinstance(device, torch.device):
         device_of(device)
     backend, tried, rule = checks.check_backend(backend), {}, None
-    asked = device, dtype, head_dim, causal, backward
+    asked, refusals = (device, dtype, head_dim, causal, backward), {}
+
+    def runs(name: str) -> bool:
+        why = probe(name, *asked)
+        refusals.update({} if why is None else {name: why})
+        return why is None
+
     for name in (backend,) if isinstance(backend, str) else backend:
         if not name.startswith(CAPPED):
             check_choice("backend", name, ("auto", "sdpa", *KERNELS))
@@ -154,17 +160,13 @@ def _choose(
             continue
         if device.type == "cuda":
             call = dtype, head_dim, pattern_kind, causal, for_gradients
-            rule = rule_for(
-                capability(device), *call, lambda x: probe(x, *asked) is None
-            )
+            rule = rule_for(capability(device), *call, runs)
         tried |= {x: rule for x in _by_rule(rule, order(device)) if x not in tried}
-    refusals = {}
     for name, rule in tried.items():
-        why = probe(name, *asked)
-        if why is None:
+        if runs(name):
             return Choice(named(name), refusals, rule)
-        refusals[name] = why
         if backend == "auto" and not KERNELS[name].refuses(device, dtype, head_dim):
+            why = refusals[name]
             _warn_once(f"attention on {device.type} in {dtype} without {name}: {why}")
     reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
     raise NotImplementedError(
