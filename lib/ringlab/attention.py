@@ -192,10 +192,9 @@ def attention(
         )
     backend = check_backend(backend)
     if softcap is not None:
-        if not is_real(softcap) or not 0 < softcap < float("inf"):
-            raise ValueError(
-                f"softcap must be a positive number, got {short_repr(softcap)}"
-            )
+        if not is_real(softcap) or not 1e-30 <= softcap <= 1e30:  # within fp32
+            wanted = "softcap must be a number from 1e-30 to 1e30"
+            raise ValueError(f"{wanted}, got {short_repr(softcap)}")
         if execution.blocks in ("bsr", "flex"):
             raise NotImplementedError(
                 f"Execution(blocks={execution.blocks!r}) takes no softcap"

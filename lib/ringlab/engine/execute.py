@@ -235,13 +235,8 @@ class Call:
         """
         if self.bias is None:
             return []
-        return [
-            (
-                self.bias.to(q.device).expand(len(q), -1, -1, -1),
-                WHOLE,
-                View(len(self.bias)),
-            )
-        ]
+        bias, rows = self.bias.to(q.device), View(len(self.bias))
+        return [(bias.expand(len(q), -1, -1, -1), WHOLE, rows)]
 
 
 @dataclass(frozen=True)

@@ -183,12 +183,16 @@ def capped(backend: str | tuple[str, ...], softcap: float) -> str:
     return f"{CAPPED}{softcap!r}"
 
 
-@lru_cache(maxsize=64)
 def named(name: str) -> Kernel:
     """The kernel of a name, also of one that ``capped`` made."""
     if name.startswith(CAPPED):
-        return Eager(softcap=float(name.removeprefix(CAPPED)))
+        return _eager(float(name.removeprefix(CAPPED)))
     return KERNELS[name]
+
+
+@lru_cache(maxsize=64)  # plans are kept by their kernel
+def _eager(softcap: float) -> Eager:
+    return Eager(softcap=softcap)
 
 
 def _by_rule(rule: Rule | None, names: tuple[str, ...]) -> tuple[str, ...]:
