@@ -6,6 +6,8 @@ joined in a binary tree. A node of the tree takes the keys that all of its block
 and no larger node has taken, hence every pair is computed once. Only those levels of
 the tree are used that make the calls cheapest. Equal nodes in arithmetic progression
 are one call over a strided view; scattered blocks of keys are copied together first.
+
+A window of tokens needs no tree where the kernel takes a bias, which cuts its edges.
 """
 
 from __future__ import annotations
