@@ -479,6 +479,18 @@ def test_random_generations_are_the_oracles(dtype):
         assert found["zeros"] and found["out"] <= 1 and found["lse"] <= 2e-3, found
 
 
+@gpu_only
+@pytest.mark.parametrize(
+    "pattern", [Dense(), FOLDED, block_patterns.sliding_window(tokens=7)]
+)
+def test_a_step_of_generation_is_captured_and_replayed(pattern):
+    pytest.importorskip("triton")
+    from generated import CudaGraph, replayed
+
+    found = replayed(pattern, -0.3, DEVICE, CudaGraph)
+    assert found["off"] < 1e-5 and found["same"] and found["nan"] and found["why"]
+
+
 def test_two_ranks_on_one_device_are_one_device():
     """By gloo, which carries them through the CPU: what is shown is that the results
     are right, no speed.

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from ringlab.hardware.profiles import TORCH
+from ringlab.measure.provenance import code_hash
 from size import size_of
 from started import make
 
@@ -604,3 +605,10 @@ def test_notebook_is_committed_clean(path):
             assert cell["outputs"] == [] and cell["execution_count"] is None, (
                 "clear the outputs before committing"
             )
+
+
+def test_every_python_hashes_code_alike(tmp_path):
+    """Rows that one Python measured count for the others: quotes of f-strings differ."""
+    code = """print(f"{' '.join(x)} {y!r:>{width}}", f'{"a"}', "b")"""
+    (tmp_path / "a.py").write_text(code)
+    assert code_hash([tmp_path / "a.py"], tmp_path) == "561f21818b41"

@@ -70,10 +70,24 @@ KEY = (
 
 
 class _Code(ast.NodeTransformer):
-    """Drops docstrings and the messages of errors from a syntax tree."""
+    """Drops docstrings and the messages of errors from a syntax tree, and takes
+    f-strings apart, whose quotes depend on the version of Python.
+    """
+
+    def visit_JoinedStr(self, node):
+        self.generic_visit(node)
+        values = [x for x in node.values if getattr(x, "value", None) != ""]
+        return ast.Tuple(values, ast.Load())
+
+    def visit_FormattedValue(self, node):
+        self.generic_visit(node)
+        spec = node.format_spec or ast.Constant(None)
+        parts = [node.value, ast.Constant(node.conversion), spec]
+        return ast.Tuple(parts, ast.Load())
 
     def visit_Expr(self, node):
-        return None if isinstance(getattr(node.value, "value", None), str) else node
+        text = isinstance(getattr(node.value, "value", None), str)
+        return None if text else self.generic_visit(node)
 
     def visit_Raise(self, node):
         return ast.Raise(getattr(node.exc, "func", node.exc), node.cause)
