@@ -294,24 +294,25 @@ def attend(
     )  # (ROWS, PAD)
     seers = members if SEERS > 1 else queries * 0
     asked = tl.load(told + place * step + COLUMNS + seers, mask=real, other=0)
+    asked = asked.to(shown.dtype.element_ty)
 
     new_k += entry * s_kb + head * s_kh
     new_v += entry * s_vb + head * s_vh
-    mine = (queries < SEERS) & ((TABLES > 1) | (head == 0))
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PAD], tl.float32) + unknown
     if part == 0:
         for i in range(new):
             words = tl.load(told + COLUMNS + SEERS + seers, mask=real, other=0)
+            words = words.to(shown.dtype.element_ty)
             kept, at = tl.load(told + KEPT) != 0, tl.load(told + COUNT)
             key = tl.load(new_k + i * s_kn + dims, mask=wide, other=0.0)
             value = tl.load(new_v + i * s_vn + dims, mask=wide, other=0.0)
             if kept:
                 tl.store(k + at * DIM + dims, key, mask=wide)
                 tl.store(v + at * DIM + dims, value, mask=wide)
-                word = words.to(shown.dtype.element_ty)
-                tl.store(shown + queries * slots + at, word, mask=mine)
+                mine = (queries < SEERS) & ((TABLES > 1) | (head == 0))
+                tl.store(shown + queries * slots + at, words, mask=mine)
             # Later positions see it if it is kept.
             sees = (place == i) | (kept & (place > i))
             own = tl.where(sees, _times(words, asked, BITS), 0.0)
@@ -329,11 +330,10 @@ def attend(
     share = tl.cdiv(tl.cdiv(tl.maximum(count - first, 0), parts), COLS) * COLS
     first += part * share
     stop = tl.minimum(first + share, count)
-    asked = asked.to(shown.dtype.element_ty)[:, None]
     early = _words(shown, first + cols, stop, slots, members, real, SEERS)
     for start in range(first, stop, COLS):
         at = start + cols
-        times = _times(early, asked, BITS)  # (ROWS, COLS)
+        times = _times(early, asked[:, None], BITS)  # (ROWS, COLS)
         early = _words(shown, at + COLS, stop, slots, members, real, SEERS)
         rows = at[:, None] * DIM + dims[None, :]
         there = (at < stop)[:, None] & wide[None, :]
