@@ -59,6 +59,8 @@ REFUSED = {
     **dict.fromkeys(
         ("cu_seqlens_q", "cu_seqlens_k"), "q and k share their documents: cu_seqlens"
     ),
+    **dict.fromkeys(("s_aux", "sink"), "they are called sinks"),
+    "logits_soft_cap": "it is called softcap",
     "window_size": "a window is a pattern: ringlab.blocks.sliding_window(tokens=...)",
     "config": 'removed: the defaults are what "auto" took; what an Advice says is passed by name, as backend=',
 }

@@ -677,8 +677,10 @@ def _tune(given) -> None:
             f"the tile sizes for {profile.name} were measured: no need to tune"
         )
     dtype, pattern = given.dtype or profile.default_dtype(), ladder(16384)
-    for head_dim, causal in product((64, 128), (False, True)):
-        q, k, v = torch.randn(3, 1, 16384, 16, head_dim, device="cuda", dtype=dtype)
+    form = {"device": "cuda", "dtype": dtype}
+    for head_dim, causal, group in product((64, 128), (False, True), (1, 2, 4, 8)):
+        q = torch.randn(1, 16384, 16, head_dim, **form)
+        k, v = torch.randn(2, 1, 16384, 16 // group, head_dim, **form)
         for found in tune(q, k, v, pattern, causal=causal):
             print(found, flush=True)
     print(triton_config.path(q.device))

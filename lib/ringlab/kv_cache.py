@@ -368,9 +368,12 @@ class KVCache:
             if self.group is not None:
                 steps = [_shared(out, lse, self.group.size) for out, lse in found]
                 found = drive(steps, self.group.process_group)
-            out, lse = add_sinks_(*found[0], sinks)
-            for row, length in zip(lse if sinks is not None else (), lengths):
-                row[:, length:] = -torch.inf  # padding is no query
+            out, lse = found[0]
+            if sinks is not None:
+                add_sinks_(out, lse, sinks)
+                for row, length in zip(lse, lengths):
+                    if length < row.shape[1]:
+                        row[:, length:] = -torch.inf  # padding is no query
             return out.to(q.dtype), lse
 
     @_on_cpu
@@ -401,6 +404,9 @@ class KVCache:
             raise ValueError("a step in a CUDA graph is of a cache without a group")
         if max(self.lengths) >= self.rules.n:
             raise ValueError(f"the cache is full: {self.rules.n} positions are taken")
+        asked = self.device, self.dtype, self.head_dim, True, False
+        if why := kernels.probe("triton", *asked):
+            raise NotImplementedError(f"steps in a CUDA graph run by Triton: {why}")
         self._parts[0].prepare_step()
 
     def _record(
@@ -408,9 +414,11 @@ class KVCache:
     ):
         """``attend`` while a CUDA graph is recorded."""
         self._check(q, k, v, pattern, causal, [0] * self.batch, sinks)
-        if {*lengths} != {1} or backend not in ("auto", "triton"):
+        one = q.shape[1] == 1 and {*lengths} == {1}
+        if not one or backend not in ("auto", "triton"):
             raise NotImplementedError(
-                f"a CUDA graph records one position of each sequence by Triton's kernels, not {lengths} by {backend!r}"
+                "a CUDA graph records one position of each sequence by Triton's kernels, "
+                f"not q {tuple(q.shape)} by {backend!r}"
             )
         flip, scale = positive_scale(scale)
         with without_autocast(q):

@@ -420,10 +420,10 @@ class MetaCall:
 
     @property
     def device(self) -> DeviceSpec:
-        """Of a GPU of unknown capability: one that no kernel of this library runs on."""
+        """Of a GPU of unknown capability: a new one, on which more is held."""
         if self.device_type == "cpu":
             return CPU
-        return DeviceSpec("cuda", self.profile.capability or (0, 0))
+        return DeviceSpec("cuda", self.profile.capability or (9, 0))
 
     @cached_property
     def kernel(self):
@@ -490,13 +490,13 @@ class MetaCall:
     def _stand_in(self, n: int, execution: Execution, for_gradients: bool):
         """The kernel that stands for a pass without data."""
         free = execution.plain and execution.merge == "auto"
-        if self.device_type == "cuda" and self.backend == "auto" and free:
+        named, kernel = self.backend == kernels.LISTS, self.kernel
+        if self.device_type == "cuda" and (named or self.backend == "auto") and free:
             if self.profile.capability is not None:
-                choice = self.choice(n, for_gradients)
-                if choice.name == kernels.LISTS:
+                if named or self.choice(n, for_gradients).name == kernels.LISTS:
                     given = self.pattern, n, self.heads, self.kv_heads
                     return ListsMeta(kernels.kind_of(*given) == "ladder")
-        return self.kernel
+        return kernel
 
     def check(self, n: int) -> None:
         """Raise ValueError for what takes minutes to run without data."""

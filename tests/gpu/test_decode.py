@@ -28,15 +28,15 @@ def test_a_step_between_two_look_aheads_launches_and_copies_nothing(name):
     assert found["prepared"] >= 20
 
 
-@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("name", [*CALLED, "gap", "one part"])
 def test_a_draft_is_a_few_steps_at_once(name):
     """4 query heads of a K/V head that see other rows; two launches where no row
     leaves.
     """
     found = printed("generated")[f"{name}, drafts"]
-    assert found["off"] < 2e-6 and len(found["launches"]) == 6
+    assert found["off"] < 2e-6 and len(found["launches"]) >= 4
     if name == "dense":
-        assert max(found["launches"]) <= 4  # two where a look-ahead ends
+        assert max(found["launches"]) <= 10  # for 16 positions, 4 at a time in fp32
 
 
 @pytest.mark.parametrize("name", CALLED)
@@ -51,14 +51,21 @@ def test_a_step_in_a_graph_is_replayed_between_other_calls(name):
 @pytest.mark.parametrize("name", CALLED)
 def test_a_replay_that_was_not_prepared_gives_nan_and_is_told(name):
     found = printed("generated")[f"{name}, in a graph"]
-    assert found["nan"] and "9 steps were replayed for 1 that" in found["why"]
+    assert found["nan"] and len(found["why"]) == 2
+    assert all("13 steps were replayed for 1 that" in why for why in found["why"])
     assert "call prepare_step()" in found["unprepared"] and found["again"] == 1
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
 @pytest.mark.parametrize(
     "dtype, head_dim, seers, bits, rows",
-    [("bf16", 128, 1, 1, 32), ("bf16", 256, 4, 10, 16), ("fp32", 128, 4, 10, 16)],
+    [
+        ("bf16", 128, 1, 1, 32),
+        ("bf16", 256, 4, 10, 16),
+        ("fp32", 128, 4, 10, 16),
+        ("bf16", 64, 4, 10, 64),
+        ("fp16", 32, 1, 1, 64),
+    ],
 )
 def test_the_device_code_fits(
     capability, dtype, head_dim, seers, bits, rows, monkeypatch, tmp_path
@@ -71,7 +78,7 @@ def test_the_device_code_fits(
     kinds |= {"shown": "*i16", "table": "*i64", "counter": "*i64", "slots": "i64"}
     kinds |= {f"s_{x}{y}": "i64" for x in "qkv" for y in "bnh"}
     size = 4 if dtype == "fp32" else 2
-    cols = decode.columns(triton_config.padded(head_dim), size)
+    cols = decode.columns(triton_config.padded(head_dim), size, rows)
     fixed = {
         "COUNTED": 65,
         "GROUP": 4,

@@ -96,13 +96,14 @@ def drawn(seed: int, device="cpu", dtypes=(torch.float32, torch.float16)) -> dic
     return found
 
 
-def drafted(pattern) -> dict:
+def drafted(pattern, heads=8, kv_heads=2, counts=(3, 1, 16, 2, 5, 9)) -> dict:
     """A few positions at once: how far they are off, and the launches of each draft
     that no row leaves.
     """
-    rows = [torch.randn(2, 40, h, 16) for h in (8, 2, 2)]
+    rows = [torch.randn(2, 40, h, 16) for h in (heads, kv_heads, kv_heads)]
     want = reference.attention(*rows, pattern, causal=True)[0]
-    made = {"batch": 2, "heads": 8, "kv_heads": 2, "head_dim": 16, "max_seq_len": 40}
+    made = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "head_dim": 16}
+    made["max_seq_len"] = 40
     cache, t, off, launches, launch = spoiled(KVCache(pattern, **made)), 0, 0.0, [], []
 
     def counted(*args, run=decode.launch, **constants):
@@ -110,7 +111,7 @@ def drafted(pattern) -> dict:
         run(*args, **constants)
 
     with mock.patch.object(decode, "launch", counted):
-        for count in (3, 1, 16, 2, 5, 9):
+        for count in counts:
             some = [x[:, t : t + count] for x in rows]
             out = attention(*some, pattern, causal=True, cache=cache)
             off = max(off, reference.error(out, want[:, t : t + count], 1.0))
@@ -209,16 +210,24 @@ def replayed(pattern, scale: float | None = None, device="cpu", record=Graph) ->
         t -= 2
     alike = [x.live_rows() for x in (plain, cache)]
     same = all(map(torch.equal, *alike))
+    nothing, why = [], []
+    graph.replay()  # not prepared, after calls without a graph
+    nothing.append(bool(out.isnan().all()))
     cache.prepare_step()
-    nothing = False
-    for _ in range(live_rows.AHEAD + 1):
+    graph.replay()
+    nothing.append(not bool(out.isnan().any()))
+    for _ in range(live_rows.AHEAD + 4):
         graph.replay()
-        nothing = bool(out.isnan().all())
-    try:
-        attention(*some, pattern, cache=cache, **call)
-    except RuntimeError as error:
-        why = str(error)
-    found = {"off": off, "same": same, "nan": nothing, "why": why}
+        nothing.append(bool(out.isnan().all()))
+    for _ in range(2):
+        try:
+            attention(*some, pattern, cache=cache, **call)
+        except RuntimeError as error:
+            why.append(str(error))
+    cache.reset()
+    graph.replay()
+    nothing.append(bool(out.isnan().all()))
+    found = {"off": off, "same": same, "nan": all(nothing), "why": why}
     if device != "cpu":
         return found
     cache.reset()
@@ -306,6 +315,9 @@ def shown(show, seeds: int) -> None:
     for name, pattern in CALLED.items():
         show(case=name, **called(pattern))
         show(case=f"{name}, drafts", **drafted(pattern))
+    show(case="gap, drafts", **drafted(Dilated([8, 64], [1, 3]), 1, 1, (17, 4, 4, 7)))
     live_rows.AHEAD = 8
     for name, pattern in CALLED.items():
         show(case=f"{name}, in a graph", **replayed(pattern, -0.3))
+    decode.PROGRAMS = 0  # one part of several tiles
+    show(case="one part, drafts", **drafted(CALLED["ladder"]))

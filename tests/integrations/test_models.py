@@ -334,6 +334,8 @@ def test_documents_and_other_keys_need_what_they_cannot_have():
         with pytest.raises(NotImplementedError, match="^cu_seq_lens_q disagrees"):
             where = torch.tensor([[0, 1, 0]])
             ours(three, position_ids=where, cu_seq_lens_q=borders, use_cache=False)
+        with pytest.raises(NotImplementedError, match="^cu_seq_lens_q disagrees"):
+            ours(three, position_ids=where, cu_seq_lens_q=borders, **ones)
 
 
 def test_wrong_calls_are_refused_in_words_that_help():

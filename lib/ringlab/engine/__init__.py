@@ -32,8 +32,9 @@ class Execution:
     "bsr" and the forward of "flex" are not tiled.
     ``merge``: how the branches
     of a dilated pattern are joined, "eager" one after another, in place; "auto" is
-    faster: on a GPU of compute capability 8.0 one kernel joins all of them, which holds
-    more memory and is left out with a ``pool`` or where memory runs out; on a CPU each
+    faster: on a GPU of compute capability 8.0 or newer one kernel joins all of them,
+    which holds more memory and is left out with a ``pool``, ``tile`` or ``gather``, for
+    float64 and the kernel "eager", and where memory runs out; on a CPU each
     visible pair is computed once where that is predicted to be faster. ``results``: on a CPU, large outputs
     reuse the memory of earlier outputs that were freed, which saves page faults (True: ``memory.RESULTS``, which keeps
     up to 512 MiB, False: new memory, or a ``MemoryPool``); not with ``gather``, "bsr" and "flex". Over a group

@@ -151,7 +151,7 @@ def _forward(
         if alike and execution.plain and hasattr(kernel, "attend"):
             return kernel.attend(q, k, v, pattern, causal, scale, execution.cached)
         kernel = execution.tiled(kernel)
-        if alike and _merges_once(q, pattern, execution):
+        if alike and _merges_once(q, pattern, execution, kernel):
             plan = _apart(q, k, pattern, execution)
             call = causal, scale, kernel, execution.cached
             found = _in_memory(lambda: _fused_merge().forward(q, k, v, plan, *call))
@@ -225,7 +225,7 @@ def backward(
         if dlse is not None:  # the heads are wider now, and not every kernel takes them
             choice = _choice(q, k, pattern, causal, backend, execution, True, True)
         kernel, grads = execution.tiled(choice.kernel), None
-        if alike and _merges_once(q, pattern, execution):
+        if alike and _merges_once(q, pattern, execution, kernel):
             plan = _apart(q, k, pattern, execution)
             call = causal, scale, kernel, execution.cached
             grads = _in_memory(lambda: _fused_merge().backward(*tensors, plan, *call))
@@ -309,16 +309,16 @@ def _fused_merge():
     return fused_merge
 
 
-def _merges_once(q: Tensor, pattern: Pattern, execution: Execution) -> bool:
-    """Whether one kernel merges the results of all calls: where it works, and no option
-    asks for less memory or another way.
+def _merges_once(q: Tensor, pattern: Pattern, execution: Execution, kernel) -> bool:
+    """Whether one kernel merges the results of all calls: where it works, the dense
+    kernel stores no scores, and no option asks for less memory or another way.
     """
     several = isinstance(pattern, Dilated) and len(pattern.segment_lengths) > 1
     free = execution.plain and execution.merge == "auto" and not execution.pool
     device = tensor_device(q)
     if not (several and free and (device.type == "cuda" or interpreted())):
         return False  # before Triton is loaded
-    if _fused_merge().refuses(device, q.dtype) is not None:
+    if kernel.name == "eager" or _fused_merge().refuses(device, q.dtype) is not None:
         return False
     # A run without data is of hardware that need not be here.
     return q.is_meta or _merge_works(q.device, q.dtype)

@@ -146,7 +146,7 @@ class LiveRows:
 
     def reset(self) -> None:
         if self._recorded is not None:
-            self._recorded.steps = 0
+            self._recorded.stop()
         for t in (self.k, self.v, self.counts, self.length, self.peak):
             t.zero_()
         self._refresh(list(range(len(self.k))))
@@ -208,20 +208,22 @@ class LiveRows:
         Of several ranks this rank's part of both.
         """
         self._replayed()
-        most = FEW if decodes and self.decodes else 1
+        most, counts = FEW if decodes and self.decodes else 1, {*lengths}
         form = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
-        if most > 1 and {*lengths} == {q.shape[1]}:  # all will be written
+        if most > 1 and counts == {q.shape[1]}:  # all will be written
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             lse = torch.empty(q.shape[:3], **form)  # (b, c, h)
         else:
             out = torch.zeros_like(q, memory_format=torch.contiguous_format)
             lse = torch.full(q.shape[:3], -torch.inf, **form)
-        for few in sorted({count for count in lengths if 0 < count <= most}):
+        for few in sorted(count for count in counts if 0 < count <= most):
             some = [entry for entry, count in enumerate(lengths) if count == few]
             if most > 1:
                 self._decode(some, few, q, k, v, out, lse, scale)
             else:
                 self._step(some, q, k, v, out, lse, scale, kernel)
+        if max(counts) <= most:
+            return out, lse.transpose(1, 2)
         for entries in self._alike([count * (count > most) for count in lengths]):
             count = lengths[entries[0]]
             for i in _slices(entries):
@@ -507,8 +509,6 @@ class LiveRows:
         """Prepare one more position of each sequence, for a step in a CUDA graph: to be
         recorded, then replayed once.
         """
-        if not self.decodes:
-            raise NotImplementedError("steps in a CUDA graph run by Triton's kernels")
         entries, recorded = list(range(len(self.k))), self._recorded
         if recorded is not None and recorded.steps and self._ahead.steps:
             ahead = self._ahead  # made below
@@ -519,7 +519,7 @@ class LiveRows:
             if recorded is None:
                 recorded = self._recorded = _Recorded.of(self, table)
             recorded.start(table)
-        recorded.steps += 1
+        recorded.prepare()
         self._count(ahead, ahead.steps.pop())
 
     def record(self, q, k, v, scale: float) -> tuple[Tensor, Tensor]:
@@ -530,17 +530,16 @@ class LiveRows:
             raise RuntimeError(
                 "call prepare_step() of the cache before a step is recorded, and before each replay"
             )
+        refuse_recording("Triton's kernels", "eager")
         return self._recorded.step(q, k, v, scale)
 
     def _replayed(self) -> None:
         """After steps in a CUDA graph: see that all were replayed, and go on without."""
         if self._recorded is None or not self._recorded.steps:
             return
+        self._recorded.check()
         self._recorded.stop()
-        if self._ahead.steps:
-            self._ahead, self._far = None, 1
-        else:
-            self._end(self._ahead)
+        self._end(self._ahead)
 
     def _prepared(self, entries: list[int], decodes: bool, least: int = 1) -> _Ahead:
         """The prepared steps of ``entries``, for ``_decode`` or for ``_step``; new ones
@@ -780,37 +779,35 @@ class _Step(NamedTuple):
 class _Recorded:
     """A step in a CUDA graph: what it reads lies where it lay when it was recorded.
 
-    ``counter`` (1,) is one less than the number of the next replay in the table of
-    ``decoder``, and each replay adds 1. ``steps`` were prepared since the table was
-    filled; lines after these give NaN.
+    ``state`` (2,): the line of the ``decoder``'s table that the next replay reads, and
+    how many replays there were. A replay adds ``more``: it leaves a line that nobody
+    prepared, which gives NaN. ``steps`` were prepared since the table was filled.
     """
 
     decoder: Decoder
-    counter: Tensor
+    state: Tensor
+    more: Tensor
     steps: int = 0
 
     @staticmethod
+    @outside_modes()  # or it could not be used outside of that mode
     def of(rows: LiveRows, table: Tensor) -> _Recorded:
         """Of a cache with tables like ``table`` (steps, entries, tables, numbers)."""
         from ..kernels import decode
 
-        rules, counter = (
-            rows.rules,
-            torch.zeros(1, dtype=torch.int64, device=rows.k.device),
-        )
-        group = rules.heads // rules.kv_heads
+        rules, b, d = rows.rules, len(rows.k), rows.k.shape[3]
+        state, more = (table.new_tensor([AHEAD, 0]), table.new_tensor([AHEAD, 1]))
         # As many parts as the most rows are worth.
         lines = table.new_zeros(AHEAD + 1, *table.shape[1:])
         lines[..., decode.COUNT.value] = rules.slots
         lines[..., decode.ENTRY.value] = -1
-        given = rows.k, rows.v, rows.shown, rules.bits, group, lines, counter
-        made = _Recorded(decode.Decoder(*given), counter)
+        group = rules.heads // rules.kv_heads
+        given = rows.k, rows.v, rows.shown, rules.bits, group, lines, state
+        made = _Recorded(decode.Decoder(*given), state, more)
         made.decoder.table[..., decode.COUNT.value] = 0
         # Compiled and loaded before anything is recorded: nothing of it is kept.
-        b, _, _, d = rows.k.shape
         shapes = (b, 1, rules.heads, d), (b, 1, rules.kv_heads, d)
         q, k = (rows.k.new_zeros(shape) for shape in shapes)
-        counter.fill_(AHEAD - 1)
         made.step(q, k, k, 1.0)
         return made
 
@@ -819,25 +816,34 @@ class _Recorded:
         lines = self.decoder.table
         lines[: len(table)] = table
         lines[len(table) : -1] = lines[-1]
-        self.counter.fill_(-1)
-        self.steps = 0
+        self.stop()
+
+    def prepare(self) -> None:
+        """Let the next replay read the next line."""
+        self.state[:1].fill_(self.steps)
+        self.steps += 1
 
     def step(self, q, k, v, scale: float) -> tuple[Tensor, Tensor]:
-        """out (b, 1, h, d), lse (b, h, 1) of the step after the last one."""
+        """out (b, 1, h, d), lse (b, h, 1) of the step that was prepared."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         form = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
         lse = torch.empty(q.shape[:3], **form)
-        self.counter.add_(1)
         self.decoder.step(0, 1, scale, q, k, v, out, lse)
+        self.state.add_(self.more)
         return out, lse.transpose(1, 2)
 
-    def stop(self) -> None:
+    def check(self) -> None:
         """Raise RuntimeError unless each prepared step was replayed, once."""
-        replayed, steps, self.steps = int(self.counter) + 1, self.steps, 0
-        if replayed != steps:
+        if (replays := int(self.state[1])) != self.steps:
             raise RuntimeError(
-                f"{replayed} steps were replayed for {steps} that prepare_step() prepared: reset the cache"
+                f"{replays} steps were replayed for {self.steps} that prepare_step() prepared: reset the cache"
             )
+
+    def stop(self) -> None:
+        """Nothing is prepared, and nothing was replayed."""
+        self.state[:1].fill_(AHEAD)
+        self.state[1:].zero_()
+        self.steps = 0
 
 
 class _Ahead(NamedTuple):

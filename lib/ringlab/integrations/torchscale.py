@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import MASKS, REFUSED, attention
-from ..checks import check_choice, check_unknown
+from ..checks import check_choice, check_unknown, short_repr
 from ..nn import lengths_of
 from ..patterns import Dilated
 
@@ -40,7 +40,8 @@ class LongNetAttention(nn.Module):
         check_unknown("LongNet", given | {"attn_mask": attn_mask}, REASONS)
         if self.training and self.dropout:
             raise NotImplementedError(
-                f"attention dropout {self.dropout} is not supported in training: set attention_dropout=0.0"
+                f"attention dropout {self.dropout} is not supported in training: "
+                "build the model with attention_dropout=0.0"
             )
         lengths = None
         if key_padding_mask is not None and key_padding_mask.any():
@@ -78,8 +79,8 @@ def longnet(model: nn.Module, *, padding: str = "zeros") -> nn.Module:
     """Let a LongNet of torchscale run on ``ringlab.attention``; returns the model.
 
     For models as the slide encoder of Prov-GigaPath, whose own attention needs
-    flash-attn and fails without it ("flash_attn_func is None"): this one runs wherever
-    ``ringlab.attention`` does, on CPUs and older GPUs too. Each ``DilatedAttention`` in
+    flash-attn and fails without it (``assert flash_attn_func is not None``): this one
+    runs wherever ``ringlab.attention`` does, on CPUs and older GPUs too. Each ``DilatedAttention`` in
     the model, or the model itself, is changed in place. Weights, state dict and hooks
     stay as they are.
 
@@ -97,7 +98,8 @@ def longnet(model: nn.Module, *, padding: str = "zeros") -> nn.Module:
     and generation, and NotImplementedError for attention dropout in training (it is off
     in evaluation) and, with padding, for sequences that are longer than a segment which
     its rate does not divide, since torchscale shifts their rows: those of Prov-GigaPath
-    beyond 185,363 tiles. MPS was not tried. An example::
+    beyond 185,363 tiles. ``torch.compile`` breaks its graph at each layer, since what
+    masks hide is looked at. MPS was not tried. An example::
 
         from gigapath import slide_encoder
         model = slide_encoder.create_model(weights, "gigapath_slide_enc12l768d", 1536)
@@ -105,14 +107,20 @@ def longnet(model: nn.Module, *, padding: str = "zeros") -> nn.Module:
         embedding = model(tiles, coords)[-1]  # (b, n, 1536), (b, n, 2) to (b, 768)
     """
     check_choice("padding", padding, ("zeros", "none"))
-    layers = [
-        layer
-        for layer in model.modules()
-        if isinstance(layer, LongNetAttention) or "sparse_to_dense" in vars(type(layer))
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"longnet takes a model, got {short_repr(model)}")
+    layers = [layer for layer in model.modules() if hasattr(layer, "sparse_to_dense")]
+    layers += [
+        layer for layer in model.modules() if isinstance(layer, LongNetAttention)
     ]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no torchscale DilatedAttention")
     for layer in layers:
+        kind = type(layer)
+        if not (isinstance(layer, LongNetAttention) or "sparse_to_dense" in vars(kind)):
+            raise NotImplementedError(
+                f"{kind.__name__} is a subclass of DilatedAttention: call longnet before a model is wrapped"
+            )
         if layer.args.seq_parallel:
             raise NotImplementedError("LongNet with seq_parallel=True is not supported")
         lengths, rates = layer.args.segment_length, layer.args.dilated_ratio

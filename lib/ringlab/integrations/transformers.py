@@ -360,7 +360,8 @@ def _spans(real: Tensor) -> list[tuple[int, int]]:
     stop = first + real.sum(1)
     if not torch.equal(real, (at >= first[:, None]) & (at < stop[:, None])):
         raise NotImplementedError(
-            "padding between tokens is not supported; without an attention_mask generate finds it by pad_token_id"
+            "padding between tokens is not supported; generate takes each pad_token_id for it: "
+            "if they are tokens, give attention_mask=torch.ones_like(input_ids)"
         )
     return list(zip(first.tolist(), stop.tolist()))
 
@@ -499,11 +500,16 @@ def _documents(
             raise NotImplementedError(
                 "cu_seq_lens_q disagrees with cu_seq_lens_k, or with position_ids"
             )
-        return cu_q
     n, known = mask.shape[2], mask.borders is not None or mask.fitting is position_ids
     if known or position_ids.dim() != 2 or position_ids.shape[1] != n:
-        return mask.borders
+        return mask.borders if cu_q is None else cu_q
     anew = position_ids.diff(dim=1) != 1  # (b or 1, n - 1)
+    if cu_q is not None:
+        entry, at = anew.nonzero(as_tuple=True)
+        if not torch.isin(entry * n + at + 1, torch.as_tensor(cu_q).to(at)).all():
+            raise NotImplementedError("cu_seq_lens_q disagrees with position_ids")
+        mask.fitting = position_ids
+        return cu_q
     if mask.real is not None:
         real = mask.real[:, mask.first : mask.first + n]
         anew = anew & real[:, 1:] & real[:, :-1]

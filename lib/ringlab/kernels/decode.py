@@ -34,7 +34,9 @@ PROGRAMS = 2  # for each multiprocessor
 PART = 128  # rows that are worth a program
 MOST_PARTS = 128  # of one head
 JOINED = 32  # parts that a program reads together
-QUERIES = 4096  # elements of a program's tile of q at most, of several new positions
+# Of several new positions: elements and rows of q's tile, and scores of a tile, which
+# spill no registers. In fp32, whose products are three, LEAST rows.
+QUERIES, MOST_ROWS, SCORES = 4096, 64, 2048
 
 
 def told(entries: Sequence[int], firsts, counts, kept, asked, shown) -> Tensor:
@@ -74,7 +76,8 @@ class Decoder:
         width = padded(d)
         counted = 0 if counter is None else len(table)
         self.counter, self.group = self.table if counter is None else counter, group
-        self.most = max(1, QUERIES // (width * group))  # positions of a step
+        rows = min(MOST_ROWS if k.dtype in HALF else LEAST, QUERIES // width)
+        self.most = max(1, rows // group)  # positions of a step
         reads = int((table[..., COUNT.value] - table[..., FIRST.value]).max())
         self.heads = entries * kv_heads
         self.parts = min(
@@ -89,7 +92,6 @@ class Decoder:
             "TABLES": tables,
             "SEERS": seers,
             "BITS": bits,
-            "COLS": columns(width, k.element_size()),
             "DIM": d,
             "PAD": width,
             "HALVES": k.dtype in HALF,
@@ -128,13 +130,15 @@ class Decoder:
         into = (out, lse) if self.split is None else self.split
         strides = (s for t in (q, k, v) for s in t.stride()[:3])
         told = self.table, self.counter
+        tile = max(LEAST, triton.next_power_of_2(self.group * new))
         with torch.cuda.device_of(q):
             launch(
                 attend,
                 self.heads * self.parts,
                 (q, k, v, *self.rows, *told, *into),
                 (number, scale * LOG2E, *self.sizes, new, positions, *strides),
-                ROWS=max(LEAST, triton.next_power_of_2(self.group * new)),
+                ROWS=tile,
+                COLS=columns(self.constants["PAD"], k.element_size(), tile),
                 **self.constants,
             )
             if self.split is not None:
@@ -147,9 +151,12 @@ class Decoder:
                 )
 
 
-def columns(width: int, size: int) -> int:
-    """Rows of a tile of k that has ``width`` elements of ``size`` bytes a row."""
-    return min(WIDE, max(LEAST, TILE // (width * size)))
+def columns(width: int, size: int, rows: int) -> int:
+    """Rows of a tile of k that has ``width`` elements of ``size`` bytes a row, beside
+    ``rows`` of q.
+    """
+    few = SCORES // rows if rows > LEAST else WIDE
+    return min(WIDE, max(LEAST, min(few, TILE // (width * size))))
 
 
 @lru_cache(maxsize=64)
@@ -250,12 +257,12 @@ def attend(
     s_vn: tl.int64,
     s_vh: tl.int64,
     ROWS: tl.constexpr,
+    COLS: tl.constexpr,
     COUNTED: tl.constexpr,
     GROUP: tl.constexpr,
     TABLES: tl.constexpr,
     SEERS: tl.constexpr,
     BITS: tl.constexpr,
-    COLS: tl.constexpr,
     DIM: tl.constexpr,
     PAD: tl.constexpr,
     HALVES: tl.constexpr,
@@ -350,7 +357,7 @@ def attend(
         acc = _weighed(p, values, acc * fade[:, None], HALVES, PRECISION)
         top = high
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]  # out 0 where nothing is seen
-    found = top + tl.math.log2(total)  # and lse -inf, as top is
+    found = top + tl.math.log2(total) + unknown  # and lse -inf, as top is
     if WHOLE:
         row = entry * positions + place
         found *= LN2

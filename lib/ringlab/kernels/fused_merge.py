@@ -40,7 +40,7 @@ from .triton_config import padded
 try:
     import triton
     import triton.language as tl
-except ImportError:  # ``check`` refuses to run, and an estimate starts no kernel
+except ImportError:  # ``refuses`` says why, and an estimate starts no kernel
     triton, tl = (
         SimpleNamespace(jit=lambda *f, **_: f[0] if f else lambda g: g),
         SimpleNamespace(constexpr=int),

@@ -218,6 +218,7 @@ def padded(head_dim: int) -> int:
 # The files of the code that is timed: tuned sizes hold for this code alone.
 CODE = (
     "triton.py",
+    "triton_config.py",
     "triton_kernels.py",
     "tile_schedule.py",
     "gluon.py",
