@@ -25,7 +25,7 @@ from .engine import Execution
 from .estimate import NETWORK_REMOVED, Estimate, cost_of, estimate_of, rates_of
 from .meta_run import MetaCall
 from .patterns import Dense, Pattern
-from .ring import SCHEMES, Layout
+from .ring import Layout, bytes_by_scheme
 from .ring.layout import layout_named
 from .ring.volume import unevenness
 
@@ -817,9 +817,7 @@ class _Advisor:
 
     def _on_ranks(self, pattern: Pattern, execution: Decision) -> _Placed:
         """The pattern with a layout and the scheme that sends the fewest bytes of those
-        that fit.
-
-        Where schemes send equally much it is the ring, which holds the least.
+        that fit, as ``ring.bytes_by_scheme`` orders them.
         """
         c, n = (
             replace(self.call, pattern=pattern, execution=execution.value),
@@ -828,54 +826,50 @@ class _Advisor:
         if c.ranks == 1:
             return _Placed(c, n, execution)
         for name in ("contiguous", "zigzag") if self.layout is None else (self.layout,):
-            found, total, refused = {}, {}, []
-            for scheme in SCHEMES:
-                call = replace(c, scheme=scheme, layout=name)
-                try:
-                    problem, _ = call.problem(n)
-                except ValueError as error:
-                    refused.append(str(error))
-                    continue
-                found[scheme] = _Placed(
-                    call, n, execution, sent=call.sent(problem, scheme)
-                )
-                total[scheme] = sum(found[scheme].sent.values())
-            if not total:
-                raise ValueError(f"no scheme can run it: {refused[0]}")
-            order = sorted(
-                total,
-                key=lambda scheme: (
-                    total[scheme],
-                    scheme != ("ring" if total[scheme] else "plan"),
-                ),
+            call = replace(c, layout=name)
+            try:
+                problem, _ = call.problem(n)
+            except ValueError as error:
+                raise ValueError(f"no scheme can run it: {error}") from None
+            total = bytes_by_scheme(
+                problem, head_dim=c.head_dim, dtype=c.dtype, passes=c.passes
             )
-            if unevenness(problem, order[0]) <= EVEN:
+            least = best = next(iter(total))
+            if unevenness(problem, least) <= EVEN:
                 break
-        least, best = order[0], order[0]
+        placed = {
+            scheme: _Placed(replace(call, scheme=scheme), n, execution)
+            for scheme in total
+        }
         if (
-            self.estimates and self.budget is not None and len(order) > 1
+            self.estimates and self.budget is not None and len(total) > 1
         ):  # an estimate takes long
-            best = next(
-                (scheme for scheme in order if self._fits(found[scheme].estimate)),
-                least,
+            fitting = (
+                scheme for scheme in total if self._fits(placed[scheme].estimate)
             )
+            best = next(fitting, least)
         why = "what each rank's queries see is on it, so nothing moves"
         if total[least]:
             listed = ", ".join(
-                f"{scheme} {format_bytes(total[scheme])}" for scheme in order
+                f"{scheme} {format_bytes(c.batch * size)}"
+                for scheme, size in total.items()
             )
             why = f"all ranks together send in a call: {listed}"
         if best != least:
-            why += f"; {least} needs {format_bytes(self._need(found[least].estimate))} on a rank, more than there is"
-
-        scheme = Decision("scheme", best, ESTIMATE, "; ".join([why, *refused]))
-        busiest = f"the busiest rank computes {unevenness(problem, scheme.value):.3g} times the average"
-        layout = Decision(
-            "layout", name, ESTIMATE if self.layout is None else ASKED, busiest
+            why += f"; {least} needs {format_bytes(self._need(placed[least].estimate))} on a rank, more than there is"
+        why = "; ".join([why, *problem.refusals().values()])
+        chosen, busiest = placed[best], unevenness(problem, best)
+        chosen.sent = chosen.call.sent(*chosen.call.problem(n))
+        chosen.across = (
+            Decision("scheme", best, ESTIMATE, why),
+            Decision(
+                "layout",
+                name,
+                ESTIMATE if self.layout is None else ASKED,
+                f"the busiest rank computes {busiest:.3g} times the average",
+            ),
         )
-        placed = found[scheme.value]
-        placed.across = scheme, layout
-        return placed
+        return chosen
 
     # ----------------------------------------------------------------------------------
     # memory

@@ -4,8 +4,8 @@ A key that is not finite changes no query that it is hidden from. A value in v t
 not finite may make NaN of queries that it is hidden from, and products of q and k that
 overflow fp32 (fp64 for fp64) make wrong or NaN the queries that see them, as in torch's
 own kernels. Under autocast q, k and v are cast as those of torch's attention. With
-documents, a cache, simulated ranks or ``execution`` options for memory, a compiled
-function runs the call between its graphs; import ringlab before you load an exported
+documents, a cache, simulated ranks, a 2-D mesh or ``execution`` options for memory, a
+compiled function runs the call between its graphs; import ringlab before you load an exported
 program.
 """
 
@@ -36,7 +36,7 @@ from .engine.documents import Documents, integers
 from .kernels import capped
 from .kv_cache import KVCache
 from .patterns import Dense, Dilated, Pattern, as_pattern
-from .ring.schemes import HeadRange
+from .ring.ulysses import HeadRange
 
 DEFAULT = Execution()
 AXES = "tensors are (batch, seq, heads, head_dim)"
@@ -76,7 +76,7 @@ def attention(
     scale: float | None = None,
     backend: str | tuple[str, ...] = "auto",
     group=None,
-    scheme: str = "auto",
+    scheme: str | tuple[str, str] = "auto",
     layout: str | ring.Layout = "contiguous",
     exchange_dtype: torch.dtype | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
@@ -125,10 +125,11 @@ def attention(
     Generation: with ``cache``, a ``ringlab.KVCache``, under ``torch.no_grad()`` and
     ``causal``, q, k, v are the rows of new positions, which see all positions so far.
 
-    Across ranks: ``group`` is a ProcessGroup or a 1-D DeviceMesh, and q, k, v are this
+    Across ranks: ``group`` is a ProcessGroup or a DeviceMesh, and q, k, v are this
     rank's shards; or ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who
     owns which position: "contiguous", "zigzag", "striped" or a ``ringlab.ring.Layout``;
-    ``scheme`` how rows travel: "plan", "ring", "all_gather", "ulysses" or "auto". Each
+    ``scheme`` how rows travel: "plan", "ring", "all_gather", "ulysses", or "auto", the
+    one that sends the fewest bytes; over a 2-D mesh a pair, as ("ring", "ulysses"). Each
     is the answer of one device, but for ``exchange_dtype``: see ``help(ringlab.ring)``.
 
     Differentiable once, in q, k, v and sinks. ``torch.compile`` and ``torch.export`` take

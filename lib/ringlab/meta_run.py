@@ -43,7 +43,7 @@ from .ring.exchange import on_hosts, rows_moved
 from .ring.group import check_exchange_dtype, check_one_device
 from .ring.layout import layout_named
 from .ring.rank import rank_of
-from .ring.schemes import SCHEMES
+from .ring.schemes import SCHEMES, algorithms
 from .ring.volume import sent_to
 from .tracking import LiveStorageTracker, storages
 
@@ -615,7 +615,14 @@ class MetaCall:
             exchange_dtype=self.exchange_dtype,
         )
         check_choice("scheme", self.scheme, ("auto", *SCHEMES))
-        scheme = choose(problem).scheme if self.scheme == "auto" else self.scheme
+        scheme = self.scheme
+        if scheme == "auto":
+            scheme = choose(
+                problem,
+                head_dim=self.head_dim,
+                dtype=self.dtype,
+                passes=self.passes,
+            )
         problem.check(scheme)
         return on_hosts(problem, scheme, self.hosts), scheme
 
@@ -623,7 +630,7 @@ class MetaCall:
         """One rank of several, alone."""
         run = MetaRun()
         execution = FirstCall.of(self.execution, run)
-        forward, backward = SCHEMES[scheme]
+        forward, backward = algorithms(scheme)
         with torch.no_grad(), run.on(self.kernel, self.device):
             q, k, v, dout = self._inputs(run, problem.layout.size(number))
             rank = rank_of(problem, number, self.kernel, self.head_dim**-0.5, execution)

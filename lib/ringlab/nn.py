@@ -472,7 +472,7 @@ def shard_sequence(
     ``layout`` is the attention's. Shard tokens, targets, and ``positions`` of a model
     that takes them; targets are shifted before, by ``next_tokens`` of whole sequences.
     """
-    ranks = Group.of(group)
+    ranks = Group.of(group, dimensions=2)
     if ranks.process_group is None:
         return t  # simulated ranks take whole tensors
     return layout_named(layout, t.shape[dim], ranks.size).shard(t, ranks.here[0], dim)

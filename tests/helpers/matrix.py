@@ -90,8 +90,8 @@ STAINED = Stained()
 
 @dataclass(frozen=True)
 class Case:
-    """One call and its gradients. ``layout`` None: on one device, else over
-    ``Simulated(layout.ranks)``.
+    """One call and its gradients. ``layout`` None: on one device, else over as many
+    simulated ranks.
     """
 
     pattern: object
@@ -112,7 +112,8 @@ class Case:
     execution: Execution = Execution()
     backend: str = "auto"
     layout: Layout | None = None
-    scheme: str = "auto"
+    scheme: str | tuple[str, str] = "auto"
+    mesh: tuple[int, int] | None = None  # of the ranks, for a scheme of two dimensions
     documents: dict = field(default_factory=dict, hash=False)  # cu_seqlens or lengths
 
     def call(self, q, k, v, z=None, group=None):
@@ -128,7 +129,7 @@ class Case:
         how |= self.documents | ({"sinks": z} if self.sinks else {})
         how |= {"softcap": self.softcap} if self.softcap else {}
         if self.layout is not None:
-            how["group"] = group or Simulated(self.layout.ranks)
+            how["group"] = group or Simulated(self.mesh or self.layout.ranks)
         if isinstance(self.pattern, Adaptive):
             return ringlab.adaptive_attention(q, k, v, self.pattern, z, **how)
         if self.layout is not None:
@@ -280,7 +281,12 @@ def judged(case: Case):
     )
     return _judged(
         replace(
-            case, execution=Execution(), backend="auto", scheme="auto", layout=layout
+            case,
+            execution=Execution(),
+            backend="auto",
+            scheme="auto",
+            layout=layout,
+            mesh=None,
         )
     )
 

@@ -379,6 +379,21 @@ def parity(cases, device="cpu", staged=False):
     return results
 
 
+def parity_over_a_mesh(cases):
+    """Each case's results on this rank: over a mesh of all ranks, or of half of them
+    beside another one.
+    """
+    results, ranks = [], dist.get_world_size()
+    for case in cases:
+        apart = ranks // case.layout.ranks
+        mesh = dist.init_device_mesh(
+            "cpu", (apart, *case.mesh), mesh_dim_names=("data", "rows", "columns")
+        )["rows", "columns"]
+        own = mesh.mesh.flatten().tolist().index(dist.get_rank())
+        results.append(case.run(*case.shards(own), mesh))
+    return results
+
+
 def as_simulated(cases):
     """What ``parity`` gives by rank in processes: in every bit and in bytes what the
     simulated ranks give.

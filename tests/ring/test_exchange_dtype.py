@@ -133,8 +133,10 @@ def test_auto_is_the_plan_and_what_cannot_be_is_one_line():
     q = torch.zeros(1, 8, 4, 8)
     assert (
         choose(
-            Problem(Dense(), contiguous(8, 2), False, 4, 4, exchange_dtype=BF16)
-        ).scheme
+            Problem(Dense(), contiguous(8, 2), False, 4, 4, exchange_dtype=BF16),
+            head_dim=8,
+            dtype=F32,
+        )
         == "plan"
     )
     for how, said in (

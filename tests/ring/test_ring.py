@@ -22,7 +22,6 @@ from ringlab.patterns import Dense, Dilated
 from ringlab.ring import (
     SCHEMES,
     Problem,
-    choose,
     contiguous,
     counting,
     hilbert,
@@ -112,59 +111,6 @@ def test_dense_schemes_move_their_closed_forms(ranks):
     )
 
 
-WINDOW = block_patterns.sliding_window(1, block_size=SIZE)
-
-
-@pytest.mark.parametrize(
-    "pattern, layout, heads, scheme, why",
-    [
-        (
-            Dilated([16], [1]),
-            contiguous(64, 4),
-            (8, 8),
-            "plan",
-            "a dilated pattern shows few foreign rows",
-        ),
-        (
-            WINDOW,
-            contiguous(64, 4),
-            (8, 8),
-            "plan",
-            "a block-sparse pattern shows few foreign rows",
-        ),
-        (WINDOW, contiguous(64, 1), (8, 8), "plan", "one rank has all rows"),
-        (
-            Dense(),
-            contiguous(64, 1),
-            (8, 8),
-            "ring",
-            "one rank has all rows, and nothing moves",
-        ),
-        (Dense(), zigzag(64, 4), (8, 8), "ulysses", "exchanging heads moves"),
-        (Dense(), zigzag(64, 4), (32, 2), "ring", "exchanging heads would move"),
-        (
-            Dilated([16], [1]),
-            striped(64, 4),
-            (8, 8),
-            "ulysses",
-            "a dilated pattern over stripes",
-        ),
-        (
-            WINDOW,
-            striped(64, 4),
-            (8, 8),
-            "ulysses",
-            "a block-sparse pattern over stripes",
-        ),
-    ],
-)
-def test_auto_takes_the_scheme_that_moves_least_and_says_why(
-    pattern, layout, heads, scheme, why
-):
-    found = choose(Problem(pattern, layout, True, *heads))
-    assert found.scheme == scheme and found.why.startswith(why)
-
-
 @pytest.mark.parametrize(
     "pattern, layout, causal, scheme, said",
     [
@@ -191,13 +137,6 @@ def test_auto_takes_the_scheme_that_moves_least_and_says_why(
         ),
         (PATTERNS[0], hilbert(1, N, 2), True, "plan", "not in time order"),
         (Dilated([4], [1]), striped(N, 2), True, "ring", "another layout, or ulysses"),
-        (
-            PATTERNS[0],
-            contiguous(N, 4),
-            True,
-            "ulysses",
-            "4 ranks are more than 2 heads",
-        ),
         (
             Dense(),
             contiguous(N, 2),

@@ -367,7 +367,10 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pattern, more):
         ({"layout": "zigzag"}, "for several ranks"),
         ({"scheme": "ring"}, "for several ranks"),
         ({"ranks": 2, "scheme": "rng"}, "unknown scheme 'rng'"),
-        ({"ranks": 16, "scheme": "ulysses"}, "more than 8 heads"),
+        (
+            {"ranks": 6, "scheme": ("ulysses", "ring")},
+            "needs a group of two dimensions",
+        ),
         ({"passes": "bwd"}, "unknown passes 'bwd'"),
         ({"kv_heads": 3}, "multiple of K/V heads"),
         ({"dtype": torch.int32}, "dtype must be float64"),

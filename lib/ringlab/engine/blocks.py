@@ -286,7 +286,7 @@ def plan_between(
     """
 
     if way == "views" and hasattr(kernel, "takes_bias"):
-        window, rows = _window_of_tokens(pattern, causal), (mine.span, theirs.span)
+        window, rows = window_of_tokens(pattern, causal), (mine.span, theirs.span)
         if window and all(rows):
             return window_plan(
                 *window, *rows, heads, kv_heads, kernel, causal=causal and itself
@@ -329,7 +329,7 @@ def plan_between(
     )
 
 
-def _window_of_tokens(pattern: BlockSparse, causal: bool) -> tuple[int, int] | None:
+def window_of_tokens(pattern: BlockSparse, causal: bool) -> tuple[int, int] | None:
     """How many tokens before and after itself a query sees, of a window of tokens."""
     part = pattern.parts[0]
     if len(pattern.parts) > 1 or pattern.block_size > 1 or not isinstance(part, Window):

@@ -332,14 +332,14 @@ class Sharded:
             problem = Problem(
                 self.system.pattern, self.layout, p.causal, p.heads, p.kv_heads
             )
-            scheme = choose(problem).scheme if scheme == "auto" else scheme
             shape = {
-                "batch": p.batch,
                 "head_dim": p.head_dim,
                 "dtype": self.system.dtype,
                 "passes": p.passes,
             }
-            planned = sent_bytes(problem, self.rank, scheme, **shape)
+            if scheme == "auto":
+                scheme = choose(problem, **shape)
+            planned = sent_bytes(problem, self.rank, scheme, batch=p.batch, **shape)
         return {
             "bytes_sent": self.first.from_rank(self.rank),
             "messages": self.first.messages,

@@ -3,12 +3,24 @@ them.
 
 ``ringlab.attention(..., group=, scheme=, layout=, exchange_dtype=)``: positions of the
 pattern and of documents are global, and every scheme gives the answer of one device.
-"auto" takes the scheme that sends the fewest bytes (``choose``). Under "plan" a row that
-several ranks of one host need from another host crosses once: one of them receives it
-and passes it on, in a second exchange. Hosts are told apart by name;
-``Simulated(p, machines=m)`` shows what moves. With documents the layout is "contiguous"
-or "zigzag", and a document inside a shard moves nothing. Along a Hilbert layout the
-pattern runs along the curve: that is the answer for the sequence in the curve's order.
+"auto" takes the scheme that sends the fewest bytes in the passes that the call needs: a
+forward, or also a backward where gradients are recorded (``bytes_by_scheme``). "ulysses"
+takes any number of heads: shares may be uneven, and ranks beyond the heads get none,
+where "auto" takes another scheme. Under "plan" a row that several ranks of one host need
+from another host crosses once: one of them receives it and passes it on, in a second
+exchange. Hosts are told apart by name; ``Simulated(p, machines=m)`` shows what moves.
+
+Over a 2-D DeviceMesh, or ``Simulated((2, 4))``, ``scheme`` names what runs along each
+dimension: "ulysses" along one, "plan", "ring" or "all_gather" along the other. Shards
+are numbered row by row, so ("ring", "ulysses") exchanges heads between neighbours. At
+most as many ranks as heads are along "ulysses". Where heads are shared out so that a
+rank's query heads see K/V heads unevenly, a K/V head travels along the other dimension
+once for each query head. A striped layout needs "ulysses" first. Block-sparse patterns
+need "plan". Caches and content-adaptive attention take one dimension.
+
+With documents the layout is "contiguous" or "zigzag", and a document inside a shard
+moves nothing. Along a Hilbert layout the pattern runs along the curve: that is the
+answer for the sequence in the curve's order.
 
 ``exchange_dtype``, for "plan", which "auto" then takes: rows of k and v travel in this
 narrower dtype. Who receives them computes with the rounded rows, their owner with its
@@ -34,12 +46,12 @@ from .group import (
     length_of,
 )
 from .layout import Layout, contiguous, hilbert, striped, uneven, zigzag
-from .schemes import SCHEMES, Choice, choose
+from .schemes import SCHEMES
+from .volume import bytes_by_scheme, choose
 from .watch import RankFailed
 
 __all__ = [
     "SCHEMES",
-    "Choice",
     "Layout",
     "PlanMismatch",
     "Problem",
@@ -50,6 +62,7 @@ __all__ = [
     "Traffic",
     "attend",
     "attend_documents",
+    "bytes_by_scheme",
     "check_one_device",
     "choose",
     "contiguous",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -173,6 +173,32 @@ def all_to_all(
     into = send.new_empty(sum(received), *send.shape[1:])
     yield Wait((yield AllToAll(send, sent, into, received, control)))
     return into
+
+
+def among(members: Sequence[int], ranks: int, steps: Steps) -> Steps:
+    """The steps of an algorithm of a few of ``ranks`` ranks, which it numbers from 0:
+    ``members`` are their numbers among all.
+    """
+    ticket = None
+    while True:
+        try:
+            request = steps.send(ticket)
+        except StopIteration as end:
+            return end.value
+        if isinstance(request, Exchange):
+            request = Exchange(
+                {members[i]: part for i, part in request.send.items()},
+                {members[i]: part for i, part in request.receive.items()},
+            )
+        elif isinstance(request, AllToAll):
+            number = {member: i for i, member in enumerate(members)}
+            places = [number.get(rank) for rank in range(ranks)]
+            sent, received = (
+                [0 if i is None else counts[i] for i in places]
+                for counts in (request.sent, request.received)
+            )
+            request = replace(request, sent=sent, received=received)
+        ticket = yield request
 
 
 def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:

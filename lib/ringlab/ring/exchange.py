@@ -30,12 +30,14 @@ import torch
 from torch import Tensor
 
 from ..block_patterns import BlockSparse
-from ..engine.blocks import BlockParts
+from ..engine.blocks import BlockParts, window_of_tokens
 from ..engine.dilated import first_and_step, runs_alike
 from ..engine.execute import WHOLE, View, views_of
 from ..modes import outside_modes
 from ..patterns import Branch, Dense, Pattern
 from .layout import Layout
+
+AT_A_TIME = 256  # parts of queries whose keys are looked up in one matrix
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,10 @@ class StridedRows:
     def view(self, layout: Layout, rank: int) -> View:
         """These rows in the shard of ``rank``, which owns them."""
         position, step = self.first
-        row, owned = next(
-            (row, owned) for row, owned in layout.chunks(rank) if position in owned
-        )
-        first, rate = row + owned.index(position), max(1, self.rate // owned.step)
-        return View(self.count, first, rate, 0, *self.kv_head, step // owned.step)
+        stop = position + self.count * self.rate
+        rows = layout.rows(rank, range(position, stop, self.rate))
+        apart = layout.ranks if layout.kind == "striped" else 1
+        return View(self.count, rows.start, rows.step, 0, *self.kv_head, step // apart)
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Problem:
         return hash((self.pattern, self.layout, self.causal, *shape))
 
     def check(self, scheme: str) -> None:
-        """Raise ValueError if a scheme does not support the problem."""
+        """Raise ValueError if a scheme of one dimension does not support the problem."""
         if self.exchange_dtype is not None and scheme != "plan":
             raise ValueError(
                 f"exchange_dtype is for scheme 'plan' alone, got {scheme!r}"
@@ -133,15 +134,22 @@ class Problem:
                 "causal attention along a Hilbert curve has no meaning: its steps are not in time order"
             )
         if scheme == "ulysses":
-            if (ranks := self.layout.ranks) > self.heads:
-                raise ValueError(
-                    f"ulysses shares out heads: {ranks} ranks are more than {self.heads} heads"
-                )
-        elif self.layout.kind == "striped" and not isinstance(self.pattern, Dense):
+            return
+        if self.layout.kind == "striped" and not isinstance(self.pattern, Dense):
             what = f"scheme {scheme!r} serves a striped layout with dense attention only, not {self.pattern}"
             raise ValueError(
                 f"{what}: stripes have no neighbours; take another layout, or ulysses"
             )
+
+    def refusals(self) -> dict[str, str]:
+        """Why schemes of one dimension do not support the problem, by scheme."""
+        reasons = {}
+        for scheme in ("plan", "ring", "all_gather", "ulysses"):
+            try:
+                self.check(scheme)
+            except ValueError as error:
+                reasons[scheme] = str(error)
+        return reasons
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
@@ -281,15 +289,21 @@ class Problem:
         """The numbers of the parts of keys (c,) that some part of the queries sees,
         ascending.
         """
-        near = theirs.near(self.pattern, mine.blocks, self.layout.n)
-        if not len(near):
-            return near
-        seen = self.pattern.blocks(
-            self.layout.n, mine.blocks, theirs.blocks[near]
-        )  # (mine, near)
-        if self.causal:
-            seen &= theirs[near].before(mine)
-        return near[seen.any(0)]
+        if (window := window_of_tokens(self.pattern, self.causal)) is not None:
+            before, after = window
+            # Of each key the first query that is not too early to see it.
+            queries = torch.cat([mine.blocks, torch.tensor([2**62])])
+            first = queries[torch.searchsorted(mine.blocks, theirs.blocks - after)]
+            return (first <= theirs.blocks + before).nonzero().flatten()
+        n, needed = self.layout.n, torch.zeros(len(theirs.blocks), dtype=torch.bool)
+        for first in range(0, len(mine.blocks), AT_A_TIME):
+            queries = mine[slice(first, first + AT_A_TIME)]
+            near = theirs.near(self.pattern, queries.blocks, n)
+            seen = self.pattern.blocks(n, queries.blocks, theirs.blocks[near])
+            if self.causal:
+                seen &= theirs[near].before(queries)  # (queries, near)
+            needed[near] |= seen.any(0)
+        return needed.nonzero().flatten()
 
     @cached_property
     def hops(self) -> list[int]:
@@ -593,14 +607,10 @@ def _placed(problem: Problem) -> Tensor:
     heads select a query at all. A number is 64 bits of a hash.
     """
     layout, place = problem.layout, torch.zeros((), dtype=torch.long)
-    chunks = torch.tensor(
-        [[*layout.cuts[i : i + 2]] for i in range(len(layout.cuts) - 1)]
-    )  # (chunks, 2)
-    if layout.kind == "zigzag":
-        chunks = torch.stack(
-            [chunks[: layout.ranks], chunks.flip(0)[: layout.ranks]], 1
-        )
-    for keys, queries in product(chunks.view(layout.ranks, -1, 2).unbind(1), repeat=2):
+    owned = [[(r.start, r.stop) for r in layout.ranges(i)] for i in range(layout.ranks)]
+    most = max(map(len, owned))
+    chunks = torch.tensor([each + [(0, 0)] * (most - len(each)) for each in owned])
+    for keys, queries in product(chunks.unbind(1), repeat=2):  # (ranks, 2)
         (k_start, k_stop), (q_start, q_stop) = (
             keys.unbind(1),
             queries[:, None].unbind(2),

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, count, product, zip_longest
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import kernels
-from ..checks import check_choice, check_float_dtype, check_int, short_repr
+from ..checks import check_float_dtype, check_int, short_repr
 from ..engine import Execution
 from ..engine.autograd import (
     IN_GRAPHS,
@@ -44,7 +44,9 @@ from .comm import all_to_all, drive
 from .exchange import Problem, RankPlan, digest, on_hosts, plan_rank
 from .layout import Layout, layout_named
 from .rank import Rank, rank_of
-from .schemes import SCHEMES, choose, shares
+from .schemes import algorithms, check_problem, check_scheme
+from .ulysses import MeshScheme, head_share, mesh_of
+from .volume import choose
 
 # --------------------------------------------------------------------------------------
 # groups
@@ -53,7 +55,7 @@ from .schemes import SCHEMES, choose, shares
 @dataclass(frozen=True)
 class Simulated:
     """``ranks`` simulated in this process: q, k, v are whole, sharded inside, and the
-    result is whole.
+    result is whole. A pair of numbers is a 2-D mesh of ranks.
 
     ``machines``: over so many simulated hosts the ranks are spread evenly, in order. It
     decides what scheme "plan" moves between which ranks, and in what order gradients
@@ -67,10 +69,19 @@ class Simulated:
     (256, 768)
     """
 
-    ranks: int
+    ranks: int | tuple[int, int]
     machines: int = 1
+    shape: tuple[int, int] | None = field(default=None, init=False)
 
     def __post_init__(self):
+        if isinstance(self.ranks, tuple | list):
+            if len(self.ranks) != 2:
+                raise ValueError(
+                    f"ranks must be a number or a pair, got {short_repr(self.ranks)}"
+                )
+            shape = tuple(check_int("ranks", ranks) for ranks in self.ranks)
+            object.__setattr__(self, "shape", shape)
+            object.__setattr__(self, "ranks", shape[0] * shape[1])
         for name in ("ranks", "machines"):
             object.__setattr__(self, name, check_int(name, getattr(self, name)))
         if self.ranks % self.machines:
@@ -85,17 +96,19 @@ class Group:
 
     With a process group that is one rank; without (None) it is all of them, simulated.
     Tensors hold the rows of the ranks here, one rank after the other. Copies share the
-    process group; a pickle keeps its name and size.
+    process group; a pickle keeps its name and size. ``shape``: of a 2-D mesh, whose
+    ranks are numbered row by row.
     """
 
     size: int
     here: range
     process_group: dist.ProcessGroup | None = None
+    shape: tuple[int, int] | None = None
 
     def __reduce__(self):
         if self.process_group is None:
-            return Group, (self.size, self.here)
-        return _restored, (self.process_group.group_name, self.size)
+            return Group, (self.size, self.here, None, self.shape)
+        return _restored, (self.process_group.group_name, self.size, self.shape)
 
     @classmethod
     def kept(cls, group):
@@ -106,20 +119,23 @@ class Group:
         return group if kept else cls.of(group)
 
     @classmethod
-    def of(cls, group) -> Group:
-        """The group of a ProcessGroup, a 1-D DeviceMesh or Simulated ranks; raises
-        TypeError for anything else.
+    def of(cls, group, dimensions: int = 1) -> Group:
+        """The group of a ProcessGroup, a DeviceMesh or Simulated ranks, with at most so
+        many ``dimensions``; raises TypeError for anything else.
         """
+        shape = group.shape if isinstance(group, Group | Simulated) else None
+        if isinstance(group, dist.DeviceMesh) and group.ndim > 1:
+            shape = group.shape
+        if shape is not None and len(shape) > dimensions:
+            raise ValueError(
+                f"group must be a 1-D mesh, got one of {len(shape)} dimensions; take one, as mesh['sp']"
+            )
         if isinstance(group, Group):
             return group
         if isinstance(group, Simulated):
-            return cls(group.ranks, range(group.ranks))
+            return cls(group.ranks, range(group.ranks), None, shape)
         if isinstance(group, dist.DeviceMesh):
-            if (count := group.ndim) != 1:
-                raise ValueError(
-                    f"group must be a 1-D mesh, got one of {count} dimensions; take one, as mesh['sp']"
-                )
-            group = group.get_group()
+            group = group.get_group() if shape is None else _of_both_dimensions(group)
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this rank is not a member of the group: new_group gave it no part"
@@ -128,7 +144,7 @@ class Group:
             wanted = "a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated"
             raise TypeError(f"group must be {wanted}, got {short_repr(group)}")
         rank = dist.get_rank(group)
-        return cls(dist.get_world_size(group), range(rank, rank + 1), group)
+        return cls(dist.get_world_size(group), range(rank, rank + 1), group, shape)
 
     @classmethod
     def sharing(cls, group) -> Group | None:
@@ -268,6 +284,20 @@ class Group:
         return found
 
 
+def _of_both_dimensions(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
+    """The process group of all ranks of a 2-D mesh, numbered row by row."""
+    numbers = mesh.mesh.flatten().tolist()
+    if numbers != sorted(numbers):
+        raise ValueError(f"a 2-D mesh must number its ranks row by row, got {numbers}")
+    if len(numbers) == dist.get_world_size():
+        return dist.group.WORLD
+    if not hasattr(mesh, "_flatten"):  # a private method of torch, made once by mesh
+        raise NotImplementedError(
+            "this torch does not flatten a mesh of a part of the ranks"
+        )
+    return mesh._flatten().get_group()
+
+
 MOST_AGREED = 4096  # digests that are kept
 # By process group: the digests that its ranks agreed on, and the numbers of its next
 # forward calls.
@@ -351,7 +381,7 @@ class _Call:
 
     name: str
     problem: Problem
-    scheme: str
+    scheme: str | MeshScheme
     backend: str | tuple[str, ...]
     execution: Execution
 
@@ -394,7 +424,7 @@ def attend(
     pattern,
     *,
     group,
-    scheme: str,
+    scheme: str | tuple[str, str],
     layout,
     causal: bool,
     scale: float,
@@ -403,8 +433,8 @@ def attend(
     exchange_dtype: torch.dtype | None = None,
     sinks: Tensor | None = None,
 ):
-    """out and lse for checked tensors: local shards over a group or 1-D mesh, whole
-    ones over Simulated ranks.
+    """out and lse for checked tensors: local shards over a group or mesh, whole ones
+    over Simulated ranks.
     """
     compiling, simulated = torch.compiler.is_compiling(), isinstance(group, Simulated)
     options = {
@@ -414,7 +444,7 @@ def attend(
         "execution": execution,
         "sinks": sinks,
     }
-    if compiling and (simulated or not IN_GRAPHS):
+    if compiling and (simulated or not IN_GRAPHS or not isinstance(scheme, str)):
         across = {
             "group": group,
             "scheme": scheme,
@@ -433,19 +463,21 @@ def attend(
     q, k, v = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v)
     )  # kernels need that
-    machines, group = group.machines if simulated else 1, Group.of(group)
+    machines, group = group.machines if simulated else 1, Group.of(group, dimensions=2)
     check_exchange_dtype(exchange_dtype, q.dtype)
     shape, where = (
         (*q.shape[1:3], k.shape[2]),
         (exchange_dtype, group.size, machines, group.process_group),
     )
-    about = shape, pattern, layout, scheme, causal, backend, execution, *where
+    passes = "fwd+bwd" if is_followed(q, k, v, sinks) else "fwd"
+    scheme, width = check_scheme(scheme, group.shape), (q.shape[3], q.dtype, passes)
+    about = shape, width, pattern, layout, scheme, causal, backend, execution, *where
     if compiling:
         name = _name_in_graph(*about)
     else:
         call = _call(*about)  # held until the operator has found it
         name = call.name
-    if group.size > 1 and simulated and not is_followed(q, k, v, sinks):
+    if group.size > 1 and simulated and passes == "fwd":
         return forward(q, k, v, sinks, scale, "", name, operator=False)[:2]
     if group.size > 1:
         where = "" if simulated else group.process_group.group_name
@@ -467,7 +499,7 @@ def attend_documents(
     documents: Documents,
     *,
     group,
-    scheme: str,
+    scheme: str | tuple[str, str],
     layout,
     exchange_dtype=None,
     **options,
@@ -477,8 +509,8 @@ def attend_documents(
     Documents inside a shard are attended there, and nothing moves. One that borders of
     shards cut is a call of all ranks on its part of the layout.
     """
-    found = Group.of(group)
-    check_choice("scheme", scheme, ("auto", *SCHEMES))
+    found = Group.of(group, dimensions=2)
+    check_scheme(scheme, found.shape)
     layout = layout_named(layout, documents.n, found.size)
     if layout.kind not in ("contiguous", "zigzag"):
         raise ValueError(
@@ -540,10 +572,7 @@ def _documents_here(
     for entry, start, stop in documents.spans:
         if start < stop:
             parts = range(bisect_right(cuts, start) - 1, bisect_right(cuts, stop - 1))
-            owners = {
-                min(i, len(cuts) - 2 - i) if layout.kind == "zigzag" else i
-                for i in parts
-            }
+            owners = {layout.owners[i] for i in parts}
             if len(owners) > 1:
                 cut.setdefault((start, stop), []).append(entry)
             elif rank is None or rank in owners:
@@ -598,7 +627,8 @@ def check_one_device(scheme, layout, exchange_dtype=None) -> None:
     """Raise ValueError for an unknown scheme, and for what is for several ranks,
     without a group.
     """
-    check_choice("scheme", scheme, ("auto", *SCHEMES))
+    if not isinstance(scheme, tuple | list):
+        check_scheme(scheme)
     for what, given in (
         ("a scheme", scheme != "auto"),
         ("an exchange_dtype", exchange_dtype is not None),
@@ -621,6 +651,7 @@ def length_of(t: Tensor, group, layout) -> int:
 
 def _call(
     shape,
+    width,
     pattern,
     layout,
     scheme,
@@ -632,8 +663,9 @@ def _call(
     machines: int,
     process_group,
 ) -> _Call:
-    """The call, checked; ``shape``: rows, heads, K/V heads."""
-    check_choice("scheme", scheme, ("auto", *SCHEMES))
+    """The call, checked; ``shape``: rows, heads, K/V heads; ``width``: head_dim, dtype
+    and passes, which decide between schemes.
+    """
     if not isinstance(layout, str | Layout):
         layout_named(layout, 1, 1)  # raises
     rank = None
@@ -642,8 +674,19 @@ def _call(
             dist.get_rank(process_group),
             process_group,
         )
+    if scheme != "auto":
+        width = None
     problem, scheme, text = _problem(
-        pattern, layout, scheme, causal, exchange_dtype, shape, ranks, machines, rank
+        pattern,
+        layout,
+        scheme,
+        causal,
+        exchange_dtype,
+        shape,
+        width,
+        ranks,
+        machines,
+        rank,
     )
     name = f"{text} {backend} {id(execution)}"  # a call holds its execution, so that the id is its alone
     return _calls.setdefault(name, _Call(name, problem, scheme, backend, execution))
@@ -653,14 +696,15 @@ def _call(
 def _problem(
     pattern,
     layout,
-    scheme: str,
+    scheme: str | MeshScheme,
     causal: bool,
     exchange_dtype: torch.dtype | None,
     shape: tuple[int, int, int],
+    width: tuple[int, torch.dtype, str] | None,
     ranks: int,
     machines: int,
     rank: int | None,
-) -> tuple[Problem, str, str]:
+) -> tuple[Problem, str | MeshScheme, str]:
     """Problem, scheme, and a text for both, checked. ``shape``: rows, heads, K/V heads;
     ``rank`` None: of all rows.
     """
@@ -680,8 +724,10 @@ def _problem(
     problem = Problem(
         pattern, layout, causal, heads, kv_heads, exchange_dtype=exchange_dtype
     )
-    scheme = choose(problem).scheme if scheme == "auto" else scheme
-    problem.check(scheme)
+    if scheme == "auto":
+        head_dim, dtype, passes = width
+        scheme = choose(problem, head_dim=head_dim, dtype=dtype, passes=passes)
+    check_problem(problem, scheme)
     problem = on_hosts(
         problem, scheme, tuple(i * machines // ranks for i in range(ranks))
     )
@@ -721,7 +767,7 @@ def _named(name: str) -> dist.ProcessGroup | None:
     return getattr(dist.distributed_c10d, "_resolve_process_group", _groups.get)(name)
 
 
-def _restored(name: str, size: int) -> Group:
+def _restored(name: str, size: int, shape: tuple[int, int] | None = None) -> Group:
     """The group that a pickle has named; RuntimeError unless it is here, with as many
     ranks.
     """
@@ -736,7 +782,7 @@ def _restored(name: str, size: int) -> Group:
         raise RuntimeError(
             f"there is no process group {name!r} of {size} ranks as in the pickle: make it before, or load a state dict"
         )
-    return found
+    return replace(found, shape=shape)
 
 
 def forward(
@@ -771,16 +817,17 @@ def forward(
         )
         shards = zip(*(group.split(t, 1, layout) for t in (flip(q), k, v)))
         steps = [
-            SCHEMES[call.scheme][0](rank, *mine) for rank, mine in zip(ranks, shards)
+            algorithms(call.scheme)[0](rank, *mine) for rank, mine in zip(ranks, shards)
         ]
         found = drive(steps, group.process_group)
         if sinks is not None:
-            heads, _ = shares(q.shape[2], k.shape[2], layout.ranks)
+            mesh = mesh_of(call.scheme, layout.ranks)
             for rank, (out, lse, *kept) in zip(group.here, found):
                 add_sinks_(out, lse, sinks)
-                if call.scheme == "ulysses":  # its backward reads those of its heads
-                    mine = heads[rank]
-                    add_sinks_(*kept[-2:], sinks[mine.start : mine.stop])
+                if mesh is not None:  # its backward reads those of its heads
+                    share = head_share(call.problem, mesh, rank)
+                    if heads := share.queries[share.place]:
+                        add_sinks_(*kept[3:5], sinks[heads.start : heads.stop])
         out, lse = (
             group.join([each[i] for each in found], dim, layout)
             for i, dim in ((0, 1), (1, 2))
@@ -802,17 +849,22 @@ def _(q, k, v, sinks, scale, group, name):
     (call, group), (b, s, h, d), saved = _found(name, group), q.shape, []
     layout, broad = call.problem.layout, accumulation_dtype(q.dtype)
     for rank in group.here:
-        if call.scheme == "plan":
-            saved.append(k.new_empty(plan_rank(call.problem, rank).rows, 2, b, d))
-        elif call.scheme == "ulysses":
-            queries, keys = (
-                len(heads[rank]) for heads in shares(h, k.shape[2], layout.ranks)
+        problem, scheme = call.problem, call.scheme
+        if (mesh := mesh_of(scheme, layout.ranks)) is not None:
+            share = head_share(problem, mesh, rank)
+            rank = share.across.index(rank)
+            n, queries, keys = (
+                share.problem.layout.size(rank),
+                len(share.queries[share.place]),
+                len(share.keys[share.place]),
             )
             saved += [
-                q.new_empty(b, layout.n, heads, d)
-                for heads in (queries, keys, keys, queries)
+                q.new_empty(b, n, heads, d) for heads in (queries, keys, keys, queries)
             ]
-            saved.append(q.new_empty(b, queries, layout.n, dtype=broad))
+            saved.append(q.new_empty(b, queries, n, dtype=broad))
+            problem, scheme = share.problem, mesh.other
+        if scheme == "plan":
+            saved.append(k.new_empty(plan_rank(problem, rank).rows, 2, b, d))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return (
         out,
@@ -858,7 +910,7 @@ def ranks_backward(
             (saved[i * count : (i + 1) * count] for i in range(len(ranks))),
         )
         steps = [
-            SCHEMES[call.scheme][1](rank, *mine, *more) for rank, mine, more in each
+            algorithms(call.scheme)[1](rank, *mine, *more) for rank, mine, more in each
         ]
         found = drive(steps, group.process_group)
         dq, dk, dv = (

@@ -26,7 +26,7 @@ class Layout:
     ``cuts``: the p + 1 borders of the shards of a contiguous, uneven or Hilbert layout,
     the 2 p + 1 borders of the chunks of a zigzag one, (n, p) of a striped one.
     ``grid``: (height, width) of a Hilbert layout, whose positions are steps of the
-    curve.
+    curve. ``owners``: of a layout made by ``joined``, the rank of each chunk.
 
     >>> layout = zigzag(16, 2)
     >>> layout.ranges(0), layout.ranges(1)
@@ -41,6 +41,15 @@ class Layout:
     kind: str
     cuts: tuple[int, ...]
     grid: tuple[int, int] | None = None
+    owners: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.kind != "striped" and not self.owners:
+            chunks = len(self.cuts) - 1
+            owners = range(chunks)
+            if self.kind == "zigzag":
+                owners = [min(i, chunks - 1 - i) for i in owners]
+            object.__setattr__(self, "owners", tuple(owners))
 
     @cached_property
     def n(self) -> int:
@@ -48,9 +57,7 @@ class Layout:
 
     @cached_property
     def ranks(self) -> int:
-        return {"striped": self.cuts[-1], "zigzag": (len(self.cuts) - 1) // 2}.get(
-            self.kind, len(self.cuts) - 1
-        )
+        return self.cuts[-1] if self.kind == "striped" else max(self.owners) + 1
 
     def chunks(self, rank: int) -> list[tuple[int, range]]:
         """(first row in the shard, positions) of each of ``ranges(rank)``. ValueError
@@ -65,11 +72,9 @@ class Layout:
         if self.kind == "striped":
             owned = [[range(rank, self.n, self.ranks)] for rank in range(self.ranks)]
         else:
-            parts = [range(*cuts) for cuts in pairwise(self.cuts)]
-            owned = [
-                [parts[i], parts[-1 - i]] if self.kind == "zigzag" else [parts[i]]
-                for i in range(self.ranks)
-            ]
+            owned = [[] for _ in range(self.ranks)]
+            for owner, chunk in zip(self.owners, pairwise(self.cuts)):
+                owned[owner].append(range(*chunk))
         rows = [accumulate(map(len, mine), initial=0) for mine in owned]
         return [[pair for pair in zip(*each) if pair[1]] for each in zip(rows, owned)]
 
@@ -87,6 +92,42 @@ class Layout:
     def sizes(self) -> list[int]:
         """The number of positions of every rank."""
         return [self.size(rank) for rank in range(self.ranks)]
+
+    def rows(self, rank: int, positions: range) -> slice:
+        """The rows in the shard of ``rank`` that hold positions of one of its chunks."""
+        if not positions:
+            return slice(0, 0)
+        row, owned = next(
+            (row, owned) for row, owned in self.chunks(rank) if positions[0] in owned
+        )
+        first, step = (
+            row + owned.index(positions[0]),
+            max(1, positions.step // owned.step),
+        )
+        return slice(first, first + step * len(positions), step)
+
+    def joined(self, lines: Sequence[tuple[int, ...]]) -> Layout:
+        """The layout in which the ranks of each line are one.
+
+        Raises ValueError for stripes that do not join to stripes.
+        """
+        ranks = len(lines)
+        if self.kind == "striped":
+            if any(rank % ranks != i for i, line in enumerate(lines) for rank in line):
+                raise ValueError(
+                    "a striped layout over a 2-D mesh needs ulysses along the first dimension"
+                )
+            return striped(self.n, ranks)
+        new = {rank: i for i, line in enumerate(lines) for rank in line}
+        cuts, owners = [0], []
+        for owner, stop in zip(map(new.get, self.owners), self.cuts[1:]):
+            if owners[-1:] == [owner]:
+                cuts.pop()
+            else:
+                owners.append(owner)
+            cuts.append(stop)
+        kind = "contiguous" if owners == [*range(ranks)] else "joined"
+        return Layout(kind, tuple(cuts), owners=tuple(owners))
 
     @outside_modes()
     def positions(self, rank: int) -> Tensor:

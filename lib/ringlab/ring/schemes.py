@@ -9,25 +9,19 @@ call is exact with the final out and lse.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from dataclasses import dataclass
-from itertools import chain, pairwise
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import patterns
-from ..block_patterns import BlockSparse
-from ..engine import blocks, dilated, execute
+from ..checks import check_choice, short_repr
 from ..engine.autograd import fold_lse_gradient
 from ..kernels.base import accumulation_dtype
-from ..patterns import Branch, Pattern
 from .comm import AllToAll, Exchange, Steps, Wait, all_to_all
 from .exchange import Problem, RankPlan
 from .rank import Rank
+from .ulysses import MeshScheme, head_share, ulysses_backward, ulysses_forward
 
 # --------------------------------------------------------------------------------------
 # plan: the rows that are seen, each once, by one all-to-all. A second one passes on, inside each host, what one rank
@@ -239,197 +233,6 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     return tuple(t[..., :d] for t in total)
 
 
-# --------------------------------------------------------------------------------------
-# ulysses: sequence shards become head shards and back (Jacobs et al. 2023, arXiv 2309.14509). Rank u takes a contiguous
-# range of query heads, uneven if p does not divide H, and the K/V heads that they see; a K/V head that several ranks
-# need is sent to each. Head offsets and groups follow the global head index.
-
-
-@dataclass(frozen=True)
-class HeadRange:
-    """The heads ``mine`` of a pattern for ``heads`` heads, numbered from 0."""
-
-    pattern: Pattern
-    mine: range
-    heads: int
-    kv_heads: int
-
-    def branches(self, n: int, heads: int, kv_heads: int) -> tuple[Branch, ...]:
-        whole = self.pattern.branches(n, self.heads, self.kv_heads)
-        mine = [
-            [
-                (h - self.mine.start, o)
-                for h, o in zip(b.heads, b.offsets)
-                if h in self.mine
-            ]
-            for b in whole
-        ]
-        return tuple(
-            Branch(b.length, b.rate, *zip(*some))
-            for b, some in zip(whole, mine)
-            if some
-        )
-
-
-def shares(heads: int, kv_heads: int, ranks: int) -> tuple[list[range], list[range]]:
-    """By rank, the query heads that it takes, and the K/V heads that they see.
-
-    >>> shares(5, 5, 2)[0]
-    [range(0, 3), range(3, 5)]
-    """
-    (whole, rest), group = divmod(heads, ranks), heads // kv_heads
-    cuts = [rank * whole + min(rank, rest) for rank in range(ranks + 1)]
-    queries = [range(*pair) for pair in pairwise(cuts)]
-    return queries, [
-        range(q.start // group, (q.stop - 1) // group + 1) for q in queries
-    ]
-
-
-def _to_heads(rank: Rank, tensors: list[Tensor], heads: list[list[range]]) -> Steps:
-    """Sequence shards (b, s, h, d) to whole sequences (b, n, h', d); heads[i][u] are
-    what rank u takes of tensor i.
-    """
-    layout, each = rank.problem.layout, list(zip(tensors, heads))
-    parts = [
-        [t[:, :, h[u].start : h[u].stop] for t, h in each] for u in range(layout.ranks)
-    ]
-    shapes = [
-        [(t.shape[0], size, len(h[rank.rank]), t.shape[3]) for t, h in each]
-        for size in layout.sizes
-    ]
-    received = yield from _all_to_all(parts, shapes)
-    whole = [
-        t.new_empty(t.shape[0], layout.n, len(h[rank.rank]), t.shape[3])
-        for t, h in each
-    ]
-    for source, shards in enumerate(received):
-        for row, owned in layout.chunks(source):
-            for into, shard in zip(whole, shards):
-                into[:, owned.start : owned.stop : owned.step] = shard[
-                    :, row : row + len(owned)
-                ]
-    return whole
-
-
-def _to_rows(rank: Rank, tensors: list[Tensor], heads: list[list[range]]) -> Steps:
-    """The way back; what several ranks have of one K/V head is summed."""
-    layout, each = rank.problem.layout, list(zip(tensors, heads))
-    owned = [
-        [slice(r.start, r.stop, r.step) for r in layout.ranges(u)]
-        for u in range(layout.ranks)
-    ]
-    parts = [
-        [torch.cat([t[:, :0], *(t[:, rows] for rows in some)], 1) for t in tensors]
-        for some in owned
-    ]
-    size = layout.size(rank.rank)
-    shapes = [
-        [(t.shape[0], size, len(h[u]), t.shape[3]) for t, h in each]
-        for u in range(layout.ranks)
-    ]
-    received = yield from _all_to_all(parts, shapes)
-    results = [t.new_zeros(t.shape[0], size, h[-1].stop, t.shape[3]) for t, h in each]
-    for u, shards in enumerate(received):
-        for into, shard, h in zip(results, shards, heads):
-            into[:, :, h[u].start : h[u].stop] += shard
-    return results
-
-
-def _all_to_all(
-    parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]
-) -> Steps:
-    """Send lists of tensors of one dtype by rank, get those of these shapes by rank."""
-    counts = [[math.prod(shape) for shape in each] for each in shapes]
-    send = torch.cat([t.reshape(-1) for part in parts for t in part])
-    sent, received = (
-        [sum(t.numel() for t in part) for part in parts],
-        list(map(sum, counts)),
-    )
-    flat = iter(
-        (yield from all_to_all(send, sent, received)).split(list(chain(*counts)))
-    )
-    return [[next(flat).view(shape) for shape in each] for each in shapes]
-
-
-def _on_heads(rank: Rank, *tensors) -> tuple[Tensor, ...]:
-    """The one-device engine on whole sequences of this rank's heads: forward of q, k,
-    v, else backward.
-    """
-    problem, backward, how = rank.problem, len(tensors) > 3, (*rank.how, rank.execution)
-    if isinstance(problem.pattern, BlockSparse):  # all heads see the same blocks
-        return (blocks.backward if backward else blocks.forward)(
-            *tensors, problem.pattern, *how
-        )
-    queries, _ = shares(problem.heads, problem.kv_heads, problem.layout.ranks)
-    pattern = HeadRange(
-        problem.pattern, queries[rank.rank], problem.heads, problem.kv_heads
-    )
-    q, k = tensors[backward : backward + 2]
-    plan = dilated.plan_for(q, k, pattern, rank.execution.cached, backward=backward)
-    run = execute.backward if backward else execute.forward
-    return run(*tensors, plan, *rank.how, pool=rank.execution.scratch())
-
-
-def _shares(rank: Rank) -> tuple[list[range], list[range], list[int] | None]:
-    """The query heads and the K/V heads of all ranks, and the K/V head of each query
-    head of this rank.
-
-    The last is None where groups are whole; else the engine, which needs equal groups,
-    gets a K/V head per query head.
-    """
-    problem, me = rank.problem, rank.rank
-    queries, keys = shares(problem.heads, problem.kv_heads, problem.layout.ranks)
-    seen = [
-        head * problem.kv_heads // problem.heads - keys[me].start
-        for head in queries[me]
-    ]
-    return queries, keys, None if len(set(Counter(seen).values())) == 1 else seen
-
-
-def ulysses_forward(rank: Rank, q, k, v) -> Steps:
-    queries, keys, seen = _shares(rank)
-    whole = yield from _to_heads(rank, [q, k, v], [queries, keys, keys])
-    out, lse = _on_heads(
-        rank, whole[0], *(t if seen is None else t[:, :, seen] for t in whole[1:])
-    )
-    (mine,) = yield from _to_rows(rank, [out], [queries])
-    (my_lse,) = yield from _to_rows(
-        rank, [lse.transpose(1, 2).unsqueeze(-1)], [queries]
-    )
-    return (
-        mine,
-        my_lse.squeeze(-1).transpose(1, 2),
-        *whole,
-        out.contiguous(),
-        lse.contiguous(),
-    )
-
-
-def ulysses_backward(rank: Rank, dout, dlse, q, k, v, out, lse, *whole) -> Steps:
-    (queries, keys, seen), (whole_q, whole_k, whole_v, whole_out, whole_lse) = (
-        _shares(rank),
-        whole,
-    )
-    (whole_dout,) = yield from _to_heads(rank, [dout], [queries])
-    wide = [t if seen is None else t[:, :, seen] for t in (whole_k, whole_v)]
-    tensors = (whole_dout, whole_q, *wide, whole_out, whole_lse)
-    if dlse is not None:
-        (g,) = yield from _to_heads(
-            rank, [dlse.transpose(1, 2).unsqueeze(-1)], [queries]
-        )
-        tensors = fold_lse_gradient(*tensors, g.squeeze(-1).transpose(1, 2))
-    grads = [
-        t[..., : q.shape[3]].to(accumulation_dtype(q.dtype))
-        for t in _on_heads(rank, *tensors)
-    ]
-    if seen is not None:
-        index = torch.tensor(seen, device=k.device)
-        grads[1:] = [
-            t.new_zeros(whole_k.shape).index_add_(2, index, t) for t in grads[1:]
-        ]
-    return tuple((yield from _to_rows(rank, grads, [queries, keys, keys])))
-
-
 SCHEMES = {
     "plan": (plan_forward, plan_backward),
     "ring": (ring_forward, ring_backward),
@@ -438,50 +241,45 @@ SCHEMES = {
 }
 
 
-class Choice(NamedTuple):
-    """The scheme that ``scheme="auto"`` takes, and why."""
+def algorithms(scheme: str | MeshScheme) -> tuple:
+    """The forward and the backward of a scheme."""
+    if isinstance(scheme, str):
+        return SCHEMES[scheme]
+    pairs = zip(SCHEMES["ulysses"], SCHEMES[scheme.other])
+    return tuple(partial(outer, mesh=scheme, inner=inner) for outer, inner in pairs)
 
-    scheme: str
-    why: str
+
+def check_problem(problem: Problem, scheme: str | MeshScheme) -> None:
+    """Raise ValueError if a scheme does not support the problem."""
+    if isinstance(scheme, str):
+        return problem.check(scheme)
+    ulysses = len(scheme.heads_line(0))
+    if ulysses > problem.heads:
+        raise ValueError(
+            f"{ulysses} ranks along ulysses are more than {problem.heads} heads: put more of them along the other"
+            " dimension of the mesh"
+        )
+    problem.check("ulysses")
+    if len(scheme.sequence_line(0)) > 1:
+        head_share(problem, scheme, 0).problem.check(scheme.other)
 
 
-def choose(problem: Problem) -> Choice:
-    """The scheme that moves the fewest K/V bytes forward; the ring where equal, as it
-    holds the fewest rows.
-
-    >>> from .layout import contiguous
-    >>> choose(Problem(patterns.Dilated([4, 16], [1, 4]), contiguous(16, 4), False, 4, 4)).scheme
-    'plan'
+def check_scheme(scheme, shape: tuple[int, int] | None = None) -> str | MeshScheme:
+    """A scheme as a caller names it, for a group of one dimension or a mesh of this
+    shape. Raises ValueError for one that is unknown or does not fit.
     """
-    p, heads, kv_heads = problem.layout.ranks, problem.heads, problem.kv_heads
-    if problem.exchange_dtype is not None:
-        return Choice("plan", "no other scheme rounds rows for their way")
-    kind = (
-        "block-sparse"
-        if isinstance(problem.pattern, patterns.BlockSparse)
-        else "dilated"
-    )
-    if p == 1:
-        return Choice(
-            "plan" if kind == "block-sparse" else "ring",
-            "one rank has all rows, and nothing moves",
+    if shape is None and not isinstance(scheme, tuple | list):
+        check_choice("scheme", scheme, ("auto", *SCHEMES))
+        return scheme
+    if shape is None:
+        raise ValueError(
+            f"the scheme {short_repr(scheme)} needs a group of two dimensions: a 2-D mesh, or Simulated((2, 3))"
         )
-    if not isinstance(problem.pattern, patterns.Dense):
-        if problem.layout.kind == "striped":
-            return Choice(
-                "ulysses", f"a {kind} pattern over stripes needs whole sequences"
-            )
-        return Choice(
-            "plan",
-            f"a {kind} pattern shows few foreign rows, and the plan moves just these",
+    others = [name for name in SCHEMES if name != "ulysses"]
+    names = tuple(scheme) if isinstance(scheme, tuple | list) else ()
+    if len(names) != 2 or "ulysses" not in names or not {*names} & {*others}:
+        raise ValueError(
+            f"a 2-D mesh takes a scheme for each dimension, 'ulysses' and one of {', '.join(others)}, got"
+            f" {short_repr(scheme)}; or take one dimension, as mesh['sp']"
         )
-    ring, heads_moved = 2 * kv_heads * (p - 1), (2 * heads + 2 * kv_heads) * (p - 1) / p
-    if p <= heads and heads_moved < ring:
-        return Choice(
-            "ulysses",
-            f"exchanging heads moves {heads_moved / ring:.2f} of what passing K and V on does",
-        )
-    return Choice(
-        "ring",
-        f"exchanging heads would move {heads_moved / ring:.2f} of what passing K and V on does",
-    )
+    return MeshScheme(names, shape)

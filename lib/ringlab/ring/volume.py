@@ -1,5 +1,5 @@
-"""Bytes that a rank sends in a call, rows that LongNet's ladder moves in closed form,
-and how evenly ranks share work.
+"""Bytes that a rank sends in a call, and the scheme that sends the fewest; rows that
+LongNet's ladder moves in closed form; how evenly ranks share work.
 
 A row is one position of one K/V head.
 """
@@ -15,13 +15,14 @@ from ..block_patterns import BlockSparse
 from ..kernels.base import accumulation_dtype
 from ..patterns import Branch
 from .exchange import Problem, rows_moved
-from .schemes import shares
+from .schemes import SCHEMES
+from .ulysses import MeshScheme, head_share, mesh_of, shares
 
 
 def sent_bytes(
     problem: Problem,
     rank: int,
-    scheme: str,
+    scheme: str | MeshScheme,
     *,
     batch: int,
     head_dim: int,
@@ -36,14 +37,14 @@ def sent_bytes(
     >>> [sent_bytes(problem, 0, s, batch=1, head_dim=4, dtype=torch.float32) for s in ("plan", "ring", "all_gather")]
     [128, 128, 128]
     """
-    how = {"batch": batch, "head_dim": head_dim, "dtype": dtype, "passes": passes}
-    return sum(sent_to(problem, rank, scheme, **how).values())
+    shape = {"batch": batch, "head_dim": head_dim, "dtype": dtype, "passes": passes}
+    return sum(sent_to(problem, rank, scheme, **shape).values())
 
 
 def sent_to(
     problem: Problem,
     rank: int,
-    scheme: str,
+    scheme: str | MeshScheme,
     *,
     batch: int,
     head_dim: int,
@@ -62,12 +63,14 @@ def sent_to(
         passes == "fwd+bwd",
     )
     sizes, others = layout.sizes, [to for to in range(p) if to != rank]
-    if scheme == "ulysses":
+    if (mesh := mesh_of(scheme, p)) is not None:
+        share = head_share(problem, mesh, rank)
         queries, keys = (
-            list(map(len, heads)) for heads in shares(problem.heads, kv_heads, p)
+            dict(zip(share.line, map(len, heads)))
+            for heads in (share.queries, share.keys)
         )
-        found = {}
-        for to in others:
+        bytes_to = {}
+        for to in share.line:
             results = sizes[to] * queries[rank]
             sent = (sizes[rank] * (queries[to] + 2 * keys[to]) + results) * narrow
             if trains:
@@ -75,10 +78,21 @@ def sent_to(
                     sizes[rank] * queries[to] * narrow
                     + (results + 2 * sizes[to] * keys[rank]) * broad
                 )
-            found[to] = batch * (
-                head_dim * sent + results * broad
-            )  # a log-sum-exp has no head_dim
-        return {to: size for to, size in found.items() if size}
+            # A log-sum-exp has no head_dim.
+            bytes_to[to] = batch * (head_dim * sent + results * broad)
+        del bytes_to[rank]
+        if len(share.across) > 1:
+            across = sent_to(
+                share.problem,
+                share.across.index(rank),
+                mesh.other,
+                batch=batch,
+                head_dim=head_dim,
+                dtype=dtype,
+                passes=passes,
+            )
+            bytes_to |= {share.across[to]: size for to, size in across.items()}
+        return {to: size for to, size in bytes_to.items() if size}
     # rows of K and of V forward, and rows of gradients back
     rows, gradients = Counter(), Counter()
     if scheme == "plan":
@@ -111,6 +125,49 @@ def sent_to(
         for to in rows.keys() | gradients.keys()
     }
     return {to: size for to, size in found.items() if size}
+
+
+def bytes_by_scheme(
+    problem: Problem, *, head_dim: int, dtype: torch.dtype, passes: str = "fwd"
+) -> dict[str, int]:
+    """Bytes that all ranks send in a call for a batch of 1, by scheme: the fewest
+    first, which is what ``scheme="auto"`` takes.
+
+    Of equal ones first the scheme that shares work most evenly, then the ring, which
+    holds the fewest rows, or the plan where nothing moves. Without ulysses where it
+    leaves ranks without heads and another scheme serves. Raises ValueError if none does.
+
+    >>> from ringlab.patterns import Dilated
+    >>> from ringlab.ring.layout import contiguous
+    >>> problem = Problem(Dilated([4, 16], [1, 4]), contiguous(16, 4), False, 4, 4)
+    >>> bytes_by_scheme(problem, head_dim=8, dtype=torch.float32)
+    {'plan': 3072, 'ulysses': 6336, 'ring': 12288, 'all_gather': 12288}
+    """
+    shape = {"head_dim": head_dim, "dtype": dtype, "passes": passes}
+    refusals, ranks = problem.refusals(), range(problem.layout.ranks)
+    totals = {
+        scheme: sum(sent_bytes(problem, r, scheme, batch=1, **shape) for r in ranks)
+        for scheme in SCHEMES
+        if scheme not in refusals
+    }
+    if not totals:
+        raise ValueError(next(iter(refusals.values())))
+    if problem.layout.ranks > problem.heads and len(totals) > 1:
+        totals.pop("ulysses", None)
+
+    def order(scheme: str) -> tuple:
+        first = "ring" if totals[scheme] else "plan"
+        return totals[scheme], unevenness(problem, scheme), scheme != first
+
+    return {scheme: totals[scheme] for scheme in sorted(totals, key=order)}
+
+
+def choose(
+    problem: Problem, *, head_dim: int, dtype: torch.dtype, passes: str = "fwd"
+) -> str:
+    """The scheme that ``scheme="auto"`` takes: the first of ``bytes_by_scheme``."""
+    shape = {"head_dim": head_dim, "dtype": dtype, "passes": passes}
+    return next(iter(bytes_by_scheme(problem, **shape)))
 
 
 class Moved(NamedTuple):
