@@ -40,8 +40,8 @@ from .patterns import Pattern, as_pattern
 from .ring import Problem, choose
 from .ring.comm import Steps, Traffic, Wait
 from .ring.exchange import on_hosts, rows_moved
-from .ring.group import check_exchange_dtype, check_one_device
 from .ring.layout import layout_named
+from .ring.operators import check_exchange_dtype, check_one_device
 from .ring.rank import rank_of
 from .ring.schemes import SCHEMES, algorithms
 from .ring.volume import sent_to

@@ -5,6 +5,7 @@ runs and merges.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -73,6 +74,11 @@ class Execution:
             raise ValueError(
                 f"Execution: tile must be a positive number of rows, got {self.tile!r}"
             )
+
+    @cached_property
+    def text(self) -> str:
+        """The options in words, as a part of names."""
+        return str(self)
 
     def cached(self, key, build):
         """The value of a key from the cache in use, or what ``build`` makes."""

@@ -35,17 +35,11 @@ in float32. Gradients take it for the identity, and travel in fp32 (fp64 for fp6
 import torch.distributed.nn  # noqa: F401
 
 from .comm import Traffic, counting
+from .documents import attend_documents
 from .exchange import Problem, RankPlan, StridedRows, plan_rank
-from .group import (
-    PlanMismatch,
-    Simulated,
-    attend,
-    attend_documents,
-    check_one_device,
-    group_size,
-    length_of,
-)
+from .group import PlanMismatch, Simulated, group_size, length_of
 from .layout import Layout, contiguous, hilbert, striped, uneven, zigzag
+from .operators import attend, check_one_device
 from .schemes import SCHEMES
 from .volume import bytes_by_scheme, choose
 from .watch import RankFailed

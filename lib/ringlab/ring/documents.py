@@ -1,0 +1,139 @@
+"""Packed and padded documents across ranks."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..checks import short_repr
+from ..engine.autograd import local_attention
+from ..engine.documents import Documents
+from ..modes import outside_modes
+from .exchange import Problem, digest
+from .group import Group
+from .layout import Layout, layout_named
+from .operators import attend
+from .schemes import check_scheme
+
+
+def attend_documents(
+    q,
+    k,
+    v,
+    pattern,
+    documents: Documents,
+    *,
+    group,
+    scheme: str | tuple[str, str],
+    layout,
+    exchange_dtype=None,
+    **options,
+):
+    """As ``attend`` for packed or padded documents, whose positions are global.
+
+    Documents inside a shard are attended there, and nothing moves. One that borders of
+    shards cut is a call of all ranks on its part of the layout.
+    """
+    found = Group.of(group, dimensions=2)
+    check_scheme(scheme, found.shape)
+    layout = layout_named(layout, documents.n, found.size)
+    if layout.kind not in ("contiguous", "zigzag"):
+        raise ValueError(
+            f"documents across ranks need a contiguous or zigzag layout, not a {layout.kind} one"
+        )
+    rank = None if found.process_group is None else found.here[0]
+    rows = layout.n if rank is None else layout.size(rank)
+    if q.shape[1] != rows:
+        raise ValueError(f"the layout has {rows} positions here, q has {q.shape[1]}")
+    if found.size == 1:
+        return local_attention(q, k, v, pattern, documents=documents, **options)
+    problem = Problem(pattern, layout, options["causal"], q.shape[2], k.shape[2])
+    borders = [(start, stop) for _, start, stop in documents.spans]
+    found.agree(
+        "documents",
+        problem,
+        q,
+        borders=f"{short_repr(borders)} ({digest(documents.spans)})",
+    )
+    whole, cut, index = _documents_here(documents, layout, rank)
+    out, lse = local_attention(q, k, v, pattern, documents=whole, **options)
+    if not cut:
+        return out, lse
+    index = index.to(q.device)
+    parts = [
+        t.flatten(0, 1)[index].split([e * r for _, e, r in cut]) for t in (q, k, v)
+    ]
+    results = []
+    for (shards, *size), *some in zip(cut, *parts):
+        some = (t.unflatten(0, size) for t in some)
+        across = {
+            "group": group,
+            "scheme": scheme,
+            "layout": shards,
+            "exchange_dtype": exchange_dtype,
+        }
+        results.append(attend(*some, pattern, **across, **options))
+    outs, lses = zip(
+        *((o.flatten(0, 1), l.transpose(1, 2).flatten(0, 1)) for o, l in results)
+    )
+    shape, lse = out.shape, lse.transpose(1, 2)  # (b, n, h)
+    out = out.flatten(0, 1).index_copy(0, index, torch.cat(outs)).view(shape)
+    lse = lse.flatten(0, 1).index_copy(0, index, torch.cat(lses)).view(shape[:3])
+    return out, lse.transpose(1, 2)
+
+
+@lru_cache(maxsize=64)
+@outside_modes()
+def _documents_here(
+    documents: Documents, layout: Layout, rank: int | None
+) -> tuple[Documents, list[tuple[Layout, int, int]], Tensor]:
+    """Where documents lie in what a rank holds, or (None) in all rows: those inside a
+    shard, and those that are cut.
+
+    Of the second, (layout of the document, batch entries, rows here) for each place in
+    the sequence, and the index of all their rows, counted through the batch.
+    """
+    cuts, whole, cut = layout.cuts, [], {}
+    for entry, start, stop in documents.spans:
+        if start < stop:
+            parts = range(bisect_right(cuts, start) - 1, bisect_right(cuts, stop - 1))
+            owners = {layout.owners[i] for i in parts}
+            if len(owners) > 1:
+                cut.setdefault((start, stop), []).append(entry)
+            elif rank is None or rank in owners:
+                rows = (
+                    range(start, stop)
+                    if rank is None
+                    else _rows_of(layout, rank, start, stop)
+                )
+                whole.append((entry, int(rows[0]), int(rows[-1]) + 1))
+    held, found, index = (
+        layout.n if rank is None else layout.size(rank),
+        [],
+        [torch.arange(0)],
+    )
+    for (start, stop), entries in cut.items():
+        shards = Layout(
+            layout.kind, tuple(min(max(x, start), stop) - start for x in cuts)
+        )
+        rows = (
+            torch.arange(start, stop)
+            if rank is None
+            else _rows_of(layout, rank, start, stop)
+        )
+        found.append((shards, len(entries), len(rows)))
+        index.append((held * torch.tensor(entries)[:, None] + rows).flatten())
+    return Documents(tuple(whole), held), found, torch.cat(index)
+
+
+def _rows_of(layout: Layout, rank: int, start: int, stop: int) -> Tensor:
+    """The rows of a rank's shard that hold positions start .. stop - 1."""
+    each = [
+        torch.arange(max(start - at.start, 0), min(stop, at.stop) - at.start) + row
+        for row, at in layout.chunks(rank)
+        if start < at.stop and at.start < stop
+    ]
+    return torch.cat(each) if each else torch.arange(0)

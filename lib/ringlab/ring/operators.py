@@ -1,0 +1,473 @@
+"""Attention over a group of ranks.
+
+A forward or backward over several ranks is one custom operator, so that a compiler sees
+no communication and checkpointing can save its results. An operator takes tensors,
+numbers and texts: it finds the rest of its call by a name.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import kernels
+from ..checks import check_float_dtype
+from ..engine import Execution
+from ..engine.autograd import (
+    IN_GRAPHS,
+    LSE_COLUMNS,
+    in_transform,
+    is_followed,
+    local_attention,
+    positive_scale,
+    without_autocast,
+)
+from ..engine.sinks import add_sinks_, sinks_gradient
+from ..kernels.base import accumulation_dtype
+from ..tracking import seen_inside
+from .comm import drive
+from .exchange import Problem, digest, on_hosts, plan_rank
+from .group import Group, Simulated, group_named, keep_name
+from .layout import Layout, layout_named
+from .rank import Rank, rank_of
+from .schemes import algorithms, check_problem, check_scheme
+from .ulysses import MeshScheme, head_share, mesh_of
+from .volume import choose
+
+
+@dataclass(frozen=True, eq=False)
+class RankCall:
+    """All of a call but its group, tensors and scale."""
+
+    name: str
+    problem: Problem
+    scheme: str | MeshScheme
+    backend: str | tuple[str, ...]
+    execution: Execution
+
+    def ranks(
+        self, group: Group, q: Tensor, scale: float, backward: bool, columns: int = 0
+    ) -> tuple[list[Rank], Callable]:
+        """The work of the ranks here, for a positive scale, and what makes q, and dq of
+        its, one for that scale. ``columns``: by how many the heads will be wider.
+        """
+        needs = {
+            "causal": self.problem.causal,
+            "backward": backward,
+            "backend": self.backend,
+        }
+        head_dim = q.shape[3] + columns
+        kernel = kernels.choose(q.device, q.dtype, head_dim, **needs).kernel
+        (flip, scale), problem = positive_scale(scale), self.problem
+        if group.process_group is not None:
+            problem = on_hosts(problem, self.scheme, group.hosts(q.device))
+        return [
+            rank_of(problem, rank, kernel, scale, self.execution) for rank in group.here
+        ], flip
+
+    def options(self, scale: float) -> dict:
+        """What all ranks must have equal beside the problem."""
+        return {"scheme": self.scheme, "scale": scale, "backend": self.backend}
+
+
+def attend(
+    q,
+    k,
+    v,
+    pattern,
+    *,
+    group,
+    scheme: str | tuple[str, str],
+    layout,
+    causal: bool,
+    scale: float,
+    backend,
+    execution: Execution,
+    exchange_dtype: torch.dtype | None = None,
+    sinks: Tensor | None = None,
+):
+    """out and lse for checked tensors: local shards over a group or mesh, whole ones
+    over Simulated ranks.
+    """
+    compiling, simulated = torch.compiler.is_compiling(), isinstance(group, Simulated)
+    options = {
+        "causal": causal,
+        "scale": scale,
+        "backend": backend,
+        "execution": execution,
+        "sinks": sinks,
+    }
+    if compiling and (simulated or not IN_GRAPHS or not isinstance(scheme, str)):
+        across = {
+            "group": group,
+            "scheme": scheme,
+            "layout": layout,
+            "exchange_dtype": exchange_dtype,
+        }
+        return torch.compiler.disable(attend)(q, k, v, pattern, **across, **options)
+    if not compiling and (
+        in_transform
+        and in_transform()
+        or getattr(forward_ad, "_current_level", -1) >= 0
+    ):  # operators know neither
+        raise NotImplementedError(
+            "attention over a group does not support torch.func or forward-mode derivatives"
+        )
+    q, k, v = (
+        t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v)
+    )  # kernels need that
+    machines, group = group.machines if simulated else 1, Group.of(group, dimensions=2)
+    check_exchange_dtype(exchange_dtype, q.dtype)
+    shape, where = (
+        (*q.shape[1:3], k.shape[2]),
+        (exchange_dtype, group.size, machines, group.process_group),
+    )
+    passes = "fwd+bwd" if is_followed(q, k, v, sinks) else "fwd"
+    scheme, width = check_scheme(scheme, group.shape), (q.shape[3], q.dtype, passes)
+    about = shape, width, pattern, layout, scheme, causal, backend, execution, *where
+    if compiling:
+        name = _name_in_graph(*about)
+    else:
+        call = _call(*about)  # held until the operator has found it
+        name = call.name
+    if group.size > 1 and simulated and passes == "fwd":
+        return forward(q, k, v, sinks, scale, "", name, operator=False)[:2]
+    if group.size > 1:
+        where = "" if simulated else group.process_group.group_name
+        return ranks_forward(q, k, v, sinks, scale, where, name)[:2]
+    if not simulated or call.problem.layout.grid is None:
+        return local_attention(q, k, v, pattern, **options)
+    layout = call.problem.layout  # the pattern runs along the curve
+    out, lse = local_attention(
+        *(layout.shard(t, 0) for t in (q, k, v)), pattern, **options
+    )
+    return layout.unshard([out]), layout.unshard([lse], 2)
+
+
+def check_exchange_dtype(value, dtype: torch.dtype) -> None:
+    """Raise ValueError unless rows of a dtype can travel as ``value``: None, that dtype
+    or a narrower one.
+    """
+    if value is not None and value is not dtype:
+        check_float_dtype(value)
+        if value.itemsize >= dtype.itemsize:
+            raise ValueError(
+                f"exchange_dtype must be narrower than {dtype}, got {value}"
+            )
+
+
+def check_one_device(scheme, layout, exchange_dtype=None) -> None:
+    """Raise ValueError for an unknown scheme, and for what is for several ranks,
+    without a group.
+    """
+    if not isinstance(scheme, tuple | list):
+        check_scheme(scheme)
+    for what, given in (
+        ("a scheme", scheme != "auto"),
+        ("an exchange_dtype", exchange_dtype is not None),
+        ("a layout", not isinstance(layout, str) or layout != "contiguous"),
+    ):
+        if given:
+            raise ValueError(
+                f"{what} is for several ranks: give a group, or ringlab.Simulated(p)"
+            )
+
+
+def _call(
+    shape,
+    width,
+    pattern,
+    layout,
+    scheme,
+    causal,
+    backend,
+    execution,
+    exchange_dtype,
+    ranks: int,
+    machines: int,
+    process_group,
+) -> RankCall:
+    """The call, checked; ``shape``: rows, heads, K/V heads; ``width``: head_dim, dtype
+    and passes, which decide between schemes.
+    """
+    if not isinstance(layout, str | Layout):
+        layout_named(layout, 1, 1)  # raises
+    rank = None
+    if process_group is not None:
+        rank = dist.get_rank(process_group)
+        keep_name(process_group)
+    if scheme != "auto":
+        width = None
+    problem, scheme, text = _problem(
+        pattern,
+        layout,
+        scheme,
+        causal,
+        exchange_dtype,
+        shape,
+        width,
+        ranks,
+        machines,
+        rank,
+    )
+    # Of pools and caches the text has addresses, which are theirs alone: a call holds them.
+    name = f"{text} {backend} {execution.text}"
+    return _calls.setdefault(name, RankCall(name, problem, scheme, backend, execution))
+
+
+# Calls by name. Whoever passes a name on holds its call: the context of a backward, or
+# for compiled graphs ``_compiled``, which keeps the last that were used.
+_calls: WeakValueDictionary[str, RankCall] = WeakValueDictionary()
+_compiled: OrderedDict[str, RankCall] = OrderedDict()
+MOST_COMPILED = 4096
+
+
+@lru_cache(maxsize=64)
+def _problem(
+    pattern,
+    layout,
+    scheme: str | MeshScheme,
+    causal: bool,
+    exchange_dtype: torch.dtype | None,
+    shape: tuple[int, int, int],
+    width: tuple[int, torch.dtype, str] | None,
+    ranks: int,
+    machines: int,
+    rank: int | None,
+) -> tuple[Problem, str | MeshScheme, str]:
+    """Problem, scheme, and a text for both, checked. ``shape``: rows, heads, K/V heads;
+    ``rank`` None: of all rows.
+    """
+    rows, heads, kv_heads = shape
+    n = (
+        rows
+        if rank is None
+        else layout.n
+        if isinstance(layout, Layout)
+        else rows * ranks
+    )
+    layout = layout_named(layout, n, ranks)
+    if rank is not None and layout.size(rank) != rows:
+        raise ValueError(
+            f"the layout has {layout.size(rank)} positions here, q has {rows}"
+        )
+    problem = Problem(
+        pattern, layout, causal, heads, kv_heads, exchange_dtype=exchange_dtype
+    )
+    if scheme == "auto":
+        head_dim, dtype, passes = width
+        scheme = choose(problem, head_dim=head_dim, dtype=dtype, passes=passes)
+    check_problem(problem, scheme)
+    problem = on_hosts(
+        problem, scheme, tuple(i * machines // ranks for i in range(ranks))
+    )
+    return problem, scheme, f"{digest(problem):x} {scheme}"
+
+
+def _name_in_graph(*about) -> str:
+    """The name of a call that lives as long as compiled graphs."""
+    call = _call(*about)
+    _compiled[call.name] = call
+    if len(_compiled) > MOST_COMPILED:
+        _compiled.popitem(last=False)
+    return call.name
+
+
+# Python objects and shapes in, a string out: a compiler need not trace it. This is
+# ``assume_constant_result`` of torch.compiler, without its import of the compiler.
+_name_in_graph._dynamo_marked_constant = True
+
+
+def _look_up(name: str, group: str) -> tuple[RankCall, Group]:
+    """The call of a name, and the process group of a name or, of "", its simulated
+    ranks.
+    """
+    call = _calls.get(name)
+    if call is None:
+        raise RuntimeError(
+            f"a compiled graph's call is gone: more than {MOST_COMPILED} were compiled since; compile it again"
+        )
+    if name in _compiled:
+        _compiled.move_to_end(name)
+    if not group:
+        return call, Group(call.problem.layout.ranks, range(call.problem.layout.ranks))
+    return call, Group.of(group_named(group))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    group: str,
+    name: str,
+    operator: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """out, lse, the number of the call, and what else its backward needs, for one rank
+    here after the other.
+
+    q, k, v hold the rows of the ranks here. ``operator``: it is one, hence needs a
+    kernel that has a backward.
+    """
+    call, group = _look_up(name, group)
+    ranks, flip = call.ranks(
+        group, q, scale, operator
+    )  # probes the kernel, which is no part of the call
+    layout = call.problem.layout
+    with seen_inside() if operator else nullcontext(), without_autocast(q):
+        number = group.agree(
+            "forward",
+            ranks[0].problem,
+            q,
+            plan=lambda: ranks[0].plan,
+            sinks=sinks is not None,
+            **call.options(scale),
+        )
+        shards = zip(*(group.split(t, 1, layout) for t in (flip(q), k, v)))
+        steps = [
+            algorithms(call.scheme)[0](rank, *mine) for rank, mine in zip(ranks, shards)
+        ]
+        found = drive(steps, group.process_group)
+        if sinks is not None:
+            mesh = mesh_of(call.scheme, layout.ranks)
+            for rank, (out, lse, *kept) in zip(group.here, found):
+                add_sinks_(out, lse, sinks)
+                if mesh is not None:  # its backward reads those of its heads
+                    share = head_share(call.problem, mesh, rank)
+                    if heads := share.queries[share.place]:
+                        add_sinks_(*kept[3:5], sinks[heads.start : heads.stop])
+        out, lse = (
+            group.join([each[i] for each in found], dim, layout)
+            for i, dim in ((0, 1), (1, 2))
+        )
+    return out, lse, torch.full((), number), [t for each in found for t in each[2:]]
+
+
+ranks_forward = torch.library.custom_op(
+    "ringlab::ranks_forward",
+    forward,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, str group, str name)"
+    " -> (Tensor, Tensor, Tensor, Tensor[])",
+)
+
+
+@ranks_forward.register_fake
+def _(q, k, v, sinks, scale, group, name):
+    (call, group), (b, s, h, d), saved = _look_up(name, group), q.shape, []
+    layout, broad = call.problem.layout, accumulation_dtype(q.dtype)
+    for rank in group.here:
+        problem, scheme = call.problem, call.scheme
+        if (mesh := mesh_of(scheme, layout.ranks)) is not None:
+            share = head_share(problem, mesh, rank)
+            rank = share.across.index(rank)
+            n, queries, keys = (
+                share.problem.layout.size(rank),
+                len(share.queries[share.place]),
+                len(share.keys[share.place]),
+            )
+            saved += [
+                q.new_empty(b, n, heads, d) for heads in (queries, keys, keys, queries)
+            ]
+            saved.append(q.new_empty(b, queries, n, dtype=broad))
+            problem, scheme = share.problem, mesh.other
+        if scheme == "plan":
+            saved.append(k.new_empty(plan_rank(problem, rank).rows, 2, b, d))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return (
+        out,
+        q.new_empty(b, h, s, dtype=broad),
+        torch.empty((), dtype=torch.long),
+        saved,
+    )
+
+
+@torch.library.custom_op("ringlab::ranks_backward", mutates_args=())
+def ranks_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    number: Tensor,
+    saved: list[Tensor],
+    scale: float,
+    group: str,
+    name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of the rows here; ``number`` and ``saved``, of all ranks here, are
+    those of the forward.
+    """
+    call, group = _look_up(name, group)
+    with seen_inside(), without_autocast(q):
+        columns = 0 if dlse is None else LSE_COLUMNS
+        ranks, flip = call.ranks(group, q, scale, True, columns)
+        options = call.options(scale) | {"gradient of lse": dlse is not None}
+        group.agree("backward", ranks[0].problem, q, int(number), **options)
+        layout, whole = (
+            call.problem.layout,
+            ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2)),
+        )
+        shards = zip(*(group.split(t, dim, layout) for t, dim in whole))
+        count = len(saved) // len(ranks)
+        each = zip(
+            ranks,
+            shards,
+            (saved[i * count : (i + 1) * count] for i in range(len(ranks))),
+        )
+        steps = [
+            algorithms(call.scheme)[1](rank, *mine, *more) for rank, mine, more in each
+        ]
+        found = drive(steps, group.process_group)
+        dq, dk, dv = (
+            group.join([g.to(q.dtype) for g in parts], 1, layout)
+            for parts in zip(*found)
+        )
+        return flip(dq), dk, dv
+
+
+@ranks_backward.register_fake
+def _(dout, dlse, q, k, v, *rest):
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)
+    )
+
+
+def _setup(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.group, name = inputs
+    out, lse, number, saved = output
+    ctx.call = _calls[name]  # lives until the backward has found it
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, out, lse, number, *saved)
+
+
+def _backward(ctx, dout, dlse, *_):
+    q, k, v, sinks, out, lse, number, *saved = ctx.saved_tensors
+    if (
+        dout is None
+    ):  # also without any gradient: the other ranks go through their backward, so this one does too
+        dout = torch.zeros_like(out)
+    how = ctx.scale, ctx.group, ctx.call.name
+    dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
+    return (
+        *ranks_backward(dout, dlse, q, k, v, out, lse, number, saved, *how),
+        dsinks,
+        None,
+        None,
+        None,
+    )
+
+
+ranks_forward.register_autograd(_backward, setup_context=_setup)
