@@ -70,7 +70,9 @@ def calls() -> dict:
     ]
 
     def add(case: Case):
-        found[f"{len(found)} {case.pattern} {case.scheme}"] = lambda: case.run(*matrix.drawn(case))
+        found[f"{len(found)} {case.pattern} {case.scheme}"] = lambda: case.run(
+            *matrix.drawn(case)
+        )
 
     for pattern in matrix.PATTERNS:
         for case in matrix.paths(

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from matrix import Case
 from ringlab.patterns import Dilated
-from ringlab.ring import Problem, comm, contiguous, zigzag
+from ringlab.ring import comm, contiguous, zigzag
+from ringlab.ring.rows import Intervals
 
 STEPS = 3  # forward and backward each
 
@@ -117,8 +118,8 @@ def inject(
     elif kind in COUNT:
         calls = calls[: STEPS - 1] if ours == (kind == "fewer") else calls
     if ours and kind == "rows":
-        right = Problem.listed
-        Problem.listed = lambda self, needed, source: right(self, needed, source)[:-1]
+        right = Intervals.strided
+        Intervals.strided = lambda self: right(self)[:-1]
     results = None
     for each in calls:
         results = each.run(*each.shards(rank), dist.group.WORLD)

@@ -36,10 +36,11 @@ import torch.distributed.nn  # noqa: F401
 
 from .comm import Traffic, counting
 from .documents import attend_documents
-from .exchange import Problem, RankPlan, StridedRows, plan_rank
+from .exchange import Problem, RankPlan, plan_rank
 from .group import PlanMismatch, Simulated, group_size, length_of
 from .layout import Layout, contiguous, hilbert, striped, uneven, zigzag
 from .operators import attend, check_one_device
+from .rows import StridedRows
 from .schemes import SCHEMES
 from .volume import bytes_by_scheme, choose
 from .watch import RankFailed

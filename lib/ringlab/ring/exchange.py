@@ -24,70 +24,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import chain, product
-from math import lcm
 
 import torch
 from torch import Tensor
 
 from ..block_patterns import BlockSparse
 from ..engine.blocks import BlockParts, window_of_tokens
-from ..engine.dilated import first_and_step, runs_alike
 from ..engine.execute import WHOLE, View, views_of
 from ..modes import outside_modes
 from ..patterns import Branch, Dense, Pattern
 from .layout import Layout
+from .rows import Intervals, Parts, ResidueInterval, RowSet, StridedRows
 
 AT_A_TIME = 256  # parts of queries whose keys are looked up in one matrix
-
-
-@dataclass(frozen=True)
-class StridedRows:
-    """Rows to send: every ``rate``-th position, ``count`` of them, of ``heads`` K/V
-    heads.
-
-    ``kv_head`` and ``first``, the first position, are (first, step) along the heads.
-    Positions are those of the sequence. A message holds the rows position by position,
-    (count, heads).
-    """
-
-    rate: int
-    count: int
-    heads: int
-    kv_head: tuple[int, int]
-    first: tuple[int, int]
-
-    @property
-    def rows(self) -> int:
-        return self.count * self.heads
-
-    def members(self) -> Iterator[tuple[int, range]]:
-        """(kv_head, its positions) of each head."""
-        for i in range(self.heads):
-            first = self.first[0] + i * self.first[1]
-            yield (
-                self.kv_head[0] + i * self.kv_head[1],
-                range(first, first + self.count * self.rate, self.rate),
-            )
-
-    def view(self, layout: Layout, rank: int) -> View:
-        """These rows in the shard of ``rank``, which owns them."""
-        position, step = self.first
-        stop = position + self.count * self.rate
-        rows = layout.rows(rank, range(position, stop, self.rate))
-        apart = layout.ranks if layout.kind == "striped" else 1
-        return View(self.count, rows.start, rows.step, 0, *self.kv_head, step // apart)
-
-
-@dataclass(frozen=True)
-class ResidueInterval:
-    """Positions start <= x < stop with x mod rate == residue, for (K/V head, residue)
-    ``pairs``.
-    """
-
-    rate: int
-    start: int
-    stop: int
-    pairs: frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -180,7 +129,7 @@ class Problem:
         """The rows that ``rank`` needs from ``source``, each once, in the order in
         which they are sent.
         """
-        return self.listed(self.needed(rank, source), source)
+        return self.needed(rank, source).strided()
 
     def host_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks of the host of ``rank``, itself among them; it alone where hosts
@@ -192,7 +141,7 @@ class Problem:
 
     def routes(
         self, ranks: tuple[int, ...], source: int
-    ) -> dict[tuple[int, int], Tensor | list[ResidueInterval]]:
+    ) -> dict[tuple[int, int], RowSet]:
         """By (from, to) how what some ranks of a host need from ``source`` comes to
         them, as ``needed``.
 
@@ -204,32 +153,29 @@ class Problem:
             {to: self.needed(to, source) for to in ranks},
             len(self.host_ranks(ranks[0])),
         )
-        found, before = {}, []
+        rows, before = {}, []
         for to in sorted(
-            ranks,
-            key=lambda to: (-self.count(needed[to], source), (to - source) % size),
+            ranks, key=lambda to: (-needed[to].count, (to - source) % size)
         ):
             left = needed[to]
             for earlier in before:
-                rest = _difference(left, needed[earlier])
-                found[earlier, to], left = _difference(left, rest), rest
-            found[source, to] = left
+                rest = left.minus(needed[earlier])
+                rows[earlier, to], left = left.minus(rest), rest
+            rows[source, to] = left
             before.append(to)
-        return found
+        return rows
 
-    def needed(self, rank: int, source: int) -> Tensor | list[ResidueInterval]:
-        """The rows of ``needs``: numbers of parts of blocks (c,), ascending, or
-        disjoint intervals.
-        """
-        layout, found = self.layout, []
+    def needed(self, rank: int, source: int) -> RowSet:
+        """The rows that ``rank`` needs from ``source``."""
+        layout = self.layout
         if rank == source:
-            return found
+            return Intervals()
         if isinstance(self.pattern, BlockSparse):
             mine, theirs = (
                 BlockParts.of(layout.ranges(i), self.pattern.block_size)
                 for i in (rank, source)
             )
-            return self._seen_parts(mine, theirs)
+            return Parts(theirs, self._seen_parts(mine, theirs), self.kv_heads)
         if layout.kind == "striped":  # of a causal sequence those before the last query
             stop = (
                 max((r[-1] for r in layout.ranges(rank)), default=0)
@@ -237,53 +183,15 @@ class Problem:
                 else layout.n
             )
             pairs = frozenset((head, source) for head in range(self.kv_heads))
-            return (
-                [ResidueInterval(layout.ranks, source, stop, pairs)]
-                if source < stop
-                else found
-            )
+            whole = ResidueInterval(layout.ranks, source, stop, pairs)
+            return Intervals((whole,) if source < stop else ())
+        intervals = ()
         for keys in layout.ranges(source):
-            intervals: list[ResidueInterval] = []
+            rows = Intervals()
             for branch, queries in product(self.branches, layout.ranges(rank)):
-                intervals += _difference(
-                    self._intervals(branch, queries, keys), intervals
-                )
-            found += intervals
-        return found
-
-    def listed(
-        self, needed: Tensor | list[ResidueInterval], source: int
-    ) -> tuple[StridedRows, ...]:
-        """What ``needed`` found as rows to send: of blocks as few ranges of all heads,
-        in the order of the shard.
-        """
-        if not isinstance(needed, Tensor):
-            return tuple(chain.from_iterable(map(_strided_rows, needed)))
-        wanted, found = (
-            BlockParts.of(self.layout.ranges(source), self.pattern.block_size)[needed],
-            [],
-        )
-        for start, stop in zip(wanted.starts.tolist(), wanted.stops.tolist()):
-            if found and found[-1].stop == start:
-                start = found.pop().start
-            found.append(range(start, stop))
-        return tuple(
-            StridedRows(1, len(keys), self.kv_heads, (0, 1), (keys.start, 0))
-            for keys in found
-        )
-
-    def count(self, needed: Tensor | list[ResidueInterval], source: int) -> int:
-        """The number of rows of what ``needed`` found."""
-        if not isinstance(needed, Tensor):
-            return sum(
-                len(_positions(each, residue))
-                for each in needed
-                for _, residue in each.pairs
-            )
-        wanted = BlockParts.of(self.layout.ranges(source), self.pattern.block_size)[
-            needed
-        ]
-        return self.kv_heads * int((wanted.stops - wanted.starts).sum())
+                rows = rows.plus(Intervals(self._intervals(branch, queries, keys)))
+            intervals += rows.intervals
+        return Intervals(intervals)
 
     def _seen_parts(self, mine: BlockParts, theirs: BlockParts) -> Tensor:
         """The numbers of the parts of keys (c,) that some part of the queries sees,
@@ -318,24 +226,21 @@ class Problem:
 
     def _intervals(
         self, branch: Branch, queries: range, keys: range
-    ) -> list[ResidueInterval]:
+    ) -> tuple[ResidueInterval, ...]:
         """The rows of ``keys`` that the queries see in one branch: one interval, or
         none.
         """
-        found = self.shared(branch, queries, keys)
-        if found is None:
-            return []
-        start, asking, wanted = found
+        shared = self.shared(branch, queries, keys)
+        if shared is None:
+            return ()
+        start, asking, wanted = shared
         pairs = _pairs(branch, self.heads // self.kv_heads, start % branch.rate)
         if len(asking) < branch.rate:  # some heads may select no query here
             pairs = frozenset(
                 p for p in pairs if (p[1] - asking.start) % branch.rate < len(asking)
             )
-        return (
-            [ResidueInterval(branch.rate, wanted.start, wanted.stop, pairs)]
-            if pairs and wanted
-            else []
-        )
+        whole = ResidueInterval(branch.rate, wanted.start, wanted.stop, pairs)
+        return (whole,) if pairs and wanted else ()
 
 
 @lru_cache(maxsize=4096)
@@ -344,74 +249,6 @@ def _pairs(branch: Branch, group: int, phase: int) -> frozenset[tuple[int, int]]
         (h // group, (phase + o) % branch.rate)
         for h, o in zip(branch.heads, branch.offsets)
     )
-
-
-@lru_cache(maxsize=4096)
-def _held(pairs: frozenset, rate: int, of: frozenset) -> frozenset:
-    """The ``pairs`` whose positions are all among the residues ``of`` modulo ``rate``."""
-    return frozenset(p for p in pairs if (p[0], p[1] % rate) in of)
-
-
-def _without(new: ResidueInterval, old: ResidueInterval) -> Iterator[ResidueInterval]:
-    """Intervals of the rows of ``new`` that are not rows of ``old``."""
-    start, stop = max(new.start, old.start), min(new.stop, old.stop)
-    if start >= stop:
-        yield new
-        return
-    rate, pairs = lcm(new.rate, old.rate), new.pairs
-    if (
-        rate != new.rate
-    ):  # neither rate divides the other: split into residues of their common multiple
-        pairs = frozenset(
-            (g, x % rate)
-            for g, c in pairs
-            for x in _positions(new, c)[: rate // new.rate]
-        )
-    held = _held(pairs, old.rate, old.pairs)
-    if not held:
-        yield new
-        return
-    new = ResidueInterval(rate, new.start, new.stop, pairs)
-    if held != new.pairs:
-        yield ResidueInterval(rate, new.start, new.stop, new.pairs - held)
-    if new.start < start:
-        yield ResidueInterval(rate, new.start, start, held)
-    if stop < new.stop:
-        yield ResidueInterval(rate, stop, new.stop, held)
-
-
-def _difference(
-    new: Tensor | list[ResidueInterval], old: Tensor | list[ResidueInterval]
-):
-    """What is in ``new`` and not in ``old``."""
-    if isinstance(new, Tensor):
-        return new[~torch.isin(new, old)]
-    for each in old:
-        new = [part for some in new for part in _without(some, each)]
-    return new
-
-
-def _positions(interval: ResidueInterval, residue: int) -> range:
-    return range(
-        interval.start + (residue - interval.start) % interval.rate,
-        interval.stop,
-        interval.rate,
-    )
-
-
-def _strided_rows(interval: ResidueInterval) -> Iterator[StridedRows]:
-    """The rows of an interval: together those of heads with equal counts, evenly spaced
-    indices and first positions.
-    """
-    found = (
-        (head, _positions(interval, residue))
-        for head, residue in sorted(interval.pairs)
-    )
-    for (count,), run in sorted(
-        runs_alike(((len(x),), (head, x.start)) for head, x in found),
-        key=operator.itemgetter(0),
-    ):
-        yield StridedRows(interval.rate, count, len(run), *first_and_step(run))
 
 
 def _rows_of(some: Iterable[StridedRows]) -> int:
@@ -556,7 +393,7 @@ def rows_needed(problem: Problem) -> list[list[int]]:
             if (
                 rank != source and name not in counted
             ):  # pairs of shards that lie alike are counted once
-                counted[name] = sum(rows.rows for rows in problem.needs(rank, source))
+                counted[name] = problem.needed(rank, source).count
             row[source] = counted[name] if rank != source else 0
     return found
 
@@ -580,8 +417,8 @@ def rows_moved(problem: Problem) -> list[list[int]]:
         if len(asking) > 1:
             for to in asking:
                 found[to][source] = 0
-            for (by, to), some in problem.routes(asking, source).items():
-                found[to][by] += problem.count(some, source)
+            for (by, to), rows in problem.routes(asking, source).items():
+                found[to][by] += rows.count
     return found
 
 
@@ -695,9 +532,8 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     def rows(by: int, to: int, owner: int) -> tuple[StridedRows, ...]:
         """Of what ``to`` needs from ``owner``, the rows that ``by`` sends it."""
         host = problem.host_ranks(to)
-        return problem.listed(
-            routes((to,) if owner in host else host, owner).get((by, to), ()), owner
-        )
+        each = routes((to,) if owner in host else host, owner)
+        return each.get((by, to), Intervals()).strided()
 
     def passed(by: int, to: int) -> tuple[tuple[StridedRows, ...], ...]:
         near = problem.hosts[by] == problem.hosts[to]
