@@ -37,22 +37,22 @@ def attend_documents(
     Documents inside a shard are attended there, and nothing moves. One that borders of
     shards cut is a call of all ranks on its part of the layout.
     """
-    found = Group.of(group, dimensions=2)
-    check_scheme(scheme, found.shape)
-    layout = layout_named(layout, documents.n, found.size)
+    ranks = Group.of(group, dimensions=2)
+    check_scheme(scheme, ranks.shape)
+    layout = layout_named(layout, documents.n, ranks.size)
     if layout.kind not in ("contiguous", "zigzag"):
         raise ValueError(
             f"documents across ranks need a contiguous or zigzag layout, not a {layout.kind} one"
         )
-    rank = None if found.process_group is None else found.here[0]
+    rank = None if ranks.process_group is None else ranks.here[0]
     rows = layout.n if rank is None else layout.size(rank)
     if q.shape[1] != rows:
         raise ValueError(f"the layout has {rows} positions here, q has {q.shape[1]}")
-    if found.size == 1:
+    if ranks.size == 1:
         return local_attention(q, k, v, pattern, documents=documents, **options)
     problem = Problem(pattern, layout, options["causal"], q.shape[2], k.shape[2])
     borders = [(start, stop) for _, start, stop in documents.spans]
-    found.agree(
+    ranks.agree(
         "documents",
         problem,
         q,
@@ -67,15 +67,15 @@ def attend_documents(
         t.flatten(0, 1)[index].split([e * r for _, e, r in cut]) for t in (q, k, v)
     ]
     results = []
-    for (shards, *size), *some in zip(cut, *parts):
-        some = (t.unflatten(0, size) for t in some)
+    for (shards, *size), *tensors in zip(cut, *parts):
+        tensors = (t.unflatten(0, size) for t in tensors)
         across = {
             "group": group,
             "scheme": scheme,
             "layout": shards,
             "exchange_dtype": exchange_dtype,
         }
-        results.append(attend(*some, pattern, **across, **options))
+        results.append(attend(*tensors, pattern, **across, **options))
     outs, lses = zip(
         *((o.flatten(0, 1), l.transpose(1, 2).flatten(0, 1)) for o, l in results)
     )
@@ -110,7 +110,7 @@ def _documents_here(
                     else _rows_of(layout, rank, start, stop)
                 )
                 whole.append((entry, int(rows[0]), int(rows[-1]) + 1))
-    held, found, index = (
+    held, pieces, index = (
         layout.n if rank is None else layout.size(rank),
         [],
         [torch.arange(0)],
@@ -124,9 +124,9 @@ def _documents_here(
             if rank is None
             else _rows_of(layout, rank, start, stop)
         )
-        found.append((shards, len(entries), len(rows)))
+        pieces.append((shards, len(entries), len(rows)))
         index.append((held * torch.tensor(entries)[:, None] + rows).flatten())
-    return Documents(tuple(whole), held), found, torch.cat(index)
+    return Documents(tuple(whole), held), pieces, torch.cat(index)
 
 
 def _rows_of(layout: Layout, rank: int, start: int, stop: int) -> Tensor:

@@ -105,8 +105,8 @@ class Problem:
         """The branches of a dilated pattern by rate, so that the rows of a denser one
         come first.
         """
-        found = self.pattern.branches(self.layout.n, self.heads, self.kv_heads)
-        return tuple(sorted(found, key=lambda b: (b.rate, b.length)))
+        branches = self.pattern.branches(self.layout.n, self.heads, self.kv_heads)
+        return tuple(sorted(branches, key=lambda b: (b.rate, b.length)))
 
     def shared(
         self, branch: Branch, queries: range, keys: range
@@ -171,11 +171,11 @@ class Problem:
         if rank == source:
             return Intervals()
         if isinstance(self.pattern, BlockSparse):
-            mine, theirs = (
+            queries, keys = (
                 BlockParts.of(layout.ranges(i), self.pattern.block_size)
                 for i in (rank, source)
             )
-            return Parts(theirs, self._seen_parts(mine, theirs), self.kv_heads)
+            return Parts(keys, self._seen_parts(queries, keys), self.kv_heads)
         if layout.kind == "striped":  # of a causal sequence those before the last query
             stop = (
                 max((r[-1] for r in layout.ranges(rank)), default=0)
@@ -193,23 +193,25 @@ class Problem:
             intervals += rows.intervals
         return Intervals(intervals)
 
-    def _seen_parts(self, mine: BlockParts, theirs: BlockParts) -> Tensor:
+    def _seen_parts(self, queries: BlockParts, keys: BlockParts) -> Tensor:
         """The numbers of the parts of keys (c,) that some part of the queries sees,
         ascending.
         """
         if (window := window_of_tokens(self.pattern, self.causal)) is not None:
             before, after = window
             # Of each key the first query that is not too early to see it.
-            queries = torch.cat([mine.blocks, torch.tensor([2**62])])
-            first = queries[torch.searchsorted(mine.blocks, theirs.blocks - after)]
-            return (first <= theirs.blocks + before).nonzero().flatten()
-        n, needed = self.layout.n, torch.zeros(len(theirs.blocks), dtype=torch.bool)
-        for first in range(0, len(mine.blocks), AT_A_TIME):
-            queries = mine[slice(first, first + AT_A_TIME)]
-            near = theirs.near(self.pattern, queries.blocks, n)
-            seen = self.pattern.blocks(n, queries.blocks, theirs.blocks[near])
+            rows = torch.cat([queries.blocks, torch.tensor([2**62])])
+            first = rows[torch.searchsorted(queries.blocks, keys.blocks - after)]
+            return (first <= keys.blocks + before).nonzero().flatten()
+        n, needed = self.layout.n, torch.zeros(len(keys.blocks), dtype=torch.bool)
+        for first in range(0, len(queries.blocks), AT_A_TIME):
+            part = queries[slice(first, first + AT_A_TIME)]
+            near = keys.near(self.pattern, part.blocks, n)
+            seen = self.pattern.blocks(
+                n, part.blocks, keys.blocks[near]
+            )  # (part, near)
             if self.causal:
-                seen &= theirs[near].before(queries)  # (queries, near)
+                seen &= keys[near].before(part)
             needed[near] |= seen.any(0)
         return needed.nonzero().flatten()
 
@@ -233,14 +235,14 @@ class Problem:
         shared = self.shared(branch, queries, keys)
         if shared is None:
             return ()
-        start, asking, wanted = shared
+        start, seeing, seen = shared
         pairs = _pairs(branch, self.heads // self.kv_heads, start % branch.rate)
-        if len(asking) < branch.rate:  # some heads may select no query here
+        if len(seeing) < branch.rate:  # some heads may select no query here
             pairs = frozenset(
-                p for p in pairs if (p[1] - asking.start) % branch.rate < len(asking)
+                p for p in pairs if (p[1] - seeing.start) % branch.rate < len(seeing)
             )
-        whole = ResidueInterval(branch.rate, wanted.start, wanted.stop, pairs)
-        return (whole,) if pairs and wanted else ()
+        whole = ResidueInterval(branch.rate, seen.start, seen.stop, pairs)
+        return (whole,) if pairs and seen else ()
 
 
 @lru_cache(maxsize=4096)
@@ -251,8 +253,8 @@ def _pairs(branch: Branch, group: int, phase: int) -> frozenset[tuple[int, int]]
     )
 
 
-def _rows_of(some: Iterable[StridedRows]) -> int:
-    return sum(each.rows for each in some)
+def _rows_of(rows: Iterable[StridedRows]) -> int:
+    return sum(part.rows for part in rows)
 
 
 @dataclass(frozen=True)
@@ -284,8 +286,8 @@ class RankPlan:
     def passing(self) -> tuple[list[int], list[int]]:
         """The numbers of rows that each rank passes on to this one, and gets from it."""
         return tuple(
-            [_rows_of(chain(*each)) for each in some]
-            for some in (self.passed, self.onward)
+            [_rows_of(chain(*each)) for each in rows]
+            for rows in (self.passed, self.onward)
         )
 
     @cached_property
@@ -299,13 +301,15 @@ class RankPlan:
         message: first what owners send.
         """
         each = chain.from_iterable(map(enumerate, (self.receive, *self.passed)))
-        return [(owner, rows) for owner, some in each for rows in some]
+        return [
+            (owner, rows) for owner, rows_of_owner in each for rows in rows_of_owner
+        ]
 
     def places(self) -> dict[int, Tensor]:
         """By K/V head, (2, rows): the positions that come, ascending, and where each
         lies in the message.
         """
-        found: dict[int, list[Tensor]] = {}
+        by_head: dict[int, list[Tensor]] = {}
         row = 0
         for _, block in self.blocks:
             for i, (head, where) in enumerate(block.members()):
@@ -313,43 +317,43 @@ class RankPlan:
                     torch.arange(where.start, where.stop, where.step),
                     torch.arange(block.count),
                 )
-                found.setdefault(head, []).append(
+                by_head.setdefault(head, []).append(
                     torch.stack([positions, row + i + block.heads * count])
                 )
             row += block.rows
-        whole = {head: torch.cat(parts, 1) for head, parts in found.items()}
+        whole = {head: torch.cat(parts, 1) for head, parts in by_head.items()}
         return {head: both[:, both[0].argsort()] for head, both in whole.items()}
 
     def goes_on(self) -> Tensor:
         """Where the rows that are passed on lie in the message, by receiver (rows,)."""
-        places, found = self.places(), [torch.arange(0)]
+        places, index = self.places(), [torch.arange(0)]
         for block in chain.from_iterable(chain(*self.onward)):
-            each = []
+            columns = []
             for head, where in block.members():
                 positions, rows = places[head]
-                each.append(
+                columns.append(
                     rows[
                         torch.searchsorted(
                             positions, torch.arange(where.start, where.stop, where.step)
                         )
                     ]
                 )
-            found.append(torch.stack(each, 1).flatten())  # position by position
-        return torch.cat(found)
+            index.append(torch.stack(columns, 1).flatten())  # position by position
+        return torch.cat(index)
 
     @cached_property
     def _moves(self) -> list[tuple[int, View, View]]:
         """(heads, where in the message, where in the own shard) of all rows that are
         sent, in order.
         """
-        found, first = [], 0
+        moves, first = [], 0
         for rows in chain(*self.send):
             message = View(rows.count, first, rows.heads, head_step=0, shift=1)
-            found.append(
+            moves.append(
                 (rows.heads, message, rows.view(self.problem.layout, self.rank))
             )
             first += rows.rows
-        return found
+        return moves
 
     def pairs(
         self, message: Tensor, k: Tensor, v: Tensor
@@ -384,18 +388,18 @@ def rows_needed(problem: Problem) -> list[list[int]]:
     if isinstance(problem.pattern, BlockSparse):
         return _blocks_needed(problem)
     if layout.kind == "striped":
-        alike = torch.arange(p * p).view(p, p)
+        likeness = torch.arange(p * p).view(p, p)
     else:
-        alike = _placed(problem)
-    found, counted = torch.unique(alike, return_inverse=True)[1].tolist(), {}
-    for rank, row in enumerate(found):
+        likeness = _placed(problem)
+    counts, counted = torch.unique(likeness, return_inverse=True)[1].tolist(), {}
+    for rank, row in enumerate(counts):
         for source, name in enumerate(row):
             if (
                 rank != source and name not in counted
             ):  # pairs of shards that lie alike are counted once
                 counted[name] = problem.needed(rank, source).count
             row[source] = counted[name] if rank != source else 0
-    return found
+    return counts
 
 
 @lru_cache(maxsize=32)
@@ -411,15 +415,17 @@ def rows_moved(problem: Problem) -> list[list[int]]:
     [[0, 4, 2, 0], [4, 0, 0, 2], [2, 0, 0, 4], [0, 2, 4, 0]]
     """
     ranks, needed = range(problem.layout.ranks), rows_needed(problem)
-    found = [list(row) for row in needed]
+    counts = [list(row) for row in needed]
     for host, source in product({problem.host_ranks(rank) for rank in ranks}, ranks):
-        asking = tuple(to for to in host if source not in host and needed[to][source])
-        if len(asking) > 1:
-            for to in asking:
-                found[to][source] = 0
-            for (by, to), rows in problem.routes(asking, source).items():
-                found[to][by] += rows.count
-    return found
+        receivers = tuple(
+            to for to in host if source not in host and needed[to][source]
+        )
+        if len(receivers) > 1:
+            for to in receivers:
+                counts[to][source] = 0
+            for (by, to), rows in problem.routes(receivers, source).items():
+                counts[to][by] += rows.count
+    return counts
 
 
 @lru_cache(maxsize=64)
@@ -456,34 +462,34 @@ def _placed(problem: Problem) -> Tensor:
             start = (
                 torch.maximum(q_start, k_start) // branch.length * branch.length
             )  # (rank, source)
-            apart = torch.minimum(q_stop, k_stop) <= start
+            hidden = torch.minimum(q_stop, k_stop) <= start
             if problem.causal:
-                apart |= k_start > q_start
-            asking, wanted = (
+                hidden |= k_start > q_start
+            seeing, seen = (
                 (
                     torch.maximum(first, start),
                     torch.minimum(stop, start + branch.length),
                 )
                 for first, stop in ((q_start, q_stop), (k_start, k_stop))
             )
-            count = asking[1] - asking[0]
+            count = seeing[1] - seeing[0]
             few = torch.where(
                 count < branch.rate,
-                1 + count + branch.rate * ((asking[0] - k_start) % branch.rate),
+                1 + count + branch.rate * ((seeing[0] - k_start) % branch.rate),
                 0,
             )
             for part in (
-                wanted[0] - k_start,
-                wanted[1] - k_start,
+                seen[0] - k_start,
+                seen[1] - k_start,
                 (start - k_start) % branch.rate,
                 few,
             ):
-                place = place * 6364136223846793005 + torch.where(apart, 1, 2 * part)
+                place = place * 6364136223846793005 + torch.where(hidden, 1, 2 * part)
     return place
 
 
 def _blocks_needed(problem: Problem) -> list[list[int]]:
-    layout, found = problem.layout, []
+    layout, counts = problem.layout, []
     shards = [
         BlockParts.of(layout.ranges(rank), problem.pattern.block_size)
         for rank in range(layout.ranks)
@@ -491,21 +497,21 @@ def _blocks_needed(problem: Problem) -> list[list[int]]:
     owners = torch.repeat_interleave(
         torch.tensor([len(shard.blocks) for shard in shards])
     )
-    everyone = BlockParts(
+    all_parts = BlockParts(
         *(
             torch.cat([getattr(s, x) for s in shards])
             for x in ("blocks", "starts", "stops")
         )
     )
-    lengths = everyone.stops - everyone.starts
-    for rank, mine in enumerate(shards):
-        seen = problem._seen_parts(mine, everyone)
+    lengths = all_parts.stops - all_parts.starts
+    for rank, queries in enumerate(shards):
+        seen = problem._seen_parts(queries, all_parts)
         seen = seen[owners[seen] != rank]
         rows = torch.zeros(layout.ranks, dtype=torch.long).index_add_(
             0, owners[seen], lengths[seen]
         )
-        found.append((problem.kv_heads * rows).tolist())
-    return found
+        counts.append((problem.kv_heads * rows).tolist())
+    return counts
 
 
 def keys_of(message: Tensor) -> tuple[Tensor, Tensor]:

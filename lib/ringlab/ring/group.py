@@ -111,8 +111,8 @@ class Group:
                 "this rank is not a member of the group: new_group gave it no part"
             )
         if not isinstance(group, dist.ProcessGroup):
-            wanted = "a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated"
-            raise TypeError(f"group must be {wanted}, got {short_repr(group)}")
+            expected = "a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated"
+            raise TypeError(f"group must be {expected}, got {short_repr(group)}")
         rank = dist.get_rank(group)
         return cls(dist.get_world_size(group), range(rank, rank + 1), group, shape)
 
@@ -121,8 +121,8 @@ class Group:
         """As ``of``; None if all rows are here: no group is given, or one of a single
         rank.
         """
-        found = None if group is None else cls.of(group)
-        return found if found is not None and found.size > 1 else None
+        ranks = None if group is None else cls.of(group)
+        return ranks if ranks is not None and ranks.size > 1 else None
 
     def split(
         self, t: Tensor | None, dim: int = 1, layout: Layout | None = None
@@ -161,14 +161,14 @@ class Group:
                 [1] * self.size,
             )
             names = names.to("cpu" if self._on_cpu else device)
-            theirs = (
+            names_by_rank = (
                 drive(
                     [all_to_all(names, ones, ones, control=True)], self.process_group
                 )[0]
                 .flatten()
                 .tolist()
             )
-            _hosts[self.process_group] = tuple(map(theirs.index, theirs))
+            _hosts[self.process_group] = tuple(map(names_by_rank.index, names_by_rank))
         return _hosts[self.process_group]
 
     @property
@@ -202,27 +202,27 @@ class Group:
         agreed, calls = _history.setdefault(self.process_group, (set(), count(1)))
         number = number or next(calls)
         shape = ("batch", t.shape[0]), ("head_dim", t.shape[3]), ("dtype", t.dtype)
-        stated, mine = _fields(passes, problem, (*shape, *options.items()))
-        on_cpu, new = self._on_cpu, mine not in agreed
+        fields, own = _fields(passes, problem, (*shape, *options.items()))
+        on_cpu, new = self._on_cpu, own not in agreed
         if on_cpu or new:
-            header, ones = [mine, number, new and plan is not None], [1] * self.size
+            header, ones = [own, number, new and plan is not None], [1] * self.size
             headers = torch.tensor(
                 [header] * self.size, device="cpu" if on_cpu else t.device
             )
-            theirs = drive(
+            headers_by_rank = drive(
                 [all_to_all(headers, ones, ones, control=True)], self.process_group
             )[0].tolist()
-            if any(row[:2] != header[:2] for row in theirs):
+            if any(row[:2] != header[:2] for row in headers_by_rank):
                 raise _fields_differ(
-                    self._gather(stated | {"forward call": f"number {number}"})
+                    self._gather(fields | {"forward call": f"number {number}"})
                 )
-            if any(row[2] for row in theirs):
+            if any(row[2] for row in headers_by_rank):
                 self._compare_rows(plan())
             if (
                 len(agreed) >= MOST_AGREED
             ):  # as all ranks have: their calls are the same
                 agreed.clear()
-            agreed.add(mine)
+            agreed.add(own)
         return number
 
     def _compare_rows(self, plan: RankPlan) -> None:
@@ -233,7 +233,9 @@ class Group:
             zip_longest(plan.send, plan.onward),
             zip_longest(plan.receive, plan.passed),
         )
-        sent, expected = zip(*self._gather([list(map(digest, some)) for some in each]))
+        sent, expected = zip(
+            *self._gather([list(map(digest, blocks)) for blocks in each])
+        )
         pairs = product(range(self.size), repeat=2)
         bad = [
             (sender, rank)
@@ -249,9 +251,9 @@ class Group:
             raise PlanMismatch(f"ranks disagree about which rows move: {pairs}", odd)
 
     def _gather(self, value) -> list:
-        found = [None] * self.size
-        dist.all_gather_object(found, value, group=self.process_group)
-        return found
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
 
 
 def _of_both_dimensions(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
@@ -294,7 +296,7 @@ def _fields(
     passes: str, problem: Problem, options: tuple
 ) -> tuple[dict[str, str], int]:
     """What all ranks must have equal, by name, and its digest."""
-    found = {
+    fields = {
         "pass": passes,
         "pattern": str(problem.pattern),
         "layout": str(problem.layout),
@@ -303,8 +305,8 @@ def _fields(
         "hosts": str(problem.hosts),
         "exchange_dtype": str(problem.exchange_dtype),
     }
-    found |= {name: str(value) for name, value in options}
-    return found, digest(found)
+    fields |= {name: str(value) for name, value in options}
+    return fields, digest(fields)
 
 
 def _fields_differ(fields: list[dict[str, str]]) -> PlanMismatch:
@@ -317,7 +319,7 @@ def _fields_differ(fields: list[dict[str, str]]) -> PlanMismatch:
     values = [each.get(name) for each in fields]
     (common, times), (_, next_times), *_ = Counter(values).most_common()
     if times == next_times:
-        found, odd = (
+        difference, odd = (
             ", ".join(
                 f"{value} on rank {values.index(value)}"
                 for value in dict.fromkeys(values)
@@ -326,11 +328,11 @@ def _fields_differ(fields: list[dict[str, str]]) -> PlanMismatch:
         )
     else:
         odd = [rank for rank, value in enumerate(values) if value != common]
-        found = (
+        difference = (
             ", ".join(f"{values[rank]} on rank {rank}" for rank in odd)
             + f", {common} on the others"
         )
-    message = f"ranks disagree about what is computed: {name} is {found}"
+    message = f"ranks disagree about what is computed: {name} is {difference}"
     return PlanMismatch(message, odd[0] if len(odd) == 1 else None)
 
 
@@ -367,15 +369,15 @@ def _restored(name: str, size: int, shape: tuple[int, int] | None = None) -> Gro
     """The group that a pickle has named; RuntimeError unless it is here, with as many
     ranks.
     """
-    found = None
+    group = None
     if dist.is_initialized():
         world = dist.group.WORLD
         try:
-            found = Group.of(world if world.group_name == name else group_named(name))
+            group = Group.of(world if world.group_name == name else group_named(name))
         except (RuntimeError, TypeError):  # torch's, and ours for None
             pass
-    if found is None or found.size != size:
+    if group is None or group.size != size:
         raise RuntimeError(
             f"there is no process group {name!r} of {size} ranks as in the pickle: make it before, or load a state dict"
         )
-    return replace(found, shape=shape)
+    return replace(group, shape=shape)

@@ -88,15 +88,15 @@ class Server(forkserver.ForkServer):
         self.set_forkserver_preload(sorted(modules))
 
     def ensure_running(self) -> None:
-        given = os.environ.get("PYTHONPATH")
+        path = os.environ.get("PYTHONPATH")
         # Before Python 3.12.8 the server does not take over ``sys.path``.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         try:
             super().ensure_running()
         finally:
             del os.environ["PYTHONPATH"]
-            if given is not None:
-                os.environ["PYTHONPATH"] = given
+            if path is not None:
+                os.environ["PYTHONPATH"] = path
 
     def leave(self, process: Process) -> None:
         """``process`` is over."""
@@ -150,12 +150,12 @@ class Process:
         output: tuple[int, int] = (1, 2),
     ):
         job = {"sys_path": sys.path, "dir": os.getcwd()}, Forked(target, args)
-        self.channel, theirs = Pipe()
-        with theirs, _lock:
+        self.channel, other_end = Pipe()
+        with other_end, _lock:
             self.server = _server_with({__name__, *modules})
             try:
                 self.status, write = self.server.connect_to_new_process(
-                    [theirs.fileno(), *output]
+                    [other_end.fileno(), *output]
                 )
                 with suppress(BrokenPipeError), open(write, "wb") as file:
                     file.writelines(map(pickle.dumps, job))
@@ -366,8 +366,8 @@ def _check(
     check_int("ranks", ranks)
     check_int("threads", threads)
     if not is_real(timeout_s) or not 0 < timeout_s <= LONGEST_S:
-        wanted = f"timeout_s must be a positive number of seconds up to {LONGEST_S:,}"
-        raise ValueError(f"{wanted}, got {short_repr(timeout_s)}")
+        expected = f"timeout_s must be a positive number of seconds up to {LONGEST_S:,}"
+        raise ValueError(f"{expected}, got {short_repr(timeout_s)}")
     if ranks > (most := most_ranks()):
         raise ValueError(
             f"ranks is {short_repr(ranks)}: this machine has memory and open files for {most:,} at most"

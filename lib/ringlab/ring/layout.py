@@ -75,7 +75,7 @@ class Layout:
             owned = [[] for _ in range(self.ranks)]
             for owner, chunk in zip(self.owners, pairwise(self.cuts)):
                 owned[owner].append(range(*chunk))
-        rows = [accumulate(map(len, mine), initial=0) for mine in owned]
+        rows = [accumulate(map(len, chunks), initial=0) for chunks in owned]
         return [[pair for pair in zip(*each) if pair[1]] for each in zip(rows, owned)]
 
     def ranges(self, rank: int) -> tuple[range, ...]:
@@ -134,8 +134,8 @@ class Layout:
         """The positions in the sequence of a rank's rows, int64 (size,): for position
         embeddings.
         """
-        mine = [torch.arange(r.start, r.stop, r.step) for r in self.ranges(rank)]
-        steps = torch.cat([torch.empty(0, dtype=torch.long), *mine])
+        chunks = [torch.arange(r.start, r.stop, r.step) for r in self.ranges(rank)]
+        steps = torch.cat([torch.empty(0, dtype=torch.long), *chunks])
         return steps if self.grid is None else _curve(*self.grid)[steps]
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:

@@ -133,11 +133,11 @@ def attend(
     )
     passes = "fwd+bwd" if is_followed(q, k, v, sinks) else "fwd"
     scheme, width = check_scheme(scheme, group.shape), (q.shape[3], q.dtype, passes)
-    about = shape, width, pattern, layout, scheme, causal, backend, execution, *where
+    key = shape, width, pattern, layout, scheme, causal, backend, execution, *where
     if compiling:
-        name = _name_in_graph(*about)
+        name = _name_in_graph(*key)
     else:
-        call = _call(*about)  # held until the operator has found it
+        call = _call(*key)  # held until the operator has found it
         name = call.name
     if group.size > 1 and simulated and passes == "fwd":
         return forward(q, k, v, sinks, scale, "", name, operator=False)[:2]
@@ -171,12 +171,12 @@ def check_one_device(scheme, layout, exchange_dtype=None) -> None:
     """
     if not isinstance(scheme, tuple | list):
         check_scheme(scheme)
-    for what, given in (
+    for what, is_given in (
         ("a scheme", scheme != "auto"),
         ("an exchange_dtype", exchange_dtype is not None),
         ("a layout", not isinstance(layout, str) or layout != "contiguous"),
     ):
-        if given:
+        if is_given:
             raise ValueError(
                 f"{what} is for several ranks: give a group, or ringlab.Simulated(p)"
             )
@@ -273,9 +273,9 @@ def _problem(
     return problem, scheme, f"{digest(problem):x} {scheme}"
 
 
-def _name_in_graph(*about) -> str:
+def _name_in_graph(*key) -> str:
     """The name of a call that lives as long as compiled graphs."""
-    call = _call(*about)
+    call = _call(*key)
     _compiled[call.name] = call
     if len(_compiled) > MOST_COMPILED:
         _compiled.popitem(last=False)
@@ -335,22 +335,23 @@ def forward(
         )
         shards = zip(*(group.split(t, 1, layout) for t in (flip(q), k, v)))
         steps = [
-            algorithms(call.scheme)[0](rank, *mine) for rank, mine in zip(ranks, shards)
+            algorithms(call.scheme)[0](rank, *tensors)
+            for rank, tensors in zip(ranks, shards)
         ]
-        found = drive(steps, group.process_group)
+        results = drive(steps, group.process_group)
         if sinks is not None:
             mesh = mesh_of(call.scheme, layout.ranks)
-            for rank, (out, lse, *kept) in zip(group.here, found):
+            for rank, (out, lse, *kept) in zip(group.here, results):
                 add_sinks_(out, lse, sinks)
                 if mesh is not None:  # its backward reads those of its heads
                     share = head_share(call.problem, mesh, rank)
                     if heads := share.queries[share.place]:
                         add_sinks_(*kept[3:5], sinks[heads.start : heads.stop])
         out, lse = (
-            group.join([each[i] for each in found], dim, layout)
+            group.join([each[i] for each in results], dim, layout)
             for i, dim in ((0, 1), (1, 2))
         )
-    return out, lse, torch.full((), number), [t for each in found for t in each[2:]]
+    return out, lse, torch.full((), number), [t for each in results for t in each[2:]]
 
 
 ranks_forward = torch.library.custom_op(
@@ -428,12 +429,13 @@ def ranks_backward(
             (saved[i * count : (i + 1) * count] for i in range(len(ranks))),
         )
         steps = [
-            algorithms(call.scheme)[1](rank, *mine, *more) for rank, mine, more in each
+            algorithms(call.scheme)[1](rank, *tensors, *more)
+            for rank, tensors, more in each
         ]
-        found = drive(steps, group.process_group)
+        gradients = drive(steps, group.process_group)
         dq, dk, dv = (
             group.join([g.to(q.dtype) for g in parts], 1, layout)
-            for parts in zip(*found)
+            for parts in zip(*gradients)
         )
         return flip(dq), dk, dv
 

@@ -38,34 +38,34 @@ def cross_rank_calls(problem: Problem, rank: int, source: int) -> list[Call]:
     """
     if problem.layout.kind == "striped":
         return _striped(problem, rank, source)
-    found = []
+    calls = []
     for q_row, queries in problem.layout.chunks(rank):
         for k_row, keys in problem.layout.chunks(source):
             for branch in problem.branches if queries != keys else ():
                 if (shared := problem.shared(branch, queries, keys)) is not None:
-                    start, asking, wanted = shared
+                    start, seeing, seen = shared
                     rows = (
-                        q_row + asking.start - queries.start,
-                        k_row + wanted.start - keys.start,
+                        q_row + seeing.start - queries.start,
+                        k_row + seen.start - keys.start,
                     )
-                    found += _between(branch, problem, start, asking, wanted, rows)
-    return found
+                    calls += _between(branch, problem, start, seeing, seen, rows)
+    return calls
 
 
 def _between(
-    branch: Branch, problem: Problem, start: int, asking: range, wanted: range, rows
+    branch: Branch, problem: Problem, start: int, seeing: range, seen: range, rows
 ) -> Iterator[Call]:
     """The calls of one branch in the segment from ``start``; ``rows``: where the two
     parts begin in their shards.
     """
-    found = []
+    members = []
     for head, offset in zip(branch.heads, branch.offsets):
         firsts = [
-            (start + offset - part.start) % branch.rate for part in (asking, wanted)
+            (start + offset - part.start) % branch.rate for part in (seeing, seen)
         ]
         counts = tuple(
             len(part[first :: branch.rate])
-            for part, first in zip((asking, wanted), firsts)
+            for part, first in zip((seeing, seen), firsts)
         )
         member = (
             head,
@@ -73,8 +73,8 @@ def _between(
             firsts[1] + rows[1],
             head // (problem.heads // problem.kv_heads),
         )
-        found.append((counts, member))
-    for counts, run in runs_alike(found):
+        members.append((counts, member))
+    for counts, run in runs_alike(members):
         yield _call(run, branch.rate, *counts)
 
 
@@ -117,7 +117,7 @@ def received_calls(plan: RankPlan) -> list[Call]:
     problem = plan.problem
     if isinstance(problem.pattern, Dense):
         return _on_chunks(plan)
-    received, group, found = plan.places(), problem.heads // problem.kv_heads, []
+    received, group, calls = plan.places(), problem.heads // problem.kv_heads, []
     for row, queries in problem.layout.chunks(plan.rank):
         for branch in problem.branches:
             length = branch.length
@@ -127,20 +127,20 @@ def received_calls(plan: RankPlan) -> list[Call]:
                     (queries.stop - 1) // length * length,
                 }
             ):
-                asking = range(
+                seeing = range(
                     max(start, queries.start), min(start + length, queries.stop)
                 )
                 keys = range(start, queries.start if problem.causal else start + length)
-                first_row = row + asking.start - queries.start
-                found += calls_on_rows(
-                    branch, group, start, asking, keys, first_row, received
+                first_row = row + seeing.start - queries.start
+                calls += calls_on_rows(
+                    branch, group, start, seeing, keys, first_row, received
                 )
-    return found
+    return calls
 
 
 def _on_chunks(plan: RankPlan) -> list[Call]:
     """Dense attention: what comes of a chunk is read where it lies, without an index."""
-    found, row, calls_on = (
+    calls, row, calls_on = (
         [],
         0,
         cache(partial(cross_rank_calls, plan.problem, plan.rank)),
@@ -158,9 +158,9 @@ def _on_chunks(plan: RankPlan) -> list[Call]:
                     head_step=0,
                     shift=k.shift * h + k.head_step,
                 )
-                found.append(replace(call, k=keys))
+                calls.append(replace(call, k=keys))
         row += block.rows
-    return found
+    return calls
 
 
 @dataclass
@@ -231,7 +231,7 @@ class Rank:
         return keys_of(message)
 
     @property
-    def how(self) -> tuple:
+    def kernel_args(self) -> tuple:
         """What a call of the engine takes beside tensors and plans."""
         return self.problem.causal, self.scale, self.kernel
 
@@ -241,20 +241,20 @@ class Rank:
         """
         if self.problem.layout.kind == "striped":
             return []
-        found, n = [], self.problem.layout.n
+        plans, n = [], self.problem.layout.n
         for row, chunk in self.problem.layout.chunks(self.rank):
             rows = slice(row, row + len(chunk))
-            given = q[:, rows], k[:, rows], self.problem.pattern, self.execution.cached
-            found.append(
-                (rows, dilated.plan_for(*given, backward=backward, n=n, chunk=chunk))
+            inputs = q[:, rows], k[:, rows], self.problem.pattern, self.execution.cached
+            plans.append(
+                (rows, dilated.plan_for(*inputs, backward=backward, n=n, chunk=chunk))
             )
-        return found
+        return plans
 
     def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:
         """out (b, s, h, d) and lse (b, h, s) over the keys of the own shard."""
         chunks, pool = self._chunks(q, k, False), self.execution.scratch()
         if len(chunks) == 1:
-            return execute.forward(q, k, v, chunks[0][1], *self.how, pool=pool)
+            return execute.forward(q, k, v, chunks[0][1], *self.kernel_args, pool=pool)
         out = torch.zeros_like(
             q, memory_format=torch.contiguous_format
         )  # no keys so far
@@ -262,9 +262,9 @@ class Rank:
             q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device
         ).transpose(1, 2)
         for rows, plan in chunks:
-            given = (t[:, rows] for t in (q, k, v))
+            inputs = (t[:, rows] for t in (q, k, v))
             out[:, rows], lse[:, :, rows] = execute.forward(
-                *given, plan, *self.how, pool=pool
+                *inputs, plan, *self.kernel_args, pool=pool
             )
         self.add_forward(self.rank, q, (k, v), out, lse)
         return out, lse
@@ -278,7 +278,7 @@ class Rank:
         )
         if len(chunks) == 1:
             grads = execute.backward(
-                dout, q, k, v, out, lse, chunks[0][1], *self.how, pool=pool
+                dout, q, k, v, out, lse, chunks[0][1], *self.kernel_args, pool=pool
             )
             return tuple(grad.to(dtype) for grad in grads)
         grads = tuple(
@@ -286,7 +286,9 @@ class Rank:
         )
         for rows, plan in chunks:
             reads = [t[:, rows] for t in (dout, q, k, v, out)]
-            part = execute.backward(*reads, lse[:, :, rows], plan, *self.how, pool=pool)
+            part = execute.backward(
+                *reads, lse[:, :, rows], plan, *self.kernel_args, pool=pool
+            )
             for total, grad in zip(grads, part):
                 total[:, rows] += grad
             del part, grad  # before the next ones are computed
@@ -301,7 +303,7 @@ class Rank:
             source, self.heads_at_a_time(q) if out.dtype in HALF else None
         )
         if plan.calls:
-            execute.forward(q, *keys, plan, *self.how, into=(out, lse))
+            execute.forward(q, *keys, plan, *self.kernel_args, into=(out, lse))
 
     def add_backward(self, source: int | None, reads, keys, dq, into) -> None:
         """Add the gradients of the calls on ``source`` to dq and to ``into``, those of
@@ -312,7 +314,7 @@ class Rank:
         (dout, q, out, lse), plan = reads, self.calls(source)
         if plan.calls:
             execute.backward(
-                dout, q, *keys, out, lse, plan, *self.how, into=(dq, *into)
+                dout, q, *keys, out, lse, plan, *self.kernel_args, into=(dq, *into)
             )
 
 
@@ -323,17 +325,17 @@ class BlockRank(Rank):
 
     def _calls(self, source: int | None) -> Plan:
         problem, layout = self.problem, self.problem.layout
-        mine = theirs = BlockParts.of(
+        queries = keys = BlockParts.of(
             layout.ranges(self.rank), problem.pattern.block_size
         )
         if (
             source is None
         ):  # every block that moves is a range of positions of all K/V heads
             ranges = [next(block.members())[1] for _, block in self.plan.blocks]
-            theirs = BlockParts.of(ranges, problem.pattern.block_size)
-        given = problem.pattern, layout.n, mine, theirs, problem.heads, problem.kv_heads
+            keys = BlockParts.of(ranges, problem.pattern.block_size)
+        args = problem.pattern, layout.n, queries, keys, problem.heads, problem.kv_heads
         return plan_between(
-            *given, causal=problem.causal, itself=source is not None, kernel=self.kernel
+            *args, causal=problem.causal, itself=source is not None, kernel=self.kernel
         )
 
     def heads_at_a_time(self, q: Tensor) -> int:
@@ -352,7 +354,9 @@ class BlockRank(Rank):
         plan = self.calls(self.rank)
         if plan.narrow(q.dtype, q.shape[2] // k.shape[2], backward=False):
             plan = self.calls(self.rank, self.heads_at_a_time(q))
-        return execute.forward(q, k, v, plan, *self.how, pool=self.execution.scratch())
+        return execute.forward(
+            q, k, v, plan, *self.kernel_args, pool=self.execution.scratch()
+        )
 
 
 def rank_of(

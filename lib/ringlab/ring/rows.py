@@ -69,8 +69,10 @@ class StridedRows:
         position, step = self.first
         stop = position + self.count * self.rate
         rows = layout.rows(rank, range(position, stop, self.rate))
-        apart = layout.ranks if layout.kind == "striped" else 1
-        return View(self.count, rows.start, rows.step, 0, *self.kv_head, step // apart)
+        spacing = layout.ranks if layout.kind == "striped" else 1
+        return View(
+            self.count, rows.start, rows.step, 0, *self.kv_head, step // spacing
+        )
 
 
 @dataclass(frozen=True)

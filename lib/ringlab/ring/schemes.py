@@ -158,13 +158,15 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
         exchange, coming = _hop(rank, t + 1, current, k)
         ticket = yield exchange
         if current is not None:
-            mine = _shard(rank, source, k, dtype, torch.Tensor.new_zeros)
-            rank.add_backward(source, (dout, q, out, lse), current, total[0], mine)
+            gradient_shard = _shard(rank, source, k, dtype, torch.Tensor.new_zeros)
+            rank.add_backward(
+                source, (dout, q, out, lse), current, total[0], gradient_shard
+            )
         yield Wait(gradients)
         if current is not None:
-            for a, b in zip(mine, travelling or ()):
+            for a, b in zip(gradient_shard, travelling or ()):
                 a += b
-            onward.send[(me + 1) % p if hops[source] > t else source] = mine
+            onward.send[(me + 1) % p if hops[source] > t else source] = gradient_shard
         travelling = None
         if coming is not None:
             travelling = onward.receive[(me - 1) % p] = _shard(

@@ -58,7 +58,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, group, problem, *means):
         ctx.rest = group, problem, group.agree("forward", problem, means[0])
         return tuple(
-            drive([_everyone(group.size, mine) for mine in means], group.process_group)
+            drive(
+                [_everyone(group.size, tensors) for tensors in means],
+                group.process_group,
+            )
         )
 
     @staticmethod
@@ -73,18 +76,18 @@ class _Gather(torch.autograd.Function):
         )
 
 
-def _everyone(ranks: int, mine: Tensor) -> Steps:
+def _everyone(ranks: int, part: Tensor) -> Steps:
     """The blocks (b, h, c, d) of all ranks as (b, h, blocks, d)."""
-    found = yield from all_to_all(torch.stack([mine] * ranks), [1] * ranks, [1] * ranks)
-    return torch.cat(found.unbind(), 2)
+    parts = yield from all_to_all(torch.stack([part] * ranks), [1] * ranks, [1] * ranks)
+    return torch.cat(parts.unbind(), 2)
 
 
 def _home(ranks: int, grad: Tensor) -> Steps:
     """The sum of all ranks' gradients for a rank's own blocks."""
-    found = yield from all_to_all(
+    sums = yield from all_to_all(
         torch.stack(grad.chunk(ranks, 2)), [1] * ranks, [1] * ranks
     )  # (p, b, h, c, d)
-    return found.sum(0)
+    return sums.sum(0)
 
 
 def attend(
@@ -125,8 +128,8 @@ class _Attention(torch.autograd.Function):
             )
         )
         steps = [
-            _forward(group.size, rank, *mine, *rest, needs)
-            for rank, mine in zip(group.here, shards)
+            _forward(group.size, rank, *tensors, *rest, needs)
+            for rank, tensors in zip(group.here, shards)
         ]
         found = drive(steps, group.process_group)
         outs, lses, rows, moves = zip(*found)
@@ -144,7 +147,7 @@ class _Attention(torch.autograd.Function):
         # Without a cotangent too: the other ranks go through their backward.
         group.agree("backward", problem, q, number, **options)
         dout = torch.zeros_like(out) if dout is None else dout
-        given = (
+        inputs = (
             (dout, 1),
             (dlse, 2),
             (q, 1),
@@ -154,9 +157,9 @@ class _Attention(torch.autograd.Function):
             (out, 1),
             (lse, 2),
         )
-        shards = zip(*(group.split(t, dim) for t, dim in given))
+        shards = zip(*(group.split(t, dim) for t, dim in inputs))
         each = zip(group.here, moves, rows, shards)
-        steps = [_backward(*got, *mine, *rest) for *got, mine in each]
+        steps = [_backward(*got, *tensors, *rest) for *got, tensors in each]
         dq, dk, dv, dlog_m = zip(*drive(steps, group.process_group))
         grads = [group.join(parts, 1).to(k.dtype) for parts in (dq, dk, dv)]
         return *grads, None if log_m is None else group.join(dlog_m, 2), *[None] * 7

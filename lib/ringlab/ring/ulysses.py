@@ -239,7 +239,7 @@ def _on_heads(rank: Rank, share: HeadShare, *tensors) -> tuple[Tensor, ...]:
     """
     backward = len(tensors) > 3
     q, k = tensors[backward : backward + 2]
-    pattern, args = share.problem.pattern, (*rank.how, rank.execution)
+    pattern, args = share.problem.pattern, (*rank.kernel_args, rank.execution)
     if not share.problem.heads:  # ranks are more than heads
         lse = q.new_empty(q.shape[0], 0, q.shape[1], dtype=accumulation_dtype(q.dtype))
         return tensors[1:4] if backward else (torch.empty_like(q), lse)
@@ -249,7 +249,7 @@ def _on_heads(rank: Rank, share: HeadShare, *tensors) -> tuple[Tensor, ...]:
         )
     plan = dilated.plan_for(q, k, pattern, rank.execution.cached, backward=backward)
     run = execute.backward if backward else execute.forward
-    return run(*tensors, plan, *rank.how, pool=rank.execution.scratch())
+    return run(*tensors, plan, *rank.kernel_args, pool=rank.execution.scratch())
 
 
 def _across(rank: Rank, share: HeadShare, algorithm, *tensors) -> Steps:

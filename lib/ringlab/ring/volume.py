@@ -116,7 +116,7 @@ def sent_to(
         raise ValueError(f"the bytes of the scheme {scheme!r} are not counted")
     again = scheme != "plan"  # the plan keeps the rows that it received
     per_row = 2 * batch * head_dim
-    found = {
+    bytes_to = {
         to: per_row
         * (
             rows[to] * narrow * (1 + (again and trains))
@@ -124,7 +124,7 @@ def sent_to(
         )
         for to in rows.keys() | gradients.keys()
     }
-    return {to: size for to, size in found.items() if size}
+    return {to: size for to, size in bytes_to.items() if size}
 
 
 def bytes_by_scheme(
