@@ -147,24 +147,32 @@ def attention(
     >>> attention(q, q, q, Dilated([32, 64], [1, 2]), causal=True).shape
     torch.Size([1, 100, 4, 16])
     """
-    is_causal = others.pop("is_causal", causal)
-    for name, value in (("causal", causal), ("is_causal", is_causal)):
-        check_bool(name, value)
-    if causal and not is_causal:
-        raise ValueError("causal=True and is_causal=False disagree")
-    others.pop("enable_gqa", None)
-    check_unknown("attention()", others, REFUSED)
+    if others:
+        is_causal = others.pop("is_causal", causal)
+        check_bool("is_causal", is_causal)
+        if causal and not is_causal:
+            raise ValueError("causal=True and is_causal=False disagree")
+        others.pop("enable_gqa", None)
+        check_unknown("attention()", others, REFUSED)
+        causal = is_causal
+    arguments = pattern, causal, scale, backend, softcap, execution, return_lse
+    if group is None:
+        arguments += scheme, layout, exchange_dtype
+    try:
+        check = _checked if torch.compiler.is_compiling() else _checked_once
+        pattern, options = check(*arguments)
+    except TypeError:  # an argument is wrong, or cannot be hashed
+        pattern, options = _checked(*arguments)
     q, k, v = as_autocast(q, k, v)
     check_tensors(q, k, v, shards=group is not None)
-    pattern = as_pattern(pattern, Pattern | PerHead)
-    alone = all(part is None for part in (cu_seqlens, lengths, cache, group))
+    alone = cu_seqlens is None and lengths is None and cache is None and group is None
     if q.shape[1] != k.shape[1]:
         if (
             not isinstance(pattern, Dense)
-            or (is_causal and q.shape[1] > k.shape[1])
+            or (causal and q.shape[1] > k.shape[1])
             or not alone
         ):
-            if is_causal and q.shape[1] > k.shape[1]:
+            if causal and q.shape[1] > k.shape[1]:
                 raise ValueError(
                     f"{q.shape[1]} queries, {k.shape[1]} keys: causal needs as many keys, or more"
                 )
@@ -177,39 +185,16 @@ def attention(
         if getattr(sinks, "shape", ()) == by_query and alone:
             axes, shape = "(heads, seq)", by_query
         check_floats("sinks", sinks, axes, shape, q.device)
-    check_bool("return_lse", return_lse)
-    if scale is not None and not is_real(scale):
-        raise TypeError(f"scale must be a number, got {short_repr(scale)}")
-    width, scale = v.shape[3], q.shape[3] ** -0.5 if scale is None else scale
+    width = v.shape[3]
+    options = options | {"sinks": sinks}
+    if scale is None:
+        options["scale"] = q.shape[3] ** -0.5
     if (
         width != q.shape[3]
     ):  # zeros change no score, and give no more than columns of zeros
         q, k, v = (
             F.pad(t, (0, max(width, q.shape[3]) - t.shape[3])) for t in (q, k, v)
         )
-    if not abs(scale) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be finite, got {short_repr(scale)}")
-    if not isinstance(execution, Execution):
-        raise TypeError(
-            f"execution must be a ringlab.Execution, got {short_repr(execution)}"
-        )
-    backend = check_backend(backend)
-    if softcap is not None:
-        if not is_real(softcap) or not 1e-30 <= softcap <= 1e30:  # within fp32
-            wanted = "softcap must be a number from 1e-30 to 1e30"
-            raise ValueError(f"{wanted}, got {short_repr(softcap)}")
-        if execution.blocks in ("bsr", "flex"):
-            raise NotImplementedError(
-                f"Execution(blocks={execution.blocks!r}) takes no softcap"
-            )
-        backend = capped(backend, float(softcap))
-    options = {
-        "causal": is_causal,
-        "scale": float(scale),
-        "backend": backend,
-        "execution": execution,
-        "sinks": sinks,
-    }
     if cache is not None:
         if cu_seqlens is not None or group is not None:
             raise ValueError(
@@ -226,7 +211,6 @@ def attention(
         n = ring.length_of(q, group, layout)
         options["documents"] = documents_of(q, cu_seqlens, lengths, n)
     if group is None:
-        ring.check_one_device(scheme, layout, exchange_dtype)
         attend = local_attention if cache is None else outside_graphs(cache.attend)
     else:
         attend = (
@@ -246,6 +230,52 @@ def attention(
         out, lse = attend(q, k, v, pattern, **options)
     out = out if out.shape[3] == width else out[..., :width].contiguous()
     return (out, lse) if return_lse else out
+
+
+def _checked(
+    pattern,
+    causal,
+    scale,
+    backend,
+    softcap,
+    execution,
+    return_lse,
+    *across,
+) -> tuple[Pattern | PerHead, dict]:
+    """The pattern and the options of a call, checked without its tensors. ``across``:
+    of a call without a group its scheme, layout and exchange_dtype.
+    """
+    check_bool("causal", causal)
+    check_bool("return_lse", return_lse)
+    pattern = as_pattern(pattern, Pattern | PerHead)
+    if scale is not None:
+        if not is_real(scale):
+            raise TypeError(f"scale must be a number, got {short_repr(scale)}")
+        if not abs(scale) <= torch.finfo(torch.float32).max:
+            raise ValueError(f"scale must be finite, got {short_repr(scale)}")
+        scale = float(scale)
+    if not isinstance(execution, Execution):
+        raise TypeError(
+            f"execution must be a ringlab.Execution, got {short_repr(execution)}"
+        )
+    backend = check_backend(backend)
+    if softcap is not None:
+        if not is_real(softcap) or not 1e-30 <= softcap <= 1e30:  # within fp32
+            expected = "softcap must be a number from 1e-30 to 1e30"
+            raise ValueError(f"{expected}, got {short_repr(softcap)}")
+        if execution.blocks in ("bsr", "flex"):
+            raise NotImplementedError(
+                f"Execution(blocks={execution.blocks!r}) takes no softcap"
+            )
+        backend = capped(backend, float(softcap))
+    if across:
+        ring.check_one_device(*across)
+    options = {"causal": causal, "scale": scale, "backend": backend}
+    return pattern, options | {"execution": execution}
+
+
+# A call in a loop has the same options; by type too, since True equals 1.
+_checked_once = lru_cache(maxsize=256, typed=True)(_checked)
 
 
 def _by_head(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 
 import torch
@@ -211,21 +211,21 @@ class FirstCall(Execution):
     @classmethod
     def of(cls, execution: Execution, run: MetaRun) -> FirstCall:
         """The same switches with an empty cache and empty pools of the same bounds."""
-        given = dict(vars(execution))
+        options = {f.name: getattr(execution, f.name) for f in fields(Execution)}
         for name, usual in (
             ("cache", caches.GLOBAL),
             ("pool", memory.GLOBAL_POOL),
             ("results", memory.RESULTS),
         ):
-            own = usual if given[name] is True else given[name]
+            own = usual if options[name] is True else options[name]
             if own is not False:
                 empty = (
                     copy.copy(own)
                     if name == "cache"
                     else MetaPool(own.max_bytes, own.threshold_bytes, own.waste)
                 )
-                given[name] = empty
-        return cls(**given, run=run)
+                options[name] = empty
+        return cls(**options, run=run)
 
     def cached(self, key, build):
         def built():

@@ -4,10 +4,11 @@ data the ranks of a process group compare what is computed.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count, product, zip_longest
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -41,23 +42,31 @@ class Simulated:
 
     ranks: int | tuple[int, int]
     machines: int = 1
-    shape: tuple[int, int] | None = field(default=None, init=False)
 
     def __post_init__(self):
-        if isinstance(self.ranks, tuple | list):
-            if len(self.ranks) != 2:
+        ranks = self.ranks
+        if isinstance(ranks, tuple | list):
+            if len(ranks) != 2:
                 raise ValueError(
-                    f"ranks must be a number or a pair, got {short_repr(self.ranks)}"
+                    f"ranks must be a number or a pair, got {short_repr(ranks)}"
                 )
-            shape = tuple(check_int("ranks", ranks) for ranks in self.ranks)
-            object.__setattr__(self, "shape", shape)
-            object.__setattr__(self, "ranks", shape[0] * shape[1])
-        for name in ("ranks", "machines"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name)))
-        if self.ranks % self.machines:
+            ranks = tuple(check_int("ranks", each) for each in ranks)
+        else:
+            ranks = check_int("ranks", ranks)
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "machines", check_int("machines", self.machines))
+        if self.size % self.machines:
             raise ValueError(
                 f"{short_repr(self.ranks)} ranks do not share {short_repr(self.machines)} machines evenly"
             )
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        return self.ranks if isinstance(self.ranks, tuple) else None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape or (self.ranks,))
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class Group:
         if isinstance(group, Group):
             return group
         if isinstance(group, Simulated):
-            return cls(group.ranks, range(group.ranks), None, shape)
+            return cls(group.size, range(group.size), None, shape)
         if isinstance(group, dist.DeviceMesh):
             group = group.get_group() if shape is None else _of_both_dimensions(group)
         if group is dist.GroupMember.NON_GROUP_MEMBER:
