@@ -435,6 +435,16 @@ class BlockSparse:
             cols = self.near(rows, n)
             yield rows, cols, self.blocks(n, rows, cols)
 
+    def seen(self, n: int) -> tuple[Tensor, Tensor]:
+        """The block of queries and the block of keys, each (pairs,), of every pair that
+        is seen, by queries.
+        """
+        found = []
+        for rows, cols, seen in self.chunks(n):
+            row, col = seen.nonzero(as_tuple=True)
+            found.append((rows[row], cols[col]))
+        return tuple(map(torch.cat, zip(*found)))
+
     def multiplicity(
         self,
         queries,

@@ -108,10 +108,13 @@ def bsr_prepare(
     >>> index.starts.tolist(), index.cols.tolist(), index.order.tolist()
     ([0, 1, 3, 5], [0, 0, 1, 1, 2], [0, 1, 2, 3, 4])
     """
-    seen = pattern.blocks(n)
-    seen = (seen.tril() if causal else seen).to(device)
-    rows, cols = seen.nonzero().unbind(1)
-    starts, by_column = (F.pad(seen.sum(axis).cumsum(0), (1, 0)) for axis in (1, 0))
+    rows, cols = (t.to(device) for t in pattern.seen(n))  # (seen,)
+    if causal:
+        rows, cols = (t[cols <= rows] for t in (rows, cols))
+    starts, by_column = (
+        F.pad(x.bincount(minlength=pattern.count(n)).cumsum(0), (1, 0))
+        for x in (rows, cols)
+    )
     return Index(
         n, pattern.block_size, rows, cols, starts, cols.argsort(stable=True), by_column
     )

@@ -288,11 +288,7 @@ def _block_lists(q: Tensor, pattern, causal: bool, by_key: bool, cached):
     def build():
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-        found = []
-        for rows, cols, seen in pattern.chunks(n):
-            row, col = seen.nonzero(as_tuple=True)
-            found.append(torch.stack([rows[row], cols[col]]))
-        pairs = torch.cat(found, 1)  # (2, pairs)
+        pairs = torch.stack(pattern.seen(n))  # (2, pairs)
         if causal:  # the kernel masks what is left of a block on the diagonal
             pairs = pairs[:, pairs[1] <= pairs[0]]
         if by_key:

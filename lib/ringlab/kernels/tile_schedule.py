@@ -185,19 +185,14 @@ def _blocks(pattern: BlockSparse, n: int, members: int, by: str) -> Intervals:
     count = pattern.count(n)
     first = torch.arange(count) * pattern.block_size
     size = torch.diff(first, append=torch.tensor([n]))
-    found = []
-    for some in torch.arange(count).split(max(1, CHUNK // count)):
-        seen = (
-            pattern.blocks(n, some)
-            if by == "query"
-            else pattern.blocks(n, None, some).T
-        )  # (some, count)
-        a, b = seen.nonzero(as_tuple=True)
-        found += [
-            (some[a], first[b], size[b], torch.full_like(a, g), torch.ones_like(a))
-            for g in range(members)
-        ]
-    return Intervals(first, size, tuple(map(torch.cat, zip(*found))))
+    a, b = pattern.seen(n)  # (pairs,)
+    if by == "key":
+        order = b.argsort(stable=True)
+        a, b = b[order], a[order]
+    each = a, first[b], size[b], torch.zeros_like(a), torch.ones_like(a)
+    pairs = [x.repeat(members) for x in each]
+    pairs[3] = torch.arange(members).repeat_interleave(len(a))
+    return Intervals(first, size, tuple(pairs))
 
 
 HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = range(
