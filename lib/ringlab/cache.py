@@ -5,7 +5,7 @@ evicting the least recently used.
 import threading
 import types
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -32,7 +32,7 @@ class CacheStats:
 
 class _Entry(NamedTuple):
     value: Any
-    bytes: int
+    storages: dict[int, int]  # the bytes of each, by its address
     cuda: list[torch.Tensor]  # the CUDA tensors of the value
     streams: dict[torch.device, Any]  # on which they were built
 
@@ -51,10 +51,10 @@ class PatternCache:
     value larger than ``max_bytes`` is returned but not stored. What a CUDA graph reads
     while it is captured is kept for good, since a replay reads it again.
 
-    The bytes of a value are those of all storages under its tensors (in lists, tuples,
-    dicts, dataclasses, objects), each counted once. Values are built outside inference
-    mode, so that training can use them, and must not require grad. A copied or
-    unpickled cache is empty and has the same bounds.
+    The bytes are those of all storages under the tensors of the values (in lists,
+    tuples, dicts, dataclasses, objects); one that several values share counts once.
+    Values are built outside inference mode, so that training can use them, and must not
+    require grad. A copied or unpickled cache is empty and has the same bounds.
 
     >>> cache = PatternCache(max_bytes=1 << 20)
     >>> index = cache.get(("rows", 8, torch.int64), lambda: torch.arange(8))
@@ -62,7 +62,7 @@ class PatternCache:
     (True, 64)
     """
 
-    def __init__(self, max_bytes: int = 64 << 20, max_entries: int = 4096) -> None:
+    def __init__(self, max_bytes: int = 64 << 20, max_entries: int = 16384) -> None:
         if (
             not (is_real(max_bytes) and is_real(max_entries))
             or min(max_bytes, max_entries) < 0
@@ -119,6 +119,7 @@ class PatternCache:
                 OrderedDict()
             )  # least recently used first
             self._bytes, self._counts = 0, Counter()
+            self._holders: Counter[int] = Counter()  # the entries of each storage
 
     def _find(self, key: Hashable) -> _Entry | None:
         with self._lock:
@@ -133,15 +134,15 @@ class PatternCache:
             self._counts["misses"] += 1
         with outside_modes(), not_counted():
             value = build()
-            tensors = list(_tensors(value, set()))
+            tensors = _tensors(value)
             if any(t.requires_grad for t in tensors):
                 raise ValueError(
                     "cache: a cached value must not require grad; detach it, or do not cache it"
                 )
-            sizes = {s._cdata: s.nbytes() for t in tensors for s in storages(t)}
+            held = {s._cdata: s.nbytes() for t in tensors for s in storages(t)}
             cuda = [t for t in tensors if t.is_cuda]
             streams = {t.device: torch.cuda.current_stream(t.device) for t in cuda}
-            entry = _Entry(value, sum(sizes.values()), cuda, streams)
+            entry = _Entry(value, held, cuda, streams)
         capturing = bool(entry.cuda) and torch.cuda.is_current_stream_capturing()
         # Tensor subclasses, as a compiler's fake tensors, belong to whoever made them,
         # and memory that is made while a CUDA graph is captured to that graph.
@@ -152,37 +153,45 @@ class PatternCache:
         for stream in entry.streams.values():
             stream.synchronize()  # so that readers on other streams need not wait
         evicted = []  # freed after the lock is released
-        if entry.bytes <= self.max_bytes:
+        if sum(held.values()) <= self.max_bytes:
             with self._lock:
                 self._entries[key] = entry
-                self._bytes += entry.bytes
+                self._bytes += sum(held[s] for s in held if not self._holders[s])
+                self._holders.update(held.keys())
                 while (
                     self._bytes > self.max_bytes
                     or len(self._entries) > self.max_entries
                 ):
                     evicted.append(self._entries.popitem(last=False)[1])
-                    self._bytes -= evicted[-1].bytes
+                    self._let_go(evicted[-1].storages)
                     self._counts["evictions"] += 1
         return entry
 
+    def _let_go(self, storages: dict[int, int]) -> None:
+        for storage, nbytes in storages.items():
+            self._holders[storage] -= 1
+            if not self._holders[storage]:
+                del self._holders[storage]
+                self._bytes -= nbytes
 
-def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
+
+_PLAIN = (int, float, str, range, type, types.ModuleType, types.FunctionType)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
     """The tensors in a value, in lists, tuples, dicts, dataclasses and objects."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif id(value) not in seen and not isinstance(
-        value, type | types.ModuleType | types.FunctionType
-    ):
-        seen.add(id(value))
-        held = (
-            value
-            if isinstance(value, dict | list | tuple)
-            else getattr(value, "__dict__", ())
-        )
-        for one in (
-            [*held.values()] if isinstance(held, dict) else held
-        ):  # another thread may add to a ``__dict__``
-            yield from _tensors(one, seen)
+    found, seen, left = [], set(), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif one is not None and not isinstance(one, _PLAIN) and id(one) not in seen:
+            seen.add(id(one))
+            is_list = isinstance(one, dict | list | tuple)
+            held = one if is_list else getattr(one, "__dict__", ())
+            # Another thread may add to a ``__dict__``.
+            left += [*held.values()] if isinstance(held, dict) else held
+    return found
 
 
 GLOBAL = PatternCache()
