@@ -175,7 +175,7 @@ class PatternCache:
                 self._bytes -= nbytes
 
 
-_PLAIN = (int, float, str, range, type, types.ModuleType, types.FunctionType)
+_PLAIN = {int, bool, float, str, range, type(None), torch.dtype, types.FunctionType}
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
@@ -185,12 +185,13 @@ def _tensors(value: object) -> list[torch.Tensor]:
         one = left.pop()
         if isinstance(one, torch.Tensor):
             found.append(one)
-        elif one is not None and not isinstance(one, _PLAIN) and id(one) not in seen:
+        elif id(one) not in seen and not isinstance(one, type | types.ModuleType):
             seen.add(id(one))
             is_list = isinstance(one, dict | list | tuple)
             held = one if is_list else getattr(one, "__dict__", ())
             # Another thread may add to a ``__dict__``.
-            left += [*held.values()] if isinstance(held, dict) else held
+            held = [*held.values()] if isinstance(held, dict) else held
+            left += [x for x in held if type(x) not in _PLAIN]
     return found
 
 

@@ -44,7 +44,11 @@ def folded(monkeypatch):
 
     def fold(*given):
         plans.append(
-            folding.fold(*given[:-1], kernel_of(1.0 if len(plans) % 2 else 1.2))
+            folding.fold(
+                *given[:-3],
+                kernel_of(1.0 if len(plans) % 2 else 1.2),
+                cached=given[-2],
+            )
         )
         return plans[-1]
 
@@ -201,7 +205,7 @@ def test_the_error_is_that_of_branch_by_branch(monkeypatch):
     inputs, dout, dlse, want, _ = matrix.judged(case)
     found = []
     monkeypatch.setattr(
-        folding, "faster", lambda *given: folding.fold(*given[:-1], kernel_of(1.2))
+        folding, "faster", lambda *given: folding.fold(*given[:-3], kernel_of(1.2))
     )
     for merge in ("auto", "eager"):
         got = replace(case, execution=Execution(cache=False, merge=merge)).run(

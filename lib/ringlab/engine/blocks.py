@@ -13,7 +13,7 @@ A window of tokens needs no tree where the kernel takes a bias, which cuts its e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..block_patterns import AT_ONCE, BlockSparse, Random, Window
 from ..kernels.base import Cost, Kernel, cost_of, supports_lower_right_causal
 from . import execute, torch_sparse
 from .dilated import even_runs, first_and_step
-from .execute import Call, Plan, View, in_head_blocks
+from .execute import Call, Plan, View, altered, anew, in_head_blocks
 
 WAYS = {
     "auto": "views",
@@ -132,7 +132,7 @@ def plan_for(
         if (
             n == whole or LONG % size
         ):  # a call of LONG keys from inside a block might lie wholly behind n
-            return make_plan(*key(n)[1:])
+            return make_plan(*key(n)[1:], execution.cached)
         # Sequences of as many blocks share a plan: documents of a batch have hundreds
         # of lengths.
         return execution.cached(key(whole), lambda: make_plan(*key(whole)[1:])).before(
@@ -150,6 +150,7 @@ def make_plan(
     causal: bool = False,
     way: str = "views",
     kernel: Kernel | None = None,
+    cached=anew,
 ) -> Plan:
     """The calls for ``n`` positions of queries and of keys, for any kernel or those
     that are cheapest for ``kernel``.
@@ -163,6 +164,7 @@ def make_plan(
     """
     whole = BlockParts.of([range(n)], pattern.block_size)
     how = {"causal": causal, "itself": True, "way": way, "kernel": kernel}
+    how["cached"] = cached
     return plan_between(pattern, n, whole, whole, heads, kv_heads, **how)
 
 
@@ -277,6 +279,7 @@ def plan_between(
     itself: bool,
     kernel: Kernel | None,
     way: str = "views",
+    cached=anew,
 ) -> Plan:
     """The plan of the queries ``mine``, in this order of rows, on the keys ``theirs``,
     of ``n`` positions.
@@ -288,9 +291,8 @@ def plan_between(
     if way == "views" and hasattr(kernel, "takes_bias"):
         window, rows = window_of_tokens(pattern, causal), (mine.span, theirs.span)
         if window and all(rows):
-            return window_plan(
-                *window, *rows, heads, kv_heads, kernel, causal=causal and itself
-            )
+            given = *window, *rows, heads, kv_heads, kernel
+            return window_plan(*given, causal=causal and itself, cached=cached)
 
     def layer(shown: BlockSparse, hidden: BlockSparse | None, copied: bool) -> Layer:
         def seen(rows: range) -> tuple[Tensor, Tensor]:
@@ -348,6 +350,7 @@ def window_plan(
     kernel: Kernel,
     *,
     causal: bool,
+    cached=anew,
 ) -> Plan:
     """The plan of a window of tokens. ``causal``: the keys are those of the queries,
     and the first of these see all before them.
@@ -370,15 +373,21 @@ def window_plan(
         start = max(keys.start, begin)
         places = alike.setdefault((rows, end - start, start - begin), [])
         places.append((at - queries.start, start - keys.start))
-    width = EDGE + before + after if alike else 0
-    apart = torch.arange(EDGE)[:, None] + before - torch.arange(width)
-    hidden = (apart > before) | (apart < -after)  # (EDGE, width)
-    bias = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-    bias = bias[:, None].expand(-1, kv_heads, -1)
+
+    def shown() -> Tensor:
+        width = EDGE + before + after
+        apart = torch.arange(EDGE)[:, None] + before - torch.arange(width)
+        hidden = (apart > before) | (apart < -after)  # (EDGE, width)
+        return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+
+    if alike:  # sequences of many lengths share it
+        bias = cached(("window", before, after), shown)[:, None].expand(
+            -1, kv_heads, -1
+        )
     for (rows, count, skipped), places in alike.items():
         q, k = ((x, EDGE) for x in places[0])
         call, seen = _call(rows, count, len(places), q, k), slice(skipped, None)
-        calls.append(replace(call, bias=bias[:rows, :, seen][..., :count]))
+        calls.append(altered(call, bias=bias[:rows, :, seen][..., :count]))
     lower_right = supports_lower_right_causal(kernel)
     return _plan(calls, [], len(queries), heads, kv_heads, lower_right)
 
@@ -584,24 +593,21 @@ def _plan(
         first = q.index is None and not _merged(call) and bool(fresh.all())
         uncovered[at[fresh]] = not first
         written[at] = True
-        found.append(replace(call, first=first))
+        found.append(altered(call, first=first))
     uncovered |= ~written
     edges = F.pad(uncovered.int(), (1, 1)).diff().nonzero().flatten()
     ranges = tuple(zip(edges[::2].tolist(), edges[1::2].tolist()))
     merges = len(found) > 1 or any(map(_merged, found))
     group = heads // kv_heads
 
-    def every_head(
-        calls: list[Call],
-    ) -> tuple[Call, ...]:  # the heads of one K/V head one after another
-        return tuple(
-            replace(c, heads=kv_heads, q=replace(c.q, head=g, head_step=group))
-            for g in range(group)
-            for c in calls
-        )
-
-    strips = [strip for call in found for strip in _in_strips(call, lower_right)]
-    block = range(heads), every_head(strips), every_head(found)
+    # The heads of one K/V head one after another.
+    every_head = [
+        altered(c, heads=kv_heads, q=altered(c.q, head=g, head_step=group))
+        for g in range(group)
+        for c in found
+    ]
+    strips = [strip for call in every_head for strip in _in_strips(call, lower_right)]
+    block = range(heads), tuple(strips), tuple(every_head)
     return Plan((block,), ranges, merges, same_rows=False, rows=range(n), period=n)
 
 
@@ -622,12 +628,14 @@ def _in_strips(call: Call, lower_right: bool) -> Iterator[Call]:
     The first one leaves out the keys that it does not see. Only for the forward: in the
     backward each would add gradients of all its keys.
     """
-    few = call.causal and STRIP < call.q.rows < WIDE and call.q.rows % STRIP == 0
-    rows = STRIP if few and lower_right else call.q.rows
-    for at in range(0, call.q.rows, rows):
-        later = call.q.rows - rows - at
-        q = replace(call.q, first=call.q.first + at, rows=rows)
-        yield replace(call, q=q, k=replace(call.k, rows=call.k.rows - later))
+    rows = call.q.rows
+    if not (call.causal and lower_right and STRIP < rows < WIDE and rows % STRIP == 0):
+        yield call
+        return
+    for at in range(0, rows, STRIP):
+        q = altered(call.q, first=call.q.first + at, rows=STRIP)
+        k = altered(call.k, rows=call.k.rows - (rows - STRIP - at))
+        yield altered(call, q=q, k=k)
 
 
 def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Entry]:
@@ -734,9 +742,9 @@ def _join_neighbours(call: Call) -> Call:
     ):
         return call
     joined = max(i for i in range(1, LONG // rows + 1) if call.nodes % i == 0)
-    return replace(
+    return altered(
         call,
-        q=replace(call.q, rows=rows * joined, node_step=rows * joined),
+        q=altered(call.q, rows=rows * joined, node_step=rows * joined),
         nodes=call.nodes // joined,
     )
 
@@ -766,17 +774,17 @@ def _split_keys(call: Call) -> Iterator[Call]:
     count, rest = divmod(call.k.rows, LONG)
     first = call.k.first
     if call.nodes == 1:
-        yield replace(
+        yield altered(
             call,
             nodes=count,
-            q=replace(call.q, node_step=0),
+            q=altered(call.q, node_step=0),
             k=View(LONG, first, node_step=LONG),
         )
     else:
         for at in range(0, count * LONG, LONG):
-            yield replace(call, k=replace(call.k, rows=LONG, first=first + at))
+            yield altered(call, k=altered(call.k, rows=LONG, first=first + at))
     if rest:
-        yield replace(call, k=replace(call.k, rows=rest, first=first + count * LONG))
+        yield altered(call, k=altered(call.k, rows=rest, first=first + count * LONG))
 
 
 def _gathered_calls(

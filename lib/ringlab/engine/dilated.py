@@ -9,15 +9,15 @@ calls, and as many again for a short last segment.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import groupby
 from math import lcm
+from operator import sub
 
 import torch
 from torch import Tensor
 
 from ..patterns import Branch, Pattern
-from .execute import Call, Plan, View, in_head_blocks
+from .execute import Call, Plan, View, altered, in_head_blocks
 
 
 def plan_for(
@@ -104,7 +104,7 @@ def _cross_plan(n: int, keys: int, heads: int, kv_heads: int, causal: bool) -> P
         rows = View(before, 0, 1, 0, kv_head, kv_step)
         calls.append(Call(queries, rows, heads=len(run), first=True))
         if before < keys:
-            own = replace(rows, rows=n, first=before)
+            own = altered(rows, rows=n, first=before)
             calls.append(Call(queries, own, heads=len(run), causal=True))
     block = range(heads), tuple(calls), tuple(calls)
     return Plan((block,), (), before < keys, False, range(n), n)
@@ -144,8 +144,8 @@ def fold_heads(calls: Iterable[Call]) -> Iterator[Call]:
     def shape(call: Call) -> object:
         if call.nodes > 1 or call.q.index is not None or call.k.index is not None:
             return id(call)
-        return replace(
-            call, q=replace(call.q, first=0, head=0), k=replace(call.k, first=0, head=0)
+        return altered(
+            call, q=altered(call.q, first=0, head=0), k=altered(call.k, first=0, head=0)
         )
 
     for _, alike in groupby(calls, shape):
@@ -161,10 +161,10 @@ def fold_heads(calls: Iterable[Call]) -> Iterator[Call]:
                 len(run) > 1 and apart and q_head and (k_step or k_head)
             ):  # no row of a gradient twice
                 q, k = (
-                    replace(q, node_step=q_step, node_head=q_head),
-                    replace(k, node_step=k_step, node_head=k_head),
+                    altered(q, node_step=q_step, node_head=q_head),
+                    altered(k, node_step=k_step, node_head=k_head),
                 )
-                yield replace(mine[0], q=q, k=k, nodes=len(run))
+                yield altered(mine[0], q=q, k=k, nodes=len(run))
             else:
                 yield from mine
 
@@ -201,14 +201,12 @@ def even_runs(items: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
     have a negative stride.
     """
     run: list[tuple[int, ...]] = []
+    step: tuple[int, ...] = ()
     for item in items:
-        steps = [a - b for a, b in zip(item, run[-1])] if run else []
-        if (
-            not run
-            or min(steps) >= 0
-            and (len(run) == 1 or steps == [a - b for a, b in zip(run[1], run[0])])
-        ):
+        apart = tuple(map(sub, item, run[-1])) if run else ()
+        if not run or (apart == step if len(run) > 1 else min(apart) >= 0):
             run.append(item)
+            step = apart
         else:
             yield run
             run = [item]

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -29,9 +29,10 @@ from ..kernels.base import (
 from ..patterns import Dilated, Pattern
 from . import dilated
 from .dilated import even_runs, first_and_step, progressions
-from .execute import Call, Plan, View, in_head_blocks
+from .execute import Call, Plan, View, altered, anew, in_head_blocks
 
 WIDEST = 8  # a segment that holds more of the next smaller ones is not split around each of them
+TABLE = 128  # rows and keys of a table of biases at least
 SQUARE = 128  # keys of the squares on the diagonal of causal calls; such a square is computed whole
 MOST_RATE = 1024
 Rung = tuple[int, int, int]  # the length, rate and offset of a branch for one head
@@ -67,11 +68,18 @@ def plan_for(
             accumulation_dtype(q.dtype),
             kernel,
         )
-        plan = cached(("folded", *given), lambda: faster(*given))
-        if plan is not None:
-            return in_head_blocks(
-                ("folded", *given), lambda: plan, q, k.shape[2], backward, cached
-            )
+        key, where = ("folded", *given), given[:4]
+
+        def build() -> Plan:
+            apart = dilated.make_plan(*where)
+            return faster(*given, cached, apart) or apart
+
+        def cut(plan: Plan, block: int) -> Plan:
+            if plan.same_rows:  # branch by branch
+                return dilated.make_plan(*where, block=block)
+            return plan.in_head_blocks(block)
+
+        return in_head_blocks(key, build, q, k.shape[2], backward, cached, cut)
     return dilated.plan_for(q, k, pattern, cached, backward=backward, causal=causal)
 
 
@@ -83,11 +91,15 @@ def faster(
     causal: bool,
     dtype: torch.dtype,
     kernel: Kernel,
+    cached=anew,
+    apart: Plan | None = None,
 ) -> Plan | None:
-    """The folded plan, if it is predicted to be faster than branch by branch."""
-    apart = dilated.make_plan(pattern, n, heads, kv_heads)
+    """The folded plan, if it is predicted to be faster than branch by branch, which is
+    the plan ``apart``.
+    """
+    apart = apart or dilated.make_plan(pattern, n, heads, kv_heads)
     most = cost_of(kernel).gain * cost(apart, causal, kernel)
-    return fold(pattern, n, heads, kv_heads, causal, dtype, kernel, most)
+    return fold(pattern, n, heads, kv_heads, causal, dtype, kernel, most, cached)
 
 
 def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
@@ -129,6 +141,7 @@ def fold(
     dtype: torch.dtype,
     kernel: Kernel | None = None,
     most: float = math.inf,
+    cached=anew,
 ) -> Plan | None:
     """Plan ``pattern`` over ``n`` positions with the visible pairs of nested branches
     once; None where none nest.
@@ -148,10 +161,15 @@ def fold(
     ):
         return None  # other rows in each segment, or too many classes of rows
     rungs = [
-        [(b.length, b.rate, b.offsets[b.heads.index(head)]) for b in branches]
+        tuple((b.length, b.rate, b.offsets[b.heads.index(head)]) for b in branches)
         for head in range(heads)
     ]
     price = cost_of(kernel)
+
+    @cache
+    def parts(chain: tuple[Rung, ...], first: bool) -> list[_Part]:
+        return [*_of_chain(chain, n, causal, price, heads, first)]
+
     best: list[tuple[float, list[range]]] = [
         (0.0, [])
     ]  # the cheapest chains of the first 0, 1, ... branches
@@ -159,26 +177,21 @@ def fold(
         ways = []
         for start in range(stop):
             if all(_nest(mine[start:stop], n) for mine in rungs):
-                parts = _of_chain(
-                    rungs[0][start:stop], n, causal, price, heads, not start
-                )
-                ways.append(
-                    (
-                        best[start][0]
-                        + sum(part.price(price, heads) for part in parts),
-                        [*best[start][1], range(start, stop)],
-                    )
-                )
+                chain = parts(rungs[0][start:stop], not start)
+                time = best[start][0] + sum(part.price(price, heads) for part in chain)
+                ways.append((time, [*best[start][1], range(start, stop)]))
         best.append(min(ways, key=lambda way: way[0]))
     chains = sorted(
         best[-1][1], key=lambda chain: branches[chain.start].rate
     )  # one that writes all rows goes first
     if max(map(len, chains)) == 1 or best[-1][0] * heads >= most:
         return None
-    calls = []
+    calls, tables = [], _Tables(dtype, cached)
     for chain in chains:
-        nested = [mine[chain.start : chain.stop] for mine in rungs]
-        calls += _calls(nested, kv_heads, n, causal, dtype, price, chain is chains[0])
+        nested = [
+            parts(mine[chain.start : chain.stop], chain is chains[0]) for mine in rungs
+        ]
+        calls += _calls(nested, kv_heads, tables)
     block = range(heads), tuple(calls), tuple(calls)
     uncovered = () if branches[chains[0].start].rate == 1 else ((0, n),)
     return Plan(
@@ -191,7 +204,7 @@ def fold(
     )
 
 
-def _nest(chain: list[Rung], n: int) -> bool:
+def _nest(chain: tuple[Rung, ...], n: int) -> bool:
     """Whether each branch nests into the one before, by rising length."""
     for (inner, finer, _), (length, rate, offset) in zip(chain, chain[1:]):
         divides = rate % finer == 0 and (length % inner == 0 or length == n)
@@ -215,25 +228,18 @@ class _Part:
     keys: range
     nodes: int
     apart: int
-    rungs: list[Rung]
+    rungs: tuple[Rung, ...]
     masked: bool
     each: bool
     first: bool
 
     def split(
-        self,
-        positions: tuple[int, int],
-        groups: list[frozenset[int]],
-        rate: int,
-        each: bool,
+        self, positions: tuple[int, int], classes: list[tuple[int, int]], each: bool
     ) -> list[_Part]:
-        """A part for each residue class of those queries among ``positions`` whose
-        residues are in a group.
-        """
-        classes = (one for residues in groups for one in _classes(residues, rate))
+        """A part for each residue class that has queries among ``positions``."""
         rows = [_rows(*positions, *one) for one in classes]
         return [
-            replace(self, place=(*self.place, i), queries=x, each=each)
+            altered(self, place=(*self.place, i), queries=x, each=each)
             for i, x in enumerate(rows)
             if x
         ]
@@ -247,21 +253,13 @@ class _Part:
 
 
 def _of_chain(
-    chain: list[Rung], n: int, causal: bool, cost: Cost, heads: int, first: bool
+    chain: tuple[Rung, ...], n: int, causal: bool, cost: Cost, heads: int, first: bool
 ) -> Iterator[_Part]:
     """The parts of one head of nested branches; ``first``: they write rows to which no
     other chain wrote before.
     """
-    rate, alike = chain[-1][1], {}
-    for residue in range(rate):
-        rungs = tuple(
-            j for j, (_, r, offset) in enumerate(chain) if residue % r == offset
-        )
-        for inner, j in zip(
-            (None, *rungs), rungs
-        ):  # rows that need the same keys, but perhaps another M of them
-            alike.setdefault((j, inner), {}).setdefault(rungs, set()).add(residue)
-    for (j, inner), selects in alike.items():
+    rate = chain[-1][1]
+    for j, inner, classes, by_set in _alike(tuple((r, first) for _, r, first in chain)):
         length, key_step, offset = chain[j]
         inside = 0 if inner is None else chain[inner][0]
         pieces = _pieces(
@@ -281,38 +279,47 @@ def _of_chain(
                 masked,
             )
             part = _Part(*where, each=False, first=first and square and not inside)
-            together = part.split(
-                q,
-                [frozenset().union(*selects.values())],
-                rate,
-                masked or len(selects) > 1,
-            )
-            separate = part.split(q, [*map(frozenset, selects.values())], rate, False)
-            cheapest = min(
+            several = len(by_set) > 1
+            together = part.split(q, classes, masked or several)
+            if masked or not several:
+                yield from together
+                continue
+            separate = part.split(q, [one for each in by_set for one in each], False)
+            yield from min(
                 together,
                 separate,
                 key=lambda way: sum(x.price(cost, heads) for x in way),
             )
-            yield from together if masked else cheapest
 
 
-def _calls(
-    chains: list[list[Rung]],
-    kv_heads: int,
-    n: int,
-    causal: bool,
-    dtype: torch.dtype,
-    cost: Cost,
-    first: bool,
-) -> list[Call]:
-    """The calls of nested branches, of each head its own; equal biases are one tensor."""
-    heads, alike, biases = len(chains), {}, {}
-    for head, chain in enumerate(chains):
-        for part in _of_chain(chain, n, causal, cost, heads, first):
+@lru_cache(maxsize=1024)
+def _alike(strides: tuple[tuple[int, int], ...]) -> list[tuple]:
+    """Rows that need the same keys, by (rate, offset) of nested branches: (the branch
+    of the keys, the one before it that selects the rows or None, the rows' classes, and
+    those of each set of branches that selects rows: M may differ).
+    """
+    rate, alike = strides[-1][0], {}
+    for residue in range(rate):
+        rungs = tuple(j for j, (r, first) in enumerate(strides) if residue % r == first)
+        for inner, j in zip((None, *rungs), rungs):
+            alike.setdefault((j, inner), {}).setdefault(rungs, set()).add(residue)
+    return [
+        (
+            *key,
+            _classes(set().union(*selects.values()), rate),
+            [_classes(residues, rate) for residues in selects.values()],
+        )
+        for key, selects in alike.items()
+    ]
+
+
+def _calls(parts: list[list[_Part]], kv_heads: int, tables: _Tables) -> list[Call]:
+    """The calls of nested branches, whose ``parts`` are those of each head."""
+    heads, alike = len(parts), {}
+    biases = {id(own): [*map(tables.bias, own)] for own in parts}  # heads may be alike
+    for head, own in enumerate(parts):
+        for part, bias in zip(own, biases[id(own)]):
             q, k = part.queries, part.keys
-            bias = _bias(
-                q if part.each else q[:1], k, part.rungs, part.masked, dtype, biases
-            )
             shape = (
                 not part.first,
                 q.step,
@@ -323,12 +330,12 @@ def _calls(
                 part.apart,
                 part.place,
             )
-            shape = *shape, 0 if bias is None else len(bias)
+            shape = *shape, 0 if bias is None else len(q) if part.each else 1
             alike.setdefault(shape, []).append(
                 ((head, q.start, head // (heads // kv_heads), k.start), bias)
             )
     found = []
-    for (later, step, rows, key_step, keys, nodes, apart, *_), members in sorted(
+    for (later, step, rows, key_step, keys, nodes, apart, _, each), members in sorted(
         alike.items(), key=lambda x: x[0][0]
     ):
         made = {head: bias for (head, *_), bias in members}
@@ -338,21 +345,12 @@ def _calls(
             )
             q = View(rows, row, step, apart, head, head_step, shift)
             k = View(keys, key, key_step, apart, kv_head, kv_step, key_shift)
-            mine = [made[h] for h, *_ in run]
-            if (bias := mine[0]) is not None:
-                same = all(other is bias or other.equal(bias) for other in mine)
-                by_head = (
-                    bias.T[None].expand(len(mine), -1, -1)
-                    if same
-                    else torch.stack([m.T for m in mine])
-                )
-                bias = by_head.permute(2, 0, 1)  # (rows, heads, keys)
+            bias = tables.by_head([made[h] for h, *_ in run], each, keys)
             found.append(Call(q, k, nodes, len(run), first=not later, bias=bias))
     return found
 
 
-@lru_cache(maxsize=1024)
-def _classes(residues: frozenset[int], rate: int) -> list[tuple[int, int]]:
+def _classes(residues: set[int], rate: int) -> list[tuple[int, int]]:
     """(step, residue) of as few residue classes of steps that divide ``rate`` as the
     residues modulo ``rate`` make.
     """
@@ -410,35 +408,69 @@ def _pieces(length: int, inner: int, n: int, causal: bool, square: int) -> list[
     ]
 
 
-def _bias(
-    queries: range, keys: range, rungs: list[Rung], square: bool, dtype, made: dict
-) -> Tensor | None:
-    """log M (query rows or 1, keys), in a causal square -inf after the query; None
-    where every M is 1.
-
-    ``made`` remembers it: counted from the first key, many are the same.
+class _Tables:
+    """Tables of log M, of which biases are parts: from ``cached``, since sequences of
+    many lengths share them.
     """
-    if len(rungs) == 1 and not square:
-        return None
-    ahead = queries.start - keys.start
-    ahead = ahead if square else ahead % rungs[-1][1]  # all rates divide the last one
-    rows = range(ahead, ahead + len(queries) * queries.step, queries.step)
-    strides = tuple((rate, (offset - keys.start) % rate) for _, rate, offset in rungs)
-    key = rows, len(keys), keys.step, strides, square
-    if key not in made:
-        q, k = (
-            torch.arange(r.start, r.stop, r.step)
-            for r in (rows, range(0, len(keys) * keys.step, keys.step))
-        )
-        rates, offsets = torch.tensor(strides).T[..., None]  # (branches, 1)
-        select_q, select_k = (
-            (x % rates == offsets).to(dtype) for x in (q, k)
-        )  # (branches, rows)
-        times = (
-            select_k.T @ select_q
-        ).T  # (rows, keys), neighbouring rows side by side, as the kernel adds them
-        if square:
-            made[key] = times.log().masked_fill(k > q[:, None], -torch.inf)
+
+    def __init__(self, dtype: torch.dtype, cached):
+        self.dtype, self.cached = dtype, cached
+        self.table = cache(lambda key: cached(key, lambda: _table(*key[1:])))
+        self.several = cache(lambda key, *size: self._part(key, *size).max() > 0)
+
+    def _part(self, key: tuple, rows: int, keys: int) -> Tensor:
+        return self.table(key)[:rows, :keys]
+
+    def bias(self, part: _Part) -> tuple | None:
+        """The key of the table with the bias of a part, which begins at its first row
+        and key; None where every M is 1.
+        """
+        queries, keys, rungs = part.queries, part.keys, part.rungs
+        if len(rungs) == 1 and not part.masked:
+            return None
+        rows, period = len(queries) if part.each else 1, rungs[-1][1]  # all divide it
+        ahead = queries.start - keys.start
+        ahead = ahead if part.masked else ahead % period
+        strides = tuple((rate, (first - keys.start) % rate) for _, rate, first in rungs)
+        size = 1 if rows == 1 else _room(rows), _room(len(keys)), self.dtype
+        key = "bias", ahead, queries.step, keys.step, strides, part.masked, *size
+        first = min(rows, period), min(len(keys), period)
+        return key if part.masked or self.several(key, *first) else None
+
+    def by_head(self, wanted: list[tuple | None], rows: int, keys: int):
+        """The biases of heads from their tables, (rows, heads, keys), or None."""
+        if wanted[0] is None:
+            return None
+        first, *others = (self._part(key, rows, keys) for key in dict.fromkeys(wanted))
+        if all(other.equal(first) for other in others):
+            by_head = first.T[None].expand(len(wanted), -1, -1)
         else:
-            made[key] = times.log() if times.max() > 1 else None
-    return made[key]
+            by_head = self.cached(
+                ("biases", *wanted),
+                lambda: torch.stack([self.table(key).T for key in wanted]),
+            )[:, :keys, :rows]
+        return by_head.permute(2, 0, 1)
+
+
+def _room(count: int) -> int:
+    """Rows or keys of the table in which so many find room: few sizes are shared."""
+    return max(TABLE, 1 << (count - 1).bit_length())
+
+
+def _table(
+    ahead: int, step: int, key_step: int, strides, masked: bool, rows, keys, dtype
+) -> Tensor:
+    """log M (rows, keys) of queries ``step`` apart, the first of which is ``ahead`` of
+    the first key; ``strides``: the rate and offset of each branch.
+    """
+    q = ahead + step * torch.arange(rows)
+    k = key_step * torch.arange(keys)
+    rates, offsets = torch.tensor(strides).T[..., None]  # (branches, 1)
+    select_q, select_k = (
+        (x % rates == offsets).to(dtype) for x in (q, k)
+    )  # (branches, rows)
+    # (rows, keys), neighbouring rows side by side, as the kernel adds them
+    times = (select_k.T @ select_q).T
+    return (
+        times.log().masked_fill(k > q[:, None], -torch.inf) if masked else times.log()
+    )
