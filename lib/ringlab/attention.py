@@ -204,6 +204,7 @@ def attention(
             raise TypeError(
                 f"cache must be a ringlab.KVCache, got {type(cache).__name__}"
             )
+        execution.check(pattern, "a cache")
         if lengths is not None:
             Documents.padded(lengths, q)
             options["lengths"] = integers("lengths", lengths, q)

@@ -152,7 +152,9 @@ class PublishedAttention(nn.Module):
             else False
         )
         self.chain = self.backend if use_flash_attention else FALLBACK
-        self.execution = Execution(cache=use_pattern_cache, pool=pool, **self.switches)
+        one_device = self.group is None or ring.group_size(self.group) == 1
+        switches = self.switches if one_device else {}
+        self.execution = Execution(cache=use_pattern_cache, pool=pool, **switches)
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
         blocks = {
@@ -379,7 +381,8 @@ _solved = lru_cache(maxsize=64)(BlockSparse.with_density)
 
 class BlockSparseRingDilatedAttention(PublishedAttention):
     """Block-sparse attention, a call for each block of queries: the published
-    definition, with one softmax per row.
+    definition, with one softmax per row. Over several ranks it and those made from it
+    run the plan, on views.
 
     Takes exactly one of: ``segment_lengths`` and ``dilation_rates``, which dilate
     blocks here (each length a multiple of ``block_size``, each rate in blocks);

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from .. import cache as caches
 from .. import kernels, memory
+from ..block_patterns import BlockSparse
 from ..checks import as_int, check_choice, is_int, short_repr
 from ..kernels.base import device_type_of
 from ..modes import outside_modes
@@ -23,23 +24,32 @@ MERGES = ("auto", "eager")
 
 @dataclass(frozen=True)
 class Execution:
-    """The options of one call; none of them changes a value.
+    """The options of one call; none of them changes a value. A call refuses in one line
+    an option that it cannot honour.
 
-    ``gather``: copy rows by index-select instead of reading strided views. ``cache``: keep plans and index tensors
-    (True: the global pattern cache, False: rebuild them in each call, or a ``PatternCache``). ``pool``: borrow large
-    scratch buffers (True: the global pool, False: new ones, or a ``MemoryPool``). ``tile``: compute at most tile x tile
-    scores at a time (None: whole calls, or an ``OOMBackoff``, which takes smaller tiles when memory runs out); a kernel
-    that stores no scores gains nothing. ``blocks``: how a block-sparse pattern runs, one of ``engine.blocks.WAYS``;
-    "bsr" and the forward of "flex" are not tiled.
-    ``merge``: how the branches
-    of a dilated pattern are joined, "eager" one after another, in place; "auto" is
-    faster: on a GPU of compute capability 8.0 or newer one kernel joins all of them,
-    which holds more memory and is left out with a ``pool``, ``tile`` or ``gather``, for
-    float64 and the kernel "eager", and where memory runs out; on a CPU each
-    visible pair is computed once where that is predicted to be faster. ``results``: on a CPU, large outputs
-    reuse the memory of earlier outputs that were freed, which saves page faults (True: ``memory.RESULTS``, which keeps
-    up to 512 MiB, False: new memory, or a ``MemoryPool``); not with ``gather``, "bsr" and "flex". Over a group
-    ``gather`` and ``results`` are ignored, and ``blocks`` is used by the scheme "ulysses" alone.
+    ``gather``: copy rows by index-select instead of reading strided views; of dense and
+    dilated patterns on one device, with as many keys as queries and no ``KVCache``.
+    ``cache``: keep plans and index tensors (True: the global pattern cache, False:
+    rebuild them in each call, or a ``PatternCache``). What a block-sparse pattern shows
+    of a ``KVCache`` is planned anew each time. ``pool``: borrow large scratch buffers
+    (True: the global pool, False: new ones, or a ``MemoryPool``), which are those of
+    half precision and of ``gather``; other paths, "bsr" and "flex" make none. ``tile``:
+    compute at most tile x tile scores at a time (None: whole calls, or an
+    ``OOMBackoff``, which takes smaller tiles when memory runs out); a kernel that stores
+    no scores gains nothing, and a single position beside a ``KVCache`` makes one row of
+    them. ``blocks``: how a block-sparse pattern runs, one of ``engine.blocks.WAYS``;
+    "bsr" and "flex" take no ``tile``, a ``KVCache`` takes "auto", the scheme "ulysses"
+    all of them and the plan "views". ``merge``: how the branches of a dilated pattern are
+    joined, "eager" one after another, in place, as other patterns, several ranks and a
+    ``KVCache`` always do; "auto" is faster: on a GPU of compute capability 8.0 or newer
+    one kernel joins all of them, which holds more memory and is left out with a
+    ``pool``, ``tile`` or ``gather``, for float64 and the kernel "eager", and where
+    memory runs out; on a CPU each visible pair is computed once where that is predicted
+    to be faster. ``results``: on a CPU, large outputs reuse the memory of earlier
+    outputs that were freed, which saves page faults (True: ``memory.RESULTS``, which
+    keeps up to {kept}, False: new memory, or a ``MemoryPool``). Outputs that are copied
+    together are new memory: those of ``gather``, "bsr", "flex", documents, a ``KVCache``
+    and several ranks.
 
     >>> Execution(gather=True, cache=False)
     Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto', merge='auto', results=True)
@@ -70,6 +80,8 @@ class Execution:
                 )
         for name, names in (("blocks", blocks.WAYS), ("merge", MERGES)):
             check_choice(name, getattr(self, name), names)
+        if self.tile is not None and self.blocks in ("bsr", "flex"):
+            raise ValueError(f"Execution: blocks={self.blocks!r} takes no tile")
         if isinstance(self.tile, int) and not is_int(self.tile):
             raise ValueError(
                 f"Execution: tile must be a positive number of rows, got {self.tile!r}"
@@ -110,9 +122,30 @@ class Execution:
         """The kernel, in tiles where ``tile`` asks for them."""
         return kernel if self.tile is None else ChunkedKernel(kernel, self.tile)
 
+    def check(self, pattern, where: str = "one device") -> None:
+        """Raise ValueError for an option that a call of a pattern would not honour:
+        on "one device", with "other keys" or "a cache", or over ranks by a scheme.
+        """
+        sparse, place = isinstance(pattern, BlockSparse), (where, self.blocks)
+        refused = {
+            "gather": self.gather and (sparse or where != "one device"),
+            "blocks": self.blocks != "auto"
+            and not (sparse and where in ("one device", "ulysses"))
+            and not (sparse and place == ("plan", "views")),
+        }
+        for name in filter(refused.get, refused):
+            option = f"Execution({name}={getattr(self, name)!r})"
+            raise ValueError(f"{option} is not for {pattern} ({where})")
+
     @property
     def plain(self) -> bool:
         """Whether a kernel that runs whole patterns can take the call: nothing is asked
         for that cuts it up.
         """
         return not self.gather and self.tile is None and self.blocks == "auto"
+
+    @property
+    def usual(self) -> bool:
+        """Whether no option is set, so that an operator, which takes none, may run."""
+        usual = self.cache is True is self.results and self.pool is False
+        return self.plain and usual and self.merge == "auto"

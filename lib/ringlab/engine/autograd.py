@@ -48,7 +48,7 @@ def local_attention(
     k, v and sinks (h,), through out and lse.
     """
     followed = is_followed(q, k, v, sinks)
-    if documents is None and execution.plain:
+    if documents is None and execution.usual:
         if torch.compiler.is_compiling():
             whole = IN_GRAPHS or torch.compiler.is_exporting()
         else:
@@ -123,6 +123,8 @@ def forward(
     documents=None,
 ):
     """out (b, n, h, d), lse (b, h, n)."""
+    alike = q.shape[1] == k.shape[1]
+    execution.check(pattern, "one device" if alike else "other keys")
     rest = pattern, causal, scale, backend, execution
     if documents is not None:
         return documents.forward(q, k, v, lambda *some: forward(*some, sinks, *rest))
@@ -169,7 +171,7 @@ def _forward(
                 execution,
                 execution.results_of(q),
             )
-        if alike and execution.gather:
+        if execution.gather:
             index = _gather_index(q, k, pattern, execution)
             return gather.forward(
                 q, k, v, index, causal, scale, kernel, execution.scratch()
@@ -233,7 +235,7 @@ def backward(
             pass
         elif isinstance(pattern, BlockSparse):
             grads = blocks.backward(*tensors, pattern, causal, scale, kernel, execution)
-        elif alike and execution.gather:
+        elif execution.gather:
             index = _gather_index(q, k, pattern, execution)
             grads = gather.backward(
                 *tensors, index, causal, scale, kernel, execution.scratch()

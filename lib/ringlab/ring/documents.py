@@ -16,7 +16,7 @@ from .exchange import Problem, digest
 from .group import Group
 from .layout import Layout, layout_named
 from .operators import attend
-from .schemes import check_scheme
+from .schemes import check_scheme, computing_scheme
 
 
 def attend_documents(
@@ -38,7 +38,7 @@ def attend_documents(
     shards cut is a call of all ranks on its part of the layout.
     """
     ranks = Group.of(group, dimensions=2)
-    check_scheme(scheme, ranks.shape)
+    scheme_checked = check_scheme(scheme, ranks.shape)
     layout = layout_named(layout, documents.n, ranks.size)
     if layout.kind not in ("contiguous", "zigzag"):
         raise ValueError(
@@ -50,6 +50,7 @@ def attend_documents(
         raise ValueError(f"the layout has {rows} positions here, q has {q.shape[1]}")
     if ranks.size == 1:
         return local_attention(q, k, v, pattern, documents=documents, **options)
+    options["execution"].check(pattern, computing_scheme(scheme_checked))
     problem = Problem(pattern, layout, options["causal"], q.shape[2], k.shape[2])
     borders = [(start, stop) for _, start, stop in documents.spans]
     ranks.agree(

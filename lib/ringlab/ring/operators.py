@@ -39,7 +39,7 @@ from .exchange import Problem, digest, on_hosts, plan_rank
 from .group import Group, Simulated, group_named, keep_name
 from .layout import Layout, layout_named
 from .rank import Rank, rank_of
-from .schemes import algorithms, check_problem, check_scheme
+from .schemes import algorithms, check_problem, check_scheme, computing_scheme
 from .ulysses import MeshScheme, head_share, mesh_of
 from .volume import choose
 
@@ -219,6 +219,8 @@ def _call(
         machines,
         rank,
     )
+    if ranks > 1:
+        execution.check(pattern, computing_scheme(scheme))
     # Of pools and caches the text has addresses, which are theirs alone: a call holds them.
     name = f"{text} {backend} {execution.text}"
     return _calls.setdefault(name, RankCall(name, problem, scheme, backend, execution))
