@@ -3,6 +3,13 @@
 torch's CUDA allocator caches already, so there the pool mostly repeats its work. On the
 CPU a large new buffer costs page faults at its first write: reuse avoids them, huge
 pages reduce them.
+
+``RESULTS`` lends the outputs of attention on a CPU by default. It keeps the memory of
+outputs that were freed: at most a 64th of the machine's memory and 512 MiB.
+``RESULTS.stats()`` tells how much that is, ``RESULTS.clear()`` gives it back,
+``RESULTS.max_bytes = 64 << 20`` sets another limit, from the next output on, and 0 or
+``Execution(results=False)`` keeps nothing. An output of 32 MiB in new memory costs
+8,192 page faults, 4 to 10 % of a forward and a training step at 16,384 positions.
 """
 
 from __future__ import annotations
@@ -10,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import os
 import sys
 import threading
 from collections import Counter
@@ -281,7 +289,14 @@ class MemoryPool:
             return _Buffer(nbytes, device, place)
 
 
+def _machine_bytes() -> int:
+    """The memory of this machine; 32 GiB where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 32 << 30
+
+
 GLOBAL_POOL = MemoryPool()
-RESULTS = MemoryPool(
-    waste=1.0
-)  # for the outputs of calls on a CPU, so that they do not evict scratch
+# For the outputs of calls on a CPU, so that they do not evict scratch.
+RESULTS = MemoryPool(min(512 << 20, _machine_bytes() // 64), waste=1.0)

@@ -50,6 +50,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 UNCACHED = Execution(cache=False)
 
 
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_seen_pairs_are_those_of_all_blocks(pattern):
+    n = 13 * BLOCK
+    assert torch.equal(torch.stack(pattern.seen(n), 1), pattern.blocks(n).nonzero())
+
+
 def tensors(pattern, n, dtype=F32, batch=1, heads=2, kv_heads=2):
     """q, k, v."""
     return drawn(Case(pattern, n, dtype, batch=batch, heads=heads, kv_heads=kv_heads))[

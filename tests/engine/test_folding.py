@@ -4,12 +4,14 @@ where they gain.
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 
 import matrix
 import pytest
+import torch
 from matrix import BF16, F32, F64, Case, all_wrong
-from ringlab import Dense, Dilated, Execution, cost
+from ringlab import Dense, Dilated, Execution, attention, cost, reference
 from ringlab.cache import PatternCache
 from ringlab.engine import folding
 from ringlab.engine.dilated import make_plan
@@ -214,3 +216,19 @@ def test_the_error_is_that_of_branch_by_branch(monkeypatch):
         found.append(matrix.errors(got, want, inputs[0], inputs[1], dout))
     folded, apart = found
     assert folded != apart and all(folded[name] <= 1.2 * apart[name] for name in apart)
+
+
+def test_plans_of_many_lengths_share_the_tables_of_their_biases(folded):
+    """Of 60 lengths, each a table of its own would be 11 MiB and more."""
+    lengths, pattern = range(200, 320, 2), Dilated([128, 256], [1, 2])
+    q, execution = torch.randn(1, sum(lengths), 4, 8), Execution(cache=PatternCache())
+    how = {"cu_seqlens": [0, *accumulate(lengths)], "backend": "eager"}
+    for _ in range(2):
+        out = attention(q, q, q, pattern, execution=execution, **how)
+        stats = execution.cache.stats()
+        assert stats.misses < 80 and 1 << 16 < stats.bytes < 2 << 20
+    assert folded() == 60
+    for start, n in [*zip(accumulate([0, *lengths]), lengths)][::20]:
+        alone = q[:, start : start + n].double()
+        want, _ = reference.attention(alone, alone, alone, pattern)
+        assert reference.error(out[:, start : start + n], want, 1.0) < 5e-6

@@ -56,7 +56,13 @@ def generation(pattern):
     def path(execution, dtype):
         generator = torch.Generator().manual_seed(0)
         kept = KVCache(
-            pattern, batch=1, max_seq_len=N, heads=4, kv_heads=2, head_dim=8, dtype=dtype
+            pattern,
+            batch=1,
+            max_seq_len=N,
+            heads=4,
+            kv_heads=2,
+            head_dim=8,
+            dtype=dtype,
         )
         found = []
         for rows in (N - 40, 1, 39):
@@ -142,9 +148,11 @@ def expected():
     names, *lines = [line.split() for line in TABLE.strip().splitlines()]
     for path, *marks in lines:
         for switch, mark in zip(names, marks, strict=True):
-            yield path.replace("_", " ").replace("all ", "all_"), switch.replace(
-                "_", " "
-            ), mark
+            yield (
+                path.replace("_", " ").replace("all ", "all_"),
+                switch.replace("_", " "),
+                mark,
+            )
 
 
 def test_the_table_names_every_path_and_switch():

@@ -86,6 +86,17 @@ def test_bytes_are_those_of_the_storages_each_once(make, expected):
     assert store.stats() == CacheStats(hits=1, misses=1, entries=1, bytes=expected)
 
 
+def test_a_storage_that_several_values_share_counts_once_until_the_last_is_gone():
+    store, shared = PatternCache(max_bytes=1000), torch.zeros(100)
+    for i in range(5):
+        store.get(i, lambda i=i: (shared[i:], filler(i)()))
+    assert store.stats() == CacheStats(misses=5, entries=5, bytes=410)
+    store.get("large", filler(595))  # evicts "0" to "3", which hold nothing but 6 bytes
+    assert store.stats() == CacheStats(misses=6, evictions=4, entries=2, bytes=999)
+    store.get("larger", filler(600))
+    assert store.stats() == CacheStats(misses=7, evictions=6, entries=1, bytes=600)
+
+
 @pytest.mark.parametrize(
     "build", [lambda: [].pop(), lambda: [torch.ones(3, requires_grad=True) * 2]]
 )

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ringlab import memory
+from ringlab import attention, memory
+from ringlab.blocks import sliding_window
 from ringlab.memory import MemoryPool, PoolStats
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -102,6 +103,21 @@ def test_the_smallest_idle_buffer_that_fits_is_lent_within_the_waste():
     assert (
         memory.RESULTS.waste == 1
     )  # so that saving a result saves no more than its bytes
+
+
+def test_results_keep_a_small_part_of_the_machine_and_less_where_told(monkeypatch):
+    first, _ = Path("/proc/meminfo").read_text().split("kB", 1)
+    machine = int(first.split()[-1]) << 10
+    assert memory.RESULTS.max_bytes == min(512 << 20, machine // 64)
+    q = torch.zeros(1, 1 << 14, 4, 64)  # 16 MiB
+    window = sliding_window(0, block_size=256)
+    memory.RESULTS.clear()
+    attention(q, q, q, window)
+    assert memory.RESULTS.stats().idle_bytes == 16 << 20
+    memory.RESULTS.clear()
+    monkeypatch.setattr(memory.RESULTS, "max_bytes", 0)
+    attention(q, q, q, window)
+    assert memory.RESULTS.stats() == PoolStats()
 
 
 def test_small_requests_and_those_without_data_are_served_by_torch():

@@ -47,9 +47,9 @@ class Execution:
     memory runs out; on a CPU each visible pair is computed once where that is predicted
     to be faster. ``results``: on a CPU, large outputs reuse the memory of earlier
     outputs that were freed, which saves page faults (True: ``memory.RESULTS``, which
-    keeps up to {kept}, False: new memory, or a ``MemoryPool``). Outputs that are copied
-    together are new memory: those of ``gather``, "bsr", "flex", documents, a ``KVCache``
-    and several ranks.
+    keeps up to 512 MiB of the host's memory, see ``help(ringlab.memory)``; False: new
+    memory; or a ``MemoryPool``). Outputs of ``gather``, "bsr", "flex", a ``KVCache``
+    and a sequence on several ranks are new memory.
 
     >>> Execution(gather=True, cache=False)
     Execution(gather=True, cache=False, pool=False, tile=None, blocks='auto', merge='auto', results=True)
