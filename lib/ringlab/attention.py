@@ -30,7 +30,7 @@ from .checks import (
     is_real,
     short_repr,
 )
-from .engine import Execution
+from .engine import DEFAULT, Execution
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
 from .kernels import capped
@@ -38,7 +38,6 @@ from .kv_cache import KVCache
 from .patterns import Dense, Dilated, Pattern, as_pattern
 from .ring.ulysses import HeadRange
 
-DEFAULT = Execution()
 AXES = "tensors are (batch, seq, heads, head_dim)"
 MANY_HEADS = 256  # more than models have: these may be positions, in torch's layout
 MASKS = ("attn_mask", "mask", "attention_mask", "key_padding_mask")

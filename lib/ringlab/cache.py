@@ -163,16 +163,13 @@ class PatternCache:
                     or len(self._entries) > self.max_entries
                 ):
                     evicted.append(self._entries.popitem(last=False)[1])
-                    self._let_go(evicted[-1].storages)
+                    for storage, nbytes in evicted[-1].storages.items():
+                        self._holders[storage] -= 1
+                        if not self._holders[storage]:
+                            del self._holders[storage]
+                            self._bytes -= nbytes
                     self._counts["evictions"] += 1
         return entry
-
-    def _let_go(self, storages: dict[int, int]) -> None:
-        for storage, nbytes in storages.items():
-            self._holders[storage] -= 1
-            if not self._holders[storage]:
-                del self._holders[storage]
-                self._bytes -= nbytes
 
 
 _PLAIN = {int, bool, float, str, range, type(None), torch.dtype, types.FunctionType}

@@ -152,8 +152,8 @@ class PublishedAttention(nn.Module):
             else False
         )
         self.chain = self.backend if use_flash_attention else FALLBACK
-        one_device = self.group is None or ring.group_size(self.group) == 1
-        switches = self.switches if one_device else {}
+        ranks = 1 if self.group is None else ring.group_size(self.group)
+        switches = self.switches if ranks == 1 else {}
         self.execution = Execution(cache=use_pattern_cache, pool=pool, **switches)
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):

@@ -289,14 +289,7 @@ class MemoryPool:
             return _Buffer(nbytes, device, place)
 
 
-def _machine_bytes() -> int:
-    """The memory of this machine; 32 GiB where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 32 << 30
-
-
 GLOBAL_POOL = MemoryPool()
 # For the outputs of calls on a CPU, so that they do not evict scratch.
-RESULTS = MemoryPool(min(512 << 20, _machine_bytes() // 64), waste=1.0)
+_MACHINE = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+RESULTS = MemoryPool(min(512 << 20, _MACHINE // 64), waste=1.0)

@@ -126,16 +126,15 @@ class Execution:
         """Raise ValueError for an option that a call of a pattern would not honour:
         on "one device", with "other keys" or "a cache", or over ranks by a scheme.
         """
-        sparse, place = isinstance(pattern, BlockSparse), (where, self.blocks)
-        refused = {
-            "gather": self.gather and (sparse or where != "one device"),
-            "blocks": self.blocks != "auto"
-            and not (sparse and where in ("one device", "ulysses"))
-            and not (sparse and place == ("plan", "views")),
-        }
-        for name in filter(refused.get, refused):
-            option = f"Execution({name}={getattr(self, name)!r})"
-            raise ValueError(f"{option} is not for {pattern} ({where})")
+        sparse, here = isinstance(pattern, BlockSparse), where == "one device"
+        runs = here or where == "ulysses" or (where, self.blocks) == ("plan", "views")
+        for name, honoured in (
+            ("gather", not self.gather or here and not sparse),
+            ("blocks", self.blocks == "auto" or runs and sparse),
+        ):
+            if not honoured:
+                option = f"Execution({name}={getattr(self, name)!r})"
+                raise ValueError(f"{option} is not for {pattern} ({where})")
 
     @property
     def plain(self) -> bool:
@@ -144,8 +143,5 @@ class Execution:
         """
         return not self.gather and self.tile is None and self.blocks == "auto"
 
-    @property
-    def usual(self) -> bool:
-        """Whether no option is set, so that an operator, which takes none, may run."""
-        usual = self.cache is True is self.results and self.pool is False
-        return self.plain and usual and self.merge == "auto"
+
+DEFAULT = Execution()

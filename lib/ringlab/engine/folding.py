@@ -70,14 +70,13 @@ def plan_for(
         )
         key, where = ("folded", *given), given[:4]
 
-        def build() -> Plan:
-            apart = dilated.make_plan(*where)
-            return faster(*given, cached, apart) or apart
-
         def cut(plan: Plan, block: int) -> Plan:
             if plan.same_rows:  # branch by branch
                 return dilated.make_plan(*where, block=block)
             return plan.in_head_blocks(block)
+
+        def build() -> Plan:
+            return faster(*given, cached)
 
         return in_head_blocks(key, build, q, k.shape[2], backward, cached, cut)
     return dilated.plan_for(q, k, pattern, cached, backward=backward, causal=causal)
@@ -92,14 +91,14 @@ def faster(
     dtype: torch.dtype,
     kernel: Kernel,
     cached=anew,
-    apart: Plan | None = None,
-) -> Plan | None:
-    """The folded plan, if it is predicted to be faster than branch by branch, which is
-    the plan ``apart``.
+) -> Plan:
+    """The folded plan, if it is predicted to be faster than the one branch by branch,
+    else that one.
     """
-    apart = apart or dilated.make_plan(pattern, n, heads, kv_heads)
+    apart = dilated.make_plan(pattern, n, heads, kv_heads)
     most = cost_of(kernel).gain * cost(apart, causal, kernel)
-    return fold(pattern, n, heads, kv_heads, causal, dtype, kernel, most, cached)
+    how = causal, dtype, kernel, most, cached
+    return fold(pattern, n, heads, kv_heads, *how) or apart
 
 
 def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
@@ -269,16 +268,9 @@ def _of_chain(
             keys, masked = _rows(*k, key_step, offset), square and causal
             if not keys:
                 continue
-            where = (
-                (j, inside, nth_piece),
-                range(0),
-                keys,
-                nodes,
-                apart,
-                chain[j:],
-                masked,
-            )
-            part = _Part(*where, each=False, first=first and square and not inside)
+            alone, place = first and square and not inside, (j, inside, nth_piece)
+            where = place, q, keys, nodes, apart, chain[j:], masked
+            part = _Part(*where, each=False, first=alone)
             several = len(by_set) > 1
             together = part.split(q, classes, masked or several)
             if masked or not several:
@@ -416,7 +408,6 @@ class _Tables:
     def __init__(self, dtype: torch.dtype, cached):
         self.dtype, self.cached = dtype, cached
         self.table = cache(lambda key: cached(key, lambda: _table(*key[1:])))
-        self.several = cache(lambda key, *size: self._part(key, *size).max() > 0)
 
     def _part(self, key: tuple, rows: int, keys: int) -> Tensor:
         return self.table(key)[:rows, :keys]
@@ -434,8 +425,8 @@ class _Tables:
         strides = tuple((rate, (first - keys.start) % rate) for _, rate, first in rungs)
         size = 1 if rows == 1 else _room(rows), _room(len(keys)), self.dtype
         key = "bias", ahead, queries.step, keys.step, strides, part.masked, *size
-        first = min(rows, period), min(len(keys), period)
-        return key if part.masked or self.several(key, *first) else None
+        first = self._part(key, min(rows, period), min(len(keys), period))
+        return key if part.masked or first.max() > 0 else None
 
     def by_head(self, wanted: list[tuple | None], rows: int, keys: int):
         """The biases of heads from their tables, (rows, heads, keys), or None."""
