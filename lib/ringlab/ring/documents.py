@@ -38,7 +38,7 @@ def attend_documents(
     shards cut is a call of all ranks on its part of the layout.
     """
     ranks = Group.of(group, dimensions=2)
-    scheme_checked = check_scheme(scheme, ranks.shape)
+    checked = check_scheme(scheme, ranks.shape)
     layout = layout_named(layout, documents.n, ranks.size)
     if layout.kind not in ("contiguous", "zigzag"):
         raise ValueError(
@@ -50,7 +50,7 @@ def attend_documents(
         raise ValueError(f"the layout has {rows} positions here, q has {q.shape[1]}")
     if ranks.size == 1:
         return local_attention(q, k, v, pattern, documents=documents, **options)
-    options["execution"].check(pattern, computing_scheme(scheme_checked))
+    options["execution"].check(pattern, computing_scheme(checked))
     problem = Problem(pattern, layout, options["causal"], q.shape[2], k.shape[2])
     borders = [(start, stop) for _, start, stop in documents.spans]
     ranks.agree(
