@@ -15,9 +15,10 @@ from .engine import Execution
 from .engine.autograd import is_followed, positive_scale, without_autocast
 from .engine.documents import integers
 from .engine.execute import merge
-from .engine.live_rows import LiveRows, Rules, rules_of
+from .engine.live_rows import LiveRows
+from .engine.retention import RetentionPolicy, retention_policy
 from .engine.sinks import add_sinks_
-from .kernels import device_of, triton
+from .kernels import device_of
 from .patterns import Pattern, as_pattern
 from .ring.comm import Steps, all_to_all, drive
 from .ring.exchange import Problem
@@ -87,37 +88,25 @@ class KVCache:
         group=None,
     ):
         self.group = Group.sharing(group)
+        here, ranks = (
+            ([0], 1) if self.group is None else (self.group.here, self.group.size)
+        )
         sizes = pattern, heads, kv_heads, max_seq_len, max_crop
-        ranks = (
-            [(0, 1)]
-            if self.group is None
-            else [(rank, self.group.size) for rank in self.group.here]
-        )
-        launches = _launches(device_of(device))
-        each = [_rules(*sizes, *rank, launches) for rank in ranks]
+        policies = [_policy(*sizes, rank, ranks) for rank in here]
         check_float_dtype(dtype)
-        batch, head_dim = (
-            check_int("batch", batch, most=LARGEST),
-            check_int("head_dim", head_dim, most=LARGEST),
-        )
-        self.rules, self.batch, self.head_dim, self.dtype = (
-            each[0],
-            batch,
-            head_dim,
-            dtype,
-        )
-        if (device := device_of(device)).type == "meta":
+        self.policy, self.dtype, self.device = policies[0], dtype, device_of(device)
+        self.batch = check_int("batch", batch, most=LARGEST)
+        self.head_dim = check_int("head_dim", head_dim, most=LARGEST)
+        if self.device.type == "meta":
             raise ValueError(
                 "a cache holds values, which the device 'meta' has not; cache_bytes tells its size"
             )
-        self.device = device
-        self._parts = [
-            LiveRows(rules, batch, head_dim, dtype, self.device) for rules in each
-        ]
+        made = self.batch, self.head_dim, dtype, self.device
+        self._parts = [LiveRows(policy, *made) for policy in policies]
 
     @property
     def pattern(self) -> Pattern:
-        return self.rules.pattern
+        return self.policy.pattern
 
     @property
     def lengths(self) -> list[int]:
@@ -169,7 +158,7 @@ class KVCache:
             raise ValueError(
                 f"k and v must agree: {k.dtype} on {k.device}, {v.dtype} on {v.device}"
             )
-        q = k[:, :1, :1].expand(-1, -1, self.rules.heads, -1)
+        q = k[:, :1, :1].expand(-1, -1, self.policy.heads, -1)
         self._check(q, k, v, self.pattern, True, [k.shape[1]] * self.batch)
         for part in self._parts:
             part.append(k, v)
@@ -199,7 +188,7 @@ class KVCache:
                 raise ValueError(
                     f"sequence {entry} has {have} positions and cannot be cropped to {length}"
                 )
-            if length < have and self.rules.needs_dropped(length, max(have, peak)):
+            if length < have and self.policy.needs_dropped(length, max(have, peak)):
                 why = "rows that it saw are dropped; a cache made with max_crop=... keeps them for longer"
                 raise ValueError(
                     f"sequence {entry} cannot be cropped to {length}: {why}"
@@ -256,13 +245,13 @@ class KVCache:
             part.restore(saved)
 
     def _made(self) -> str:
-        rules = self.rules
-        heads = f"{rules.heads} heads, {rules.kv_heads} K/V heads of {self.head_dim}, {self.dtype}"
-        made = f"{rules.pattern}, {self.batch} x {rules.n} positions, {heads}, max_crop {rules.max_crop}"
+        policy = self.policy
+        heads = f"{policy.heads} heads, {policy.kv_heads} K/V heads of {self.head_dim}, {self.dtype}"
+        made = f"{policy.pattern}, {self.batch} x {policy.n} positions, {heads}, max_crop {policy.max_crop}"
         return (
             made
             if self.group is None
-            else f"{made}, rank {rules.rank} of {rules.ranks}"
+            else f"{made}, rank {policy.rank} of {policy.ranks}"
         )
 
     def __repr__(self) -> str:
@@ -281,10 +270,10 @@ class KVCache:
         """Raise ValueError in one line unless q, k, v, new positions of a pattern, fit
         this cache.
         """
-        rules = self.rules
-        if pattern != self.pattern:
+        policy = self.policy
+        if pattern != policy.pattern:
             raise ValueError(
-                f"the cache is of another pattern: {self.pattern}, not {pattern}"
+                f"the cache is of another pattern: {policy.pattern}, not {pattern}"
             )
         if not causal:
             raise ValueError(
@@ -296,11 +285,12 @@ class KVCache:
             )
         if (len(k), *k.shape[2:], q.shape[2]) != (
             self.batch,
-            rules.kv_heads,
+            policy.kv_heads,
             self.head_dim,
-            rules.heads,
+            policy.heads,
         ):
-            made = f"a batch of {self.batch}, {rules.heads} heads, {rules.kv_heads} K/V heads, head_dim {self.head_dim}"
+            heads = f"{policy.heads} heads, {policy.kv_heads} K/V heads"
+            made = f"a batch of {self.batch}, {heads}, head_dim {self.head_dim}"
             raise ValueError(
                 f"the cache is for {made}, got q {tuple(q.shape)}, k {tuple(k.shape)}"
             )
@@ -309,8 +299,8 @@ class KVCache:
                 f"the cache is {self.dtype} on {self.device}, k is {k.dtype} on {k.device}"
             )
         for entry, (have, new) in enumerate(zip(self.lengths, lengths)):
-            if have + new > rules.n:
-                full = f"{have} of {rules.n} positions are taken in sequence {entry}, and {new} are new"
+            if have + new > policy.n:
+                full = f"{have} of {policy.n} positions are taken in sequence {entry}, and {new} are new"
                 raise ValueError(f"the cache is full: {full}")
 
     @_on_cpu
@@ -333,47 +323,38 @@ class KVCache:
         """
         lengths = [q.shape[1]] * q.shape[0] if lengths is None else lengths
         if _capturing(q):
-            call = pattern, causal, scale, backend, lengths, sinks
-            return self._record(q, k, v, *call)
+            options = pattern, causal, scale, backend, lengths, sinks
+            return self._record(q, k, v, *options)
         self._check(q, k, v, pattern, causal, lengths, sinks)
         kernel = kernels.choose(
             q.device, q.dtype, q.shape[3], causal=True, backend=backend
         ).kernel
         if self.group is not None:
-            rules = self.rules
-            problem = Problem(
-                pattern,
-                contiguous(rules.n, self.group.size),
-                True,
-                rules.heads,
-                rules.kv_heads,
-            )
-            told = {
-                "scale": scale,
-                "backend": backend,
-                "positions": q.shape[1],
-                "lengths": tuple(lengths),
-            }
-            self.group.agree("generation", problem, q, **told)
-        flip, scale = positive_scale(scale)
-        q, decodes = flip(q), backend == "auto" or kernel.name == "triton"
+            policy = self.policy
+            layout = contiguous(policy.n, self.group.size)
+            problem = Problem(pattern, layout, True, policy.heads, policy.kv_heads)
+            chunk = {"positions": q.shape[1], "lengths": tuple(lengths)}
+            options = {"scale": scale, "backend": backend, **chunk}
+            self.group.agree("generation", problem, q, **options)
+        if scale <= 0:
+            flip, scale = positive_scale(scale)
+            q = flip(q)
+        decodes = backend == "auto" or kernel.name == "triton"
         if decodes and q.is_cuda:  # Triton must work here
-            asked = q.device, q.dtype, q.shape[3], True, False
-            decodes = kernels.probe("triton", *asked) is None
+            sizes = q.device, q.dtype, q.shape[3], True, False
+            decodes = kernels.probe("triton", *sizes) is None
         with without_autocast(q):
-            found = [
-                part.attend(q, k, v, lengths, scale, kernel, execution, decodes)
-                for part in self._parts
-            ]
-            if self.group is not None:
-                steps = [_shared(out, lse, self.group.size) for out, lse in found]
-                found = drive(steps, self.group.process_group)
-            out, lse = found[0]
+            call = q, k, v, lengths, scale, kernel, execution, decodes
+            if self.group is None:
+                out, lse = self._parts[0].attend(*call)
+            else:
+                parts = [part.attend(*call) for part in self._parts]
+                steps = [_joined(out, lse, self.group.size) for out, lse in parts]
+                out, lse = drive(steps, self.group.process_group)[0]
             if sinks is not None:
                 add_sinks_(out, lse, sinks)
                 for row, length in zip(lse, lengths):
-                    if length < row.shape[1]:
-                        row[:, length:] = -torch.inf  # padding is no query
+                    row[:, length:] = -torch.inf  # padding is no query
             return out.to(q.dtype), lse
 
     @_on_cpu
@@ -402,8 +383,8 @@ class KVCache:
         """
         if self.group is not None:
             raise ValueError("a step in a CUDA graph is of a cache without a group")
-        if max(self.lengths) >= self.rules.n:
-            raise ValueError(f"the cache is full: {self.rules.n} positions are taken")
+        if max(self.lengths) >= self.policy.n:
+            raise ValueError(f"the cache is full: {self.policy.n} positions are taken")
         asked = self.device, self.dtype, self.head_dim, True, False
         if why := kernels.probe("triton", *asked):
             raise NotImplementedError(f"steps in a CUDA graph run by Triton: {why}")
@@ -426,7 +407,7 @@ class KVCache:
             return add_sinks_(*found, sinks)
 
 
-def _shared(out: Tensor, lse: Tensor, ranks: int) -> Steps:
+def _joined(out: Tensor, lse: Tensor, ranks: int) -> Steps:
     """out (b, c, h, d), lse (b, h, c) of all ranks together, from this rank's parts of
     both.
     """
@@ -440,10 +421,10 @@ def _shared(out: Tensor, lse: Tensor, ranks: int) -> Steps:
     return merge(list(parts[..., :-1]), list(parts[..., -1].transpose(2, 3)))
 
 
-def _rules(
-    pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int, launches
-) -> Rules:
-    """The rules of checked sizes."""
+def _policy(
+    pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int
+) -> RetentionPolicy:
+    """The policy of checked sizes."""
     pattern = as_pattern(pattern)
     heads = check_int("heads", heads, most=2**20)
     kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads)
@@ -451,21 +432,14 @@ def _rules(
         raise ValueError(
             f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}"
         )
-    n, max_crop = (
-        check_int("max_seq_len", max_seq_len, most=2**31),
-        check_int("max_crop", max_crop, 0, 2**31),
-    )
-    return rules_of(pattern, heads, kv_heads, n, max_crop, rank, ranks, launches)
+    n = check_int("max_seq_len", max_seq_len, most=2**31)
+    max_crop = check_int("max_crop", max_crop, 0, 2**31)
+    return retention_policy(pattern, heads, kv_heads, n, max_crop, rank, ranks)
 
 
 def _capturing(q: Tensor) -> bool:
     """Whether a CUDA graph is recorded."""
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _launches(device: torch.device) -> bool:
-    """Whether a single position may run by the kernels of ``decode``."""
-    return device.type == "cuda" or triton.interpreted()
 
 
 @_on_cpu
@@ -483,19 +457,19 @@ def cache_bytes(
     device: torch.device | str = "cpu",
 ) -> int:
     """The bytes that a ``KVCache`` made with these sizes takes at most, tables
-    included: on the rank with most.
-    On a GPU (``device``) windows of small blocks keep room for 62 rows more.
+    included: on the rank with most. They are the same on every ``device``. Windows of
+    blocks below 63 keep room for 62 rows more, so that rows leave together.
 
     >>> from ringlab import Dense, Dilated
     >>> ladder = Dilated([2048 << i for i in range(10)], [1 << i for i in range(10)])
     >>> [cache_bytes(pattern, max_seq_len=1 << 20) >> 20 for pattern in (Dense(), ladder)]
     [4102, 42]
     """
-    sizes = pattern, heads, kv_heads, max_seq_len, max_crop
-    ranks, launches = check_int("ranks", ranks), _launches(torch.device(device))
-    each = [_rules(*sizes, rank, ranks, launches) for rank in range(ranks)]
-    rules = max(each, key=lambda rules: rules.slots)
+    device_of(device)  # it must be one
+    sizes, ranks = (heads, kv_heads, max_seq_len, max_crop), check_int("ranks", ranks)
+    policies = [_policy(pattern, *sizes, rank, ranks) for rank in range(ranks)]
+    policy = max(policies, key=lambda policy: policy.slots)
     check_float_dtype(dtype)
-    row = 2 * rules.kv_heads * check_int("head_dim", head_dim) * dtype.itemsize
-    table = rules.tables * (4 + rules.word.itemsize * rules.seers)
-    return check_int("batch", batch) * rules.slots * (row + table)
+    row = 2 * policy.kv_heads * check_int("head_dim", head_dim) * dtype.itemsize
+    table = policy.tables * (4 + policy.mask_dtype.itemsize * policy.viewers)
+    return check_int("batch", batch) * policy.slots * (row + table)

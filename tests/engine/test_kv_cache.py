@@ -74,7 +74,7 @@ def test_any_pieces_give_the_rows_of_full_attention(seed, monkeypatch):
     rng = random.Random(seed)
     if seed % 2:
         monkeypatch.setattr(
-            live_rows, "ONE_READ", 0
+            live_rows, "WASTE", 0
         )  # what sees alike is read apart, as it is from a long cache
     for _ in range(50):
         pattern, n = (
@@ -154,7 +154,7 @@ def test_sequences_of_a_batch_are_each_what_they_are_alone(seed, monkeypatch):
     """
     rng = random.Random(seed)
     if seed % 2:
-        monkeypatch.setattr(live_rows, "ONE_READ", 0)
+        monkeypatch.setattr(live_rows, "WASTE", 0)
     for _ in range(12):
         pattern, n = (
             rng.choice([*PATTERNS, BLOCK_SPARSE[0]]),

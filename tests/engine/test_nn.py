@@ -261,7 +261,7 @@ def test_projections_that_are_no_linear_layers(dtype):
     bound = 1e-12 if dtype == torch.float64 else 0.05
     for got in (layer(x), torch.cat(pieces, 1)):
         assert apart([got.double()], [merged(x).double()]) <= bound
-    assert (cache.dtype, cache.rules.kv_heads) == (dtype, 2)
+    assert (cache.dtype, cache.policy.kv_heads) == (dtype, 2)
     assert isinstance(layer.in_proj_weight, torch.Tensor)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.make_cache(1, 9).dtype == layer.k_proj(x).dtype

@@ -17,7 +17,7 @@ from ringlab import (
     kv_cache,
     reference,
 )
-from ringlab.engine import live_rows
+from ringlab.engine import live_rows, retention
 from ringlab.kernels import decode
 from ringlab.modes import outside_modes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -216,7 +216,7 @@ def replayed(pattern, scale: float | None = None, device="cpu", record=Graph) ->
     cache.prepare_step()
     graph.replay()
     nothing.append(not bool(out.isnan().any()))
-    for _ in range(live_rows.AHEAD + 4):
+    for _ in range(live_rows.MAX_STEPS + 4):
         graph.replay()
         nothing.append(bool(out.isnan().all()))
     for _ in range(2):
@@ -284,10 +284,10 @@ def called(pattern, steps: int = 40) -> dict:
     decode.launch = counted
     for t in range(steps):
         some = [x[:, t : t + 1] for x in rows]
-        prepared = kept._ahead and kept._ahead.decoder
-        prepared = prepared if prepared and len(kept._ahead.steps) > 1 else None
+        prepared = kept._prepared and kept._prepared.decoder
+        prepared = prepared if prepared and len(kept._prepared.steps) > 1 else None
         launches.append(0)
-        there = [kept.k, kept.v, kept.shown, *some]
+        there = [kept.k, kept.v, kept.masks, *some]
         with Seen(there if prepared is None else [*there, prepared.table]) as mode:
             attention(*some, pattern, causal=True, cache=cache)
         if prepared is not None:
@@ -310,13 +310,13 @@ def shown(show, seeds: int) -> None:
     for seed in range(seeds):
         decode.PROGRAMS = 1 + seed % 4
         show(**drawn(seed))
-    live_rows.PAIRS = 64  # few steps of many rows
+    retention.PIECE = 5  # positions whose masks are computed at once
     show(**drawn(seeds))
     for name, pattern in CALLED.items():
         show(case=name, **called(pattern))
         show(case=f"{name}, drafts", **drafted(pattern))
     show(case="gap, drafts", **drafted(Dilated([8, 64], [1, 3]), 1, 1, (17, 4, 4, 7)))
-    live_rows.AHEAD = 8
+    live_rows.MAX_STEPS = 8
     for name, pattern in CALLED.items():
         show(case=f"{name}, in a graph", **replayed(pattern, -0.3))
     decode.PROGRAMS = 0  # one part of several tiles

@@ -10,7 +10,7 @@ from document_cases import EXACT, PATTERNS
 from matrix import F32, F64, Case, drawn
 from ring_cases import cached, generated, unequal_chunks
 from ringlab import Dense, Dilated, Simulated, reference
-from ringlab.engine.live_rows import rules_of
+from ringlab.engine.retention import retention_policy
 from ringlab.ring.launch import RankFailed, launch
 
 LADDER = Dilated([256, 512, 1024, 2048], [1, 2, 4, 8])
@@ -70,8 +70,11 @@ def test_no_rank_keeps_much_more_than_its_part():
     pattern.
     """
     for pattern in (Dense(), LADDER):
-        most = rules_of(pattern, 4, 4, 16384, 0, 0, 1).slots
-        each = [rules_of(pattern, 4, 4, 16384, 0, rank, 4).slots for rank in range(4)]
+        most = retention_policy(pattern, 4, 4, 16384, 0, 0, 1).slots
+        each = [
+            retention_policy(pattern, 4, 4, 16384, 0, rank, 4).slots
+            for rank in range(4)
+        ]
         assert max(each) <= 1.25 * most / 4, (pattern, most, each)
 
 

@@ -8,7 +8,7 @@ stores them behind those that are read: no program reads what another writes. Sc
 and a weight in half precision is two numbers, so that only the result is rounded.
 
 What differs from step to step is prepared for many steps and lies on the GPU: see
-``told``. Only ``LiveRows`` calls this, where ``TritonKernel.refuses`` nothing.
+``step_table``. Only ``LiveRows`` calls this, where ``TritonKernel.refuses`` nothing.
 """
 
 from __future__ import annotations
@@ -39,24 +39,26 @@ JOINED = 32  # parts that a program reads together
 QUERIES, MOST_ROWS, SCORES = 4096, 64, 2048
 
 
-def told(entries: Sequence[int], firsts, counts, kept, asked, shown) -> Tensor:
-    """A table (steps, entries, tables, 4 + 2 seers) int64 of the next steps: entry,
-    first slot that is seen, slots in use, whether the row is kept; then the words by
-    which queries see, and of the new row. Arguments are (entries, steps, tables) and
-    (entries, steps, tables, seers).
+def step_table(
+    entries: Sequence[int], firsts, counts, kept, query_masks, row_masks
+) -> Tensor:
+    """A table (steps, entries, tables, 4 + 2 viewers) int64 of the next steps: entry,
+    first slot that is seen, slots in use, whether the row is kept; then the masks of
+    queries, and of the new row. Arguments are (steps, entries, tables) and (steps,
+    entries, tables, viewers).
     """
-    entry = torch.tensor(entries)[:, None, None].expand_as(firsts)
+    entry = torch.tensor(entries)[:, None].expand_as(firsts)
     numbers = torch.stack([entry, firsts, counts, kept.long()], -1)
-    return torch.cat([numbers, asked, shown], -1).transpose(0, 1).contiguous()
+    return torch.cat([numbers, query_masks, row_masks], -1)
 
 
 class Decoder:
     """The launches of prepared steps over the rows k and v (b, h_kv, slots, d) and the
-    words ``shown`` (b, tables, seers, slots) of a cache.
+    ``masks`` (b, tables, viewers, slots) of a cache.
 
-    ``bits`` of a word are in use: a row counts as often as bits of the query's word are
+    ``bits`` of a mask are in use: a row counts as often as bits of the query's mask are
     set in its own; 1: once if any is. ``group``: query heads of a K/V head. ``table``
-    is what ``told`` gives. With a ``counter`` (1,) int64 on the device, steps are
+    is what ``step_table`` gives. With a ``counter`` (1,) int64 on the device, steps are
     counted from what it holds; all after the table's last line are that line.
     """
 
@@ -64,15 +66,15 @@ class Decoder:
         self,
         k: Tensor,
         v: Tensor,
-        shown: Tensor,
+        masks: Tensor,
         bits: int,
         group: int,
         table: Tensor,
         counter: Tensor | None = None,
     ):
-        self.rows, self.table = (k, v, shown), table.to(k.device)
+        self.rows, self.table = (k, v, masks), table.to(k.device)
         _, kv_heads, slots, d = k.shape
-        entries, tables, seers = table.shape[1], *shown.shape[1:3]
+        entries, tables, viewers = table.shape[1], *masks.shape[1:3]
         width = padded(d)
         counted = 0 if counter is None else len(table)
         self.counter, self.group = self.table if counter is None else counter, group
@@ -90,7 +92,7 @@ class Decoder:
             "COUNTED": counted,
             "GROUP": group,
             "TABLES": tables,
-            "SEERS": seers,
+            "SEERS": viewers,
             "BITS": bits,
             "DIM": d,
             "PAD": width,
@@ -106,6 +108,7 @@ class Decoder:
             "PARTS": triton.next_power_of_2(self.parts),
             "TOGETHER": JOINED,
         }
+        self.tiles: dict[int, dict[str, int]] = {}  # by the number of positions
         self.split = None
         self.stream = torch.cuda.current_stream(k.device) if k.is_cuda else None
 
@@ -129,23 +132,24 @@ class Decoder:
                 t.record_stream(stream)  # or the allocator would not wait for it
         into = (out, lse) if self.split is None else self.split
         strides = (s for t in (q, k, v) for s in t.stride()[:3])
-        told = self.table, self.counter
-        tile = max(LEAST, triton.next_power_of_2(self.group * new))
+        steps = self.table, self.counter
+        if (tile := self.tiles.get(new)) is None:
+            queries = max(LEAST, triton.next_power_of_2(self.group * new))
+            cols = columns(self.constants["PAD"], k.element_size(), queries)
+            tile = self.tiles[new] = {"ROWS": queries, "COLS": cols, **self.constants}
         with torch.cuda.device_of(q):
             launch(
                 attend,
                 self.heads * self.parts,
-                (q, k, v, *self.rows, *told, *into),
+                (q, k, v, *self.rows, *steps, *into),
                 (number, scale * LOG2E, *self.sizes, new, positions, *strides),
-                ROWS=tile,
-                COLS=columns(self.constants["PAD"], k.element_size(), tile),
-                **self.constants,
+                **tile,
             )
             if self.split is not None:
                 launch(
                     join,
                     rows,
-                    (*self.split, *told, out, lse),
+                    (*self.split, *steps, out, lse),
                     (number, rows, self.parts, heads, new, positions),
                     **self.joins,
                 )
