@@ -104,10 +104,6 @@ class LiveRows:
         self._check_replays()
         for entry, length in enumerate(lengths):
             if length < self.length[entry]:
-                for table, count in enumerate(self.counts[entry].tolist()):
-                    left = int((self.positions[entry, table, :count] < length).sum())
-                    self.v[entry, self.policy.heads_of(table), left : count + 1] = 0
-                    self.counts[entry, table] = left
                 self.peak[entry] = max(self.peak[entry], self.length[entry])
                 self.length[entry] = length
                 self._invalidate([entry])
@@ -137,19 +133,21 @@ class LiveRows:
         """Whether ``state`` holds tensors like those of ``state()``."""
         if not isinstance(state, dict) or state.keys() != {*SAVED}:
             return False
-        for name, t in state.items():
-            own = getattr(self, name)
-            if not isinstance(t, Tensor) or _form(t) != _form(own):
-                return False
-        used = {state[name].shape[2] for name in ("k", "v", "positions")}
-        most = int(state["counts"].max())
-        return len(used) == 1 and most <= max(used) <= self.policy.slots
+        if not all(isinstance(t, Tensor) for t in state.values()):
+            return False
+        if state["counts"].shape != self.counts.shape:
+            return False
+        used = int(state["counts"].max())
+        own = {name: self._in_use(name, used) for name in SAVED}
+        return used <= self.policy.slots and all(
+            (t.dtype, t.shape) == (own[name].dtype, own[name].shape)
+            for name, t in state.items()
+        )
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.reset()
         for name, saved in state.items():
-            t = getattr(self, name)
-            (t[:, :, : saved.shape[2]] if saved.dim() > 2 else t).copy_(saved)
+            self._in_use(name, state["k"].shape[2]).copy_(saved)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Take new rows k, v (b, c, h_kv, d), which see nothing."""
@@ -180,9 +178,7 @@ class LiveRows:
         for entry, count in enumerate(lengths):
             if 0 < count <= (MAX_DRAFT if decodes else 1):
                 short.setdefault(count, []).append(entry)
-        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:3], dtype=lse_dtype, device=q.device)  # (b, c, h)
+        out, lse = _empty_results(q)  # (b, c, h, d), (b, c, h)
         if not (decodes and len(short.get(c, ())) == batch):  # not all is written
             out.zero_()
             lse.fill_(-torch.inf)
@@ -210,11 +206,11 @@ class LiveRows:
         groups: dict[tuple, list[int]] = {}
         for entry, count in enumerate(counts):
             if count:
-                key = [count, int(self.length[entry])]
+                rows = self.rows_of(entry)[: self.policy.tables]
                 if len(self.k) > 1:
-                    rows = self.rows_of(entry)[: self.policy.tables]
-                    key += [tuple(positions.tolist()) for positions in rows]
-                groups.setdefault(tuple(key), []).append(entry)
+                    rows = [tuple(positions.tolist()) for positions in rows]
+                key = count, int(self.length[entry]), *rows
+                groups.setdefault(key, []).append(entry)
         return list(groups.values())
 
     def _chunk(
@@ -301,26 +297,31 @@ class LiveRows:
         that no later query sees.
         """
         policy, first = self.policy, int(self.length[entries[0]])
-        t, new = first + count, torch.arange(first, first + count)
-        self.length[entries] = t
+        new = torch.arange(first, first + count)
+        self.length[entries] += count
         self._drop(entries)
         last = policy.last_query(new.expand(policy.tables, -1))  # (tables, count)
+        kept = last >= first + count - policy.max_crop
         for table, start in enumerate(self.counts[entries[0]].tolist()):
-            kept = (last[table] >= t - policy.max_crop).nonzero().flatten()
-            heads, stop = policy.heads_of(table), start + len(kept)
+            rows, heads = kept[table].nonzero().flatten(), policy.heads_of(table)
+            slots = slice(start, start + len(rows))
             for i in _slices(entries):
-                for rows, x in ((self.k, k), (self.v, v)):
-                    x = x[i, :, heads][:, kept.to(x.device)]  # (e, kept, heads, d)
-                    rows[i, heads, start:stop] = x.transpose(1, 2)
-                self.positions[i, table, start:stop] = new[kept].int()
-            self.counts[entries, table] = stop
+                self.positions[i, table, slots] = new[rows].int()
+                for x, t in ((k, self.k), (v, self.v)):
+                    x = x[i, :, heads][:, rows.to(x.device)]  # (e, rows, heads, d)
+                    t[i, heads, slots] = x.transpose(1, 2)
+        self.counts[entries] += kept.sum(1)
         self._invalidate(entries)
 
     def _drop(self, entries: list[int]) -> None:
-        """Drop the rows that no later query sees, and move the others together."""
+        """Drop the rows that no later query sees, and cropped ones, and move the others
+        together.
+        """
         positions, used = self._rows(entries)
-        earliest = (self.length[entries] - self.policy.max_crop)[:, None, None]
-        expired = used & (self.policy.last_query(positions) < earliest)
+        length = self.length[entries][:, None, None]
+        last = self.policy.last_query(positions)  # (entries, tables, m)
+        expired = (last < length - self.policy.max_crop) | (positions >= length)
+        expired &= used
         kept = used & ~expired  # (entries, tables, m)
         for i, table in expired.any(-1).nonzero().tolist():
             entry, heads = entries[i], self.policy.heads_of(table)
@@ -345,11 +346,13 @@ class LiveRows:
         slots = torch.arange(int(counts.max()))
         return self.positions[entries, :, : len(slots)], slots < counts
 
-    def _in_use(self, name: str) -> Tensor:
-        """A tensor, of rows those that are in use by some sequence and head."""
+    def _in_use(self, name: str, used: int | None = None) -> Tensor:
+        """A tensor, of rows those in the first ``used`` slots; default: in all that hold
+        a row of some sequence and head.
+        """
+        used = int(self.counts.max()) if used is None else used
         t = getattr(self, name)
-        by_slot = name in ("k", "v", "positions")
-        return t[:, :, : int(self.counts.max())] if by_slot else t
+        return t[:, :, :used] if name in ("k", "v", "positions") else t
 
     def _invalidate(self, entries) -> None:
         """Note that the slots of ``entries`` changed otherwise than by prepared steps."""
@@ -400,8 +403,8 @@ class LiveRows:
             self._refresh(old)
             room = policy.slots - self.counts.amax(1)
         t, until = self.length[entries], self.until[entries]
-        steps = max(self._horizon, least), int((until - t).min())
-        steps = min(*steps, int(room[entries].min()), MAX_STEPS)
+        most = torch.minimum(until - t, room[entries])  # (entries,)
+        steps = min(max(self._horizon, least), int(most.min()), MAX_STEPS)
         self._horizon = min(2 * self._horizon, MAX_STEPS)
 
         t = t[:, None] + torch.arange(steps)  # (entries, steps)
@@ -419,33 +422,39 @@ class LiveRows:
         slots = torch.tensor(entries)[i], table, counts[i, table, step]
         self.positions[slots] = t[i, step].int()  # they count once the rows are there
 
-        columns = counts, kept, firsts, query_masks, row_masks
+        columns = firsts, counts, kept, query_masks, row_masks
         columns = [x.movedim(-1, 0) for x in columns]  # (steps, entries, tables, ...)
-        decoder = self._decoder(entries, *columns) if decodes else None
-        counts, *others, query_masks, row_masks = columns
-        masks = query_masks.to(self.masks.dtype), row_masks.to(self.masks.dtype)
-        used = counts.flatten(1).amax(1)
-        level = (counts == used[:, None, None]).flatten(1).all(1)
-        first = others[1].flatten(1).amin(1)
+        decoder = None
+        if decodes:
+            from ..kernels import decode
+
+            decoder = self._decoder(decode.step_table(entries, *columns))
+        firsts, counts, kept, *masks = columns
+        first, used = firsts.flatten(1).amin(1), counts.flatten(1).amax(1)
+        level = (counts.flatten(1) == used[:, None]).all(1)
+        masks = (x.to(self.masks.dtype) for x in masks)
         numbers = (x.tolist() for x in (first, used, level))
-        steps = [Step(*step) for step in zip(counts, *others, *masks, *numbers)]
-        index = slice(None) if len(entries) == len(self.k) else entries
-        self._prepared = PreparedSteps(entries, index, steps[::-1], decoder)
+        steps = [Step(*step) for step in zip(firsts, counts, kept, *masks, *numbers)]
+        every = len(entries) == len(self.k)
+        self._prepared = PreparedSteps(entries, every, steps[::-1], decoder)
         return self._prepared
 
-    def _decoder(self, entries, counts, kept, firsts, query_masks, row_masks):
-        """The launches of steps, from tensors (steps, entries, tables, ...)."""
+    def _decoder(self, table: Tensor, counter: Tensor | None = None) -> Decoder:
         from ..kernels import decode
 
-        table = decode.step_table(entries, firsts, counts, kept, query_masks, row_masks)
         policy = self.policy
-        group = policy.heads // policy.kv_heads
-        return decode.Decoder(self.k, self.v, self.masks, policy.bits, group, table)
+        options = policy.bits, policy.heads // policy.kv_heads, table, counter
+        return decode.Decoder(self.k, self.v, self.masks, *options)
 
     def _advance(self, prepared: PreparedSteps) -> None:
         """Count the rows of the next step, which are there now."""
-        self.counts[prepared.index] += prepared.steps.pop().kept
-        self.length[prepared.index] += 1
+        kept = prepared.steps.pop().kept
+        if prepared.every:
+            self.counts += kept
+            self.length += 1
+        else:
+            self.counts[prepared.entries] += kept
+            self.length[prepared.entries] += 1
 
     def _step(
         self, entries: list[int], q, k, v, out, lse, scale: float, kernel: Kernel
@@ -455,11 +464,8 @@ class LiveRows:
         """
         policy = self.policy
         prepared = self._prepare_steps(entries, decodes=False)
-        step, every = prepared.steps[-1], isinstance(prepared.index, slice)
+        step, every = prepared.steps[-1], prepared.every
         k, v = k[:, 0], v[:, 0]  # (b, h_kv, d)
-        if policy.ranks > 1:
-            others = ~policy.owns(self.length)[:, None, None].to(k.device)
-            k, v = k.masked_fill(others, 0), v.masked_fill(others, 0)
         if every and step.level:
             self.k[:, :, step.used], self.v[:, :, step.used] = k, v
             self.masks[:, :, :, step.used] = step.row_masks
@@ -471,14 +477,17 @@ class LiveRows:
             self.k[each, heads, slots], self.v[each, heads, slots] = k[i], v[i]
             self.masks[each, tables, :, step.counts] = step.row_masks
         # (b, h_kv, group, ...): the query heads of a K/V head share a call.
-        q, out, lse = (
+        q, out, lse = [
             x[:, 0].unflatten(1, (policy.kv_heads, -1)) for x in (q, out, lse)
-        )
+        ]
         for numbers, tables, first, stop in self._reads(step):
             tables, slots = slice(tables.start, tables.stop), slice(first, stop)
             heads = tables if policy.tables > 1 else slice(None)
-            for run in even_runs([(entries[j], j) for j in numbers]):
-                i, j = (_slice([(x,) for x in column]) for column in zip(*run))
+            if every and len(numbers) == len(entries):
+                runs = [(slice(None), slice(None))]
+            else:
+                runs = _entry_slices(entries, numbers)
+            for i, j in runs:  # of the cache and of the step
                 bias = None
                 if not (policy.sees_all and step.level):
                     masks = self.masks[i, tables, :, slots]
@@ -499,23 +508,23 @@ class LiveRows:
         most = WASTE // row  # slots
         if 0 < whole.size <= most:
             return [whole]
-        groups: dict[tuple, list[int]] = {}  # of entries by first slots and counts
+        groups: dict[tuple, list[int]] = {}  # of entries, by first slots and counts
         for number, slots in enumerate(
             torch.cat([step.firsts, step.counts], 1).tolist()
         ):
             groups.setdefault(tuple(slots), []).append(number)
         reads: list[Read] = []
         for slots, numbers in groups.items():
-            before = len(reads)
             for table, (first, count) in enumerate(zip(slots, slots[tables:])):
-                read = Read(numbers, range(table, table + 1), first, count + 1)
                 if first > count:
-                    continue  # none of its queries is asked
-                joined = reads[-1].joined(read) if len(reads) > before else None
-                if joined and joined.size - reads[-1].size - read.size <= most:
-                    reads[-1] = joined
-                else:
-                    reads.append(read)
+                    continue  # none of its queries sees a row
+                read = Read(numbers, range(table, table + 1), first, count + 1)
+                if reads and reads[-1].entries is numbers:
+                    both = reads[-1].joined(read)
+                    if both.size - reads[-1].size - read.size <= most:
+                        read = both
+                        reads.pop()
+                reads.append(read)
         waste = whole.size - sum(read.size for read in reads)
         return [whole] if reads and waste <= most * (len(reads) - 1) else reads
 
@@ -575,9 +584,9 @@ class Step(NamedTuple):
     ones.
     """
 
+    firsts: Tensor  # (entries, tables), the first slot that is seen
     counts: Tensor  # (entries, tables), slots in use before
     kept: Tensor  # (entries, tables), whether the new row is kept
-    firsts: Tensor  # (entries, tables), the first slot that is seen
     query_masks: Tensor  # (entries, tables, viewers)
     row_masks: Tensor  # (entries, tables, viewers), of the new row
     first: int  # the least of ``firsts``
@@ -591,7 +600,7 @@ class PreparedSteps(NamedTuple):
     """
 
     entries: list[int]
-    index: slice | list[int]  # the same
+    every: bool  # whether these are all
     steps: list[Step]
     decoder: Decoder | None
 
@@ -635,24 +644,19 @@ class RecordedStep:
         """Of a cache with tables like ``table`` (steps, entries, tables, numbers)."""
         from ..kernels import decode
 
-        policy, b, d = rows.policy, len(rows.k), rows.k.shape[3]
-        state, more = (
-            table.new_tensor([MAX_STEPS, 0]),
-            table.new_tensor([MAX_STEPS, 1]),
-        )
-        # As many parts as the most rows are worth.
+        policy, (b, kv_heads, _, d) = rows.policy, rows.k.shape
+        state, more = table.new_tensor([[MAX_STEPS, 0], [MAX_STEPS, 1]])
         lines = table.new_zeros(MAX_STEPS + 1, *table.shape[1:])
-        lines[..., decode.COUNT.value] = policy.slots
+        lines[..., decode.COUNT.value] = (
+            policy.slots
+        )  # as many parts as these are worth
         lines[..., decode.ENTRY.value] = -1
-        group = policy.heads // policy.kv_heads
-        given = rows.k, rows.v, rows.masks, policy.bits, group, lines, state
-        made = RecordedStep(decode.Decoder(*given), state, more)
-        made.decoder.table[..., decode.COUNT.value] = 0
+        recorded = RecordedStep(rows._decoder(lines, state), state, more)
+        recorded.decoder.table[..., decode.COUNT.value] = 0
         # Compiled and loaded before anything is recorded: nothing of it is kept.
-        shapes = (b, 1, policy.heads, d), (b, 1, policy.kv_heads, d)
-        q, k = (rows.k.new_zeros(shape) for shape in shapes)
-        made.step(q, k, k, 1.0)
-        return made
+        q, k = (rows.k.new_zeros(b, 1, h, d) for h in (policy.heads, kv_heads))
+        recorded.step(q, k, k, 1.0)
+        return recorded
 
     def start(self, table: Tensor) -> None:
         """Begin with the first step of a table."""
@@ -668,9 +672,7 @@ class RecordedStep:
 
     def step(self, q, k, v, scale: float) -> tuple[Tensor, Tensor]:
         """out (b, 1, h, d), lse (b, h, 1) of the step that was prepared."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        form = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
-        lse = torch.empty(q.shape[:3], **form)
+        out, lse = _empty_results(q)
         self.decoder.step(0, 1, scale, q, k, v, out, lse)
         self.state.add_(self.more)
         return out, lse.transpose(1, 2)
@@ -689,20 +691,27 @@ class RecordedStep:
         self.steps = 0
 
 
-def _form(t: Tensor) -> tuple:
-    """All of the dtype and the shape but the number of rows."""
-    return t.dtype, t.dim(), t.shape[:2], t.shape[3:]
+def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse (b, c, h) of q (b, c, h, d)."""
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.empty(q.shape[:3], dtype=lse_dtype, device=q.device)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
 def _slices(entries: list[int]) -> Iterator[slice]:
     """The entries, as few slices of the batch."""
-    return map(_slice, even_runs([(entry,) for entry in entries]))
+    return (i for i, _ in _entry_slices(entries, range(len(entries))))
 
 
-def _slice(run: list[tuple[int]]) -> slice:
-    """The slice of an arithmetic progression."""
-    (first,), (last,) = run[0], run[-1]
-    return slice(first, last + 1, max(1, (last - first) // max(1, len(run) - 1)))
+def _entry_slices(entries: list[int], numbers) -> Iterator[tuple[slice, slice]]:
+    """The entries with these ``numbers``, as few slices of the batch and of the
+    numbers.
+    """
+    for run in even_runs([(entries[number], number) for number in numbers]):
+        yield tuple(
+            slice(first, last + 1, max(1, (last - first) // max(1, len(run) - 1)))
+            for first, last in zip(run[0], run[-1])
+        )
 
 
 def _of_heads(plan: Plan, heads: range, rows: int) -> Plan:
@@ -747,7 +756,7 @@ def one_query(
     if gathers(kernel):
         if bias is not None:
             bias = bias.transpose(1, 2).expand(-1, -1, c, -1)  # (b, g or 1, c, m)
-        o, q, k, v = (t.transpose(1, 2) for t in (out, q, k, v))  # (b, g or m, c, d)
+        o, q, k, v = [t.transpose(1, 2) for t in (out, q, k, v)]  # (b, g or m, c, d)
         kernel.forward_into(o, lse, q, k, v, False, scale, bias, merge=False)
         return
     if b > 1 and k.stride(0) != c * k.stride(1):  # (b, c) is no dimension of matrices
@@ -784,21 +793,17 @@ def log_counts(masks: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     >>> log_counts(torch.tensor([0, 1, 6]), 3, torch.float32).exp().tolist()
     [0.0, 1.0, 2.0]
     """
-    if bits == 1:
-        return torch.zeros(masks.shape, dtype=dtype, device=masks.device).masked_fill_(
-            masks == 0, -torch.inf
-        )
-    if bits > 12:
-        return sum(masks >> i & 1 for i in range(bits)).to(dtype).log()
-    table = _logs(bits, dtype, masks.device)
-    return table.index_select(0, masks.flatten().long()).view(masks.shape)
+    if 1 < bits <= 12:
+        counts = _all_log_counts(bits, dtype, masks.device)
+        return counts.index_select(0, masks.flatten().long()).view(masks.shape)
+    return sum(bit.to(dtype) for bit in _by_bit(masks, bits)).log()
 
 
 @lru_cache(maxsize=64)
 @outside_modes()
-def _logs(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _all_log_counts(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     masks = torch.arange(1 << bits, device=device)
-    return sum(masks >> i & 1 for i in range(bits)).to(dtype).log()
+    return sum(bit.to(dtype) for bit in _by_bit(masks, bits)).log()
 
 
 def _by_bit(masks: Tensor, bits: int) -> Iterator[Tensor]:

@@ -299,8 +299,8 @@ def retention_policy(
 
     >>> from ringlab.patterns import Dilated
     >>> policy = retention_policy(Dilated([4, 8], [1, 2]), 1, 1, 16, 0)
-    >>> policy.last_query(torch.arange(8)[None]).tolist()  # 1 is of the first branch only
-    [[6, 3, 6, 3, 6, 7, 6, 7]]
+    >>> policy.last_query(torch.arange(8)[None]).tolist()
+    [[6, 3, 6, 3, 7, 7, 7, 7]]
     """
     kind = BlockRetention if isinstance(pattern, BlockSparse) else RetentionPolicy
     return kind(pattern, heads, kv_heads, n, max_crop, rank, ranks)

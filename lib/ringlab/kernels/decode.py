@@ -131,7 +131,7 @@ class Decoder:
             for t in (self.table, *(self.split or ())):
                 t.record_stream(stream)  # or the allocator would not wait for it
         into = (out, lse) if self.split is None else self.split
-        strides = (s for t in (q, k, v) for s in t.stride()[:3])
+        strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]
         steps = self.table, self.counter
         if (tile := self.tiles.get(new)) is None:
             queries = max(LEAST, triton.next_power_of_2(self.group * new))
