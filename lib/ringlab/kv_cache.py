@@ -131,8 +131,8 @@ class KVCache:
                 f"there is no sequence {short_repr(entry)} among {self.batch}"
             )
         return [
-            torch.cat(found).sort().values
-            for found in zip(*(part.rows_of(number) for part in self._parts))
+            torch.cat(positions).sort().values
+            for positions in zip(*(part.rows_of(number) for part in self._parts))
         ]
 
     @_on_cpu
@@ -140,19 +140,14 @@ class KVCache:
         """Keep the rows k and v of new positions without attending from them: of a
         prompt computed elsewhere.
         """
-        if not (
-            isinstance(k, Tensor)
-            and isinstance(v, Tensor)
-            and k.dim() == 4
-            and k.shape == v.shape
-            and k.numel()
-        ):
-            found = [
+        tensors = isinstance(k, Tensor) and isinstance(v, Tensor)
+        if not (tensors and k.dim() == 4 and k.shape == v.shape and k.numel()):
+            shapes = [
                 tuple(t.shape) if isinstance(t, Tensor) else short_repr(t)
                 for t in (k, v)
             ]
             raise ValueError(
-                f"append takes k and v (batch, seq, kv_heads, head_dim) of one shape, got {found}"
+                f"append takes k and v (batch, seq, kv_heads, head_dim) of one shape, got {shapes}"
             )
         if v.dtype != k.dtype or v.device != k.device:
             raise ValueError(
@@ -171,18 +166,15 @@ class KVCache:
         ValueError, and nothing changes, for a number beyond what is there, or where a
         row is needed that was dropped.
         """
-        alike = as_int(lengths)
-        wanted = integers(
-            "lengths",
-            lengths if alike is None else [alike] * self.batch,
-            self._parts[0].k,
-        )
-        if len(wanted) != self.batch:
+        number, k = as_int(lengths), self._parts[0].k
+        lengths = lengths if number is None else [number] * self.batch
+        lengths = integers("lengths", lengths, k)
+        if len(lengths) != self.batch:
             raise ValueError(
-                f"crop takes one length, or {self.batch} for the sequences, got {len(wanted)}"
+                f"crop takes one length, or {self.batch} for the sequences, got {len(lengths)}"
             )
         for entry, (length, have, peak) in enumerate(
-            zip(wanted, self.lengths, self._parts[0].peak.tolist())
+            zip(lengths, self.lengths, self._parts[0].peak.tolist())
         ):
             if not 0 <= length <= have:
                 raise ValueError(
@@ -194,7 +186,7 @@ class KVCache:
                     f"sequence {entry} cannot be cropped to {length}: {why}"
                 )
         for part in self._parts:
-            part.crop(wanted)
+            part.crop(lengths)
 
     @_on_cpu
     def reorder(self, index: Tensor | Sequence[int]) -> None:
@@ -212,6 +204,7 @@ class KVCache:
         for part in self._parts:
             part.reset()
 
+    @_on_cpu
     def state_dict(self) -> dict:
         """A copy of all that is kept here; ``load_state_dict`` restores it into a cache
         that was made alike.
@@ -234,8 +227,8 @@ class KVCache:
             raise ValueError(
                 f"the state is of another cache: {short_repr(made)}, this is {self._made()}"
             )
-        alike = isinstance(parts, list) and len(parts) == len(self._parts)
-        if not alike or not all(
+        complete = isinstance(parts, list) and len(parts) == len(self._parts)
+        if not complete or not all(
             part.fits(saved) for part, saved in zip(self._parts, parts)
         ):
             raise ValueError(
@@ -248,11 +241,8 @@ class KVCache:
         policy = self.policy
         heads = f"{policy.heads} heads, {policy.kv_heads} K/V heads of {self.head_dim}, {self.dtype}"
         made = f"{policy.pattern}, {self.batch} x {policy.n} positions, {heads}, max_crop {policy.max_crop}"
-        return (
-            made
-            if self.group is None
-            else f"{made}, rank {policy.rank} of {policy.ranks}"
-        )
+        rank = f", rank {policy.rank} of {policy.ranks}"
+        return made + (rank if self.group else "")
 
     def __repr__(self) -> str:
         return f"KVCache({self._made()}: {self.nbytes:,} bytes)"
@@ -385,8 +375,8 @@ class KVCache:
             raise ValueError("a step in a CUDA graph is of a cache without a group")
         if max(self.lengths) >= self.policy.n:
             raise ValueError(f"the cache is full: {self.policy.n} positions are taken")
-        asked = self.device, self.dtype, self.head_dim, True, False
-        if why := kernels.probe("triton", *asked):
+        sizes = self.device, self.dtype, self.head_dim, True, False
+        if why := kernels.probe("triton", *sizes):
             raise NotImplementedError(f"steps in a CUDA graph run by Triton: {why}")
         self._parts[0].prepare_step()
 
@@ -403,8 +393,8 @@ class KVCache:
             )
         flip, scale = positive_scale(scale)
         with without_autocast(q):
-            found = self._parts[0].record(flip(q), k, v, scale)
-            return add_sinks_(*found, sinks)
+            out, lse = self._parts[0].record(flip(q), k, v, scale)
+            return add_sinks_(out, lse, sinks)
 
 
 def _joined(out: Tensor, lse: Tensor, ranks: int) -> Steps:

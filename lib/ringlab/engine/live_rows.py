@@ -80,6 +80,7 @@ class LiveRows:
         self._prepared: PreparedSteps | None = None
         self._horizon = 1  # steps that are prepared next
         self._recorded: RecordedStep | None = None
+        self._refresh(list(range(batch)))  # what the policy remembers is made here, too
         triton = KERNELS["triton"]  # whose rules are those of the kernels of ``decode``
         self.decodes = triton.refuses(device, dtype, head_dim) is None
 
@@ -383,8 +384,8 @@ class LiveRows:
     ) -> PreparedSteps:
         """The prepared steps of ``entries``: those that are left, or new ones.
 
-        These go until masks end or slots are full, and are twice as many as the last
-        time at most, but ``least``, since they may not be used.
+        New ones go on until masks end or slots are full, and are at most twice as many
+        as the last time, or ``least``, since they may not be used.
         """
         prepared = self._prepared
         if (
@@ -396,18 +397,35 @@ class LiveRows:
                 return prepared
         else:
             self._horizon = 1
-        policy = self.policy
-        room = policy.slots - self.counts.amax(1)  # (b,)
-        stale = (self.until <= self.length) | (room < 1)
+        slots = self.policy.slots
+        stale = (self.until <= self.length) | (self.counts.amax(1) >= slots)
         if old := [entry for entry in entries if stale[entry]]:
             self._refresh(old)
-            room = policy.slots - self.counts.amax(1)
-        t, until = self.length[entries], self.until[entries]
-        most = torch.minimum(until - t, room[entries])  # (entries,)
-        steps = min(max(self._horizon, least), int(most.min()), MAX_STEPS)
+        room = torch.minimum(self.until - self.length, slots - self.counts.amax(1))
+        steps = max(self._horizon, least), int(room[entries].min()), MAX_STEPS
         self._horizon = min(2 * self._horizon, MAX_STEPS)
+        columns = self._foresee(entries, min(steps))
+        decoder = None
+        if decodes:
+            from ..kernels import decode
 
-        t = t[:, None] + torch.arange(steps)  # (entries, steps)
+            decoder = self._decoder(decode.step_table(entries, *columns))
+        firsts, counts, kept, *masks = columns
+        first, used = firsts.flatten(1).amin(1), counts.flatten(1).amax(1)
+        level = (counts.flatten(1) == used[:, None]).all(1)
+        masks = [x.to(self.masks.dtype) for x in masks]
+        numbers = [x.tolist() for x in (first, used, level)]
+        steps = [Step(*step) for step in zip(firsts, counts, kept, *masks, *numbers)]
+        every = len(entries) == len(self.k)
+        self._prepared = PreparedSteps(entries, every, steps[::-1], decoder)
+        return self._prepared
+
+    def _foresee(self, entries: list[int], steps: int) -> list[Tensor]:
+        """The first five fields of ``Step``, for so many steps: (steps, entries, tables,
+        ...).
+        """
+        policy, until = self.policy, self.until[entries]
+        t = self.length[entries][:, None] + torch.arange(steps)  # (entries, steps)
         new = t[:, None].expand(-1, policy.tables, -1)  # (entries, tables, steps)
         row_masks = policy.row_masks(new, until)  # (entries, tables, viewers, steps)
         query_masks = policy.query_masks(row_masks, t, until)
@@ -421,23 +439,8 @@ class LiveRows:
         i, table, step = kept.nonzero(as_tuple=True)
         slots = torch.tensor(entries)[i], table, counts[i, table, step]
         self.positions[slots] = t[i, step].int()  # they count once the rows are there
-
         columns = firsts, counts, kept, query_masks, row_masks
-        columns = [x.movedim(-1, 0) for x in columns]  # (steps, entries, tables, ...)
-        decoder = None
-        if decodes:
-            from ..kernels import decode
-
-            decoder = self._decoder(decode.step_table(entries, *columns))
-        firsts, counts, kept, *masks = columns
-        first, used = firsts.flatten(1).amin(1), counts.flatten(1).amax(1)
-        level = (counts.flatten(1) == used[:, None]).all(1)
-        masks = (x.to(self.masks.dtype) for x in masks)
-        numbers = (x.tolist() for x in (first, used, level))
-        steps = [Step(*step) for step in zip(firsts, counts, kept, *masks, *numbers)]
-        every = len(entries) == len(self.k)
-        self._prepared = PreparedSteps(entries, every, steps[::-1], decoder)
-        return self._prepared
+        return [x.movedim(-1, 0) for x in columns]
 
     def _decoder(self, table: Tensor, counter: Tensor | None = None) -> Decoder:
         from ..kernels import decode
