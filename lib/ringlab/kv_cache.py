@@ -41,15 +41,17 @@ class KVCache:
     """The K/V rows of ``batch`` sequences that queries after them still see under
     causal attention, and no others.
 
-    ``attention(q, k, v, pattern, causal=True, cache=cache)`` takes the rows of new
+    ``attention(q, k, v, pattern, causal=True, cache=cache)`` takes q, k and v of new
     positions, one or many, and returns their rows of attention over all positions so
     far, whatever the pieces were. The sequences may differ in length: ``lengths=`` of
-    ``attention`` says how many of the new rows of each are not padding. A single
-    position runs by the kernel that ``backend`` chooses if this reads rows where they
-    lie ("compiled", on a CPU), else as two matrix products; by "auto" or "triton" in one
-    or two launches of Triton where this can run. The memory for
-    rows is allocated once; ``cache.nbytes``, with tables of their positions, is at most
-    what ``cache_bytes`` tells beforehand.
+    ``attention`` says how many of the new rows of each are not padding.
+
+    A single position runs by the kernel that ``backend`` chooses if this reads rows
+    where they lie ("compiled", on a CPU), else as two matrix products; by "auto" or
+    "triton" in one or two launches of Triton where this can run. The memory for rows is
+    allocated once; ``cache.nbytes``, with tables of their positions, is at most what
+    ``cache_bytes`` tells beforehand. Rows that no later query sees leave together, when
+    room is needed; ``live_rows`` and ``state_dict`` are without them.
 
     A dense pattern keeps all rows, a window those within it, a dilated one the selected
     rows of the segments that are open: [2048 * 2^i] / [2^i], i = 0..9, keeps at most

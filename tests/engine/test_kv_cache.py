@@ -21,7 +21,7 @@ from ringlab import (
     reference,
     tracking,
 )
-from ringlab.engine import live_rows
+from ringlab.engine import live_rows, retention
 
 LADDER = Dilated([2048 << i for i in range(10)], [1 << i for i in range(10)])
 
@@ -49,6 +49,46 @@ def shown(pattern, n: int, heads: int, kv_heads: int) -> torch.Tensor:
         [pattern.multiplicity(at, at, head=head, **how) > 0 for head in range(heads)]
     )
     return seen.unflatten(0, (kv_heads, -1)).any(1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_policy_says_what_the_pattern_shows(seed, monkeypatch):
+    """Masks at every position, and the last query of each row, by the definition."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(retention, "PIECE", rng.choice([5, 4096]))
+    for pattern in rng.sample([*PATTERNS, BLOCK_SPARSE[0]], 8):
+        n, (heads, kv_heads) = rng.randint(1, 90), rng.choice([(1, 1), (4, 2), (4, 4)])
+        policy = retention.retention_policy(pattern, heads, kv_heads, n, 0)
+        at, how = torch.arange(n), {"n": n, "heads": heads, "kv_heads": kv_heads}
+        m = [pattern.multiplicity(at, at, head=h, **how) for h in range(heads)]
+        m = torch.stack(m).tril()  # (heads, queries, keys)
+        rows = at.expand(policy.tables, -1)  # (tables, n)
+        last = torch.where(m > 0, at[:, None], retention.NEVER).amax(1)
+        last = last.unflatten(0, (policy.tables, -1)).amax(1)
+        assert torch.equal(policy.last_query(rows), last), pattern
+        for t in rng.sample(range(n), min(n, 6)):
+            until = policy.next_boundary(torch.tensor([t]))
+            for query in {t, rng.randrange(t, int(until))}:
+                masks = policy.row_masks(rows[None, :, : query + 1], until)
+                asked = policy.query_masks(
+                    masks[..., query:], torch.tensor([[query]]), until
+                )
+                counts = live_rows.log_counts(masks & asked, policy.bits, F64).exp()
+                counts = counts.flatten(1, 2)[0].round()  # (tables * viewers, keys)
+                want = m[:, query, : query + 1].double()
+                assert torch.equal(counts.expand_as(want), want), (pattern, query)
+
+
+def test_a_state_is_taken_and_restored_under_a_default_device():
+    pattern = blocks.sliding_window(tokens=7)
+    cache = KVCache(pattern, **CACHE)
+    rows = torch.randn(1, 12, 2, 8)
+    with torch.device("meta"):
+        for t in range(12):
+            now = rows[:, t : t + 1]
+            attention(now, now, now, pattern, causal=True, cache=cache)
+        cache.load_state_dict(cache.state_dict())
+    assert [x.tolist() for x in cache.live_rows()] == [[*range(6, 12)]] * 2
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
