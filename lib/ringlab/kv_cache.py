@@ -18,7 +18,7 @@ from .engine.execute import merge
 from .engine.live_rows import LiveRows
 from .engine.retention import RetentionPolicy, retention_policy
 from .engine.sinks import add_sinks_
-from .kernels import device_of
+from .kernels import device_of, triton
 from .patterns import Pattern, as_pattern
 from .ring.comm import Steps, all_to_all, drive
 from .ring.exchange import Problem
@@ -94,7 +94,8 @@ class KVCache:
             ([0], 1) if self.group is None else (self.group.here, self.group.size)
         )
         sizes = pattern, heads, kv_heads, max_seq_len, max_crop
-        policies = [_policy(*sizes, rank, ranks) for rank in here]
+        launches = _launches(device_of(device))
+        policies = [_policy(*sizes, rank, ranks, launches) for rank in here]
         check_float_dtype(dtype)
         self.policy, self.dtype, self.device = policies[0], dtype, device_of(device)
         self.batch = check_int("batch", batch, most=LARGEST)
@@ -414,7 +415,7 @@ def _joined(out: Tensor, lse: Tensor, ranks: int) -> Steps:
 
 
 def _policy(
-    pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int
+    pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int, launches
 ) -> RetentionPolicy:
     """The policy of checked sizes."""
     pattern = as_pattern(pattern)
@@ -426,12 +427,18 @@ def _policy(
         )
     n = check_int("max_seq_len", max_seq_len, most=2**31)
     max_crop = check_int("max_crop", max_crop, 0, 2**31)
-    return retention_policy(pattern, heads, kv_heads, n, max_crop, rank, ranks)
+    sizes = heads, kv_heads, n, max_crop, rank, ranks
+    return retention_policy(pattern, *sizes, launches)
 
 
 def _capturing(q: Tensor) -> bool:
     """Whether a CUDA graph is recorded."""
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _launches(device: torch.device) -> bool:
+    """Whether a single position may run by the kernels of ``decode``."""
+    return device.type == "cuda" or triton.interpreted()
 
 
 @_on_cpu
@@ -449,17 +456,18 @@ def cache_bytes(
     device: torch.device | str = "cpu",
 ) -> int:
     """The bytes that a ``KVCache`` made with these sizes takes at most, tables
-    included: on the rank with most. They are the same on every ``device``. Windows of
-    blocks below 63 keep room for 62 rows more, so that rows leave together.
+    included: on the rank with most. Patterns of blocks below 63 keep room for more
+    rows, so that rows leave together: 62 on a GPU (``device``), elsewhere an eighth, at
+    most 62.
 
     >>> from ringlab import Dense, Dilated
     >>> ladder = Dilated([2048 << i for i in range(10)], [1 << i for i in range(10)])
     >>> [cache_bytes(pattern, max_seq_len=1 << 20) >> 20 for pattern in (Dense(), ladder)]
     [4102, 42]
     """
-    device_of(device)  # it must be one
-    sizes, ranks = (heads, kv_heads, max_seq_len, max_crop), check_int("ranks", ranks)
-    policies = [_policy(pattern, *sizes, rank, ranks) for rank in range(ranks)]
+    sizes = pattern, heads, kv_heads, max_seq_len, max_crop
+    ranks, launches = check_int("ranks", ranks), _launches(torch.device(device))
+    policies = [_policy(*sizes, rank, ranks, launches) for rank in range(ranks)]
     policy = max(policies, key=lambda policy: policy.slots)
     check_float_dtype(dtype)
     row = 2 * policy.kv_heads * check_int("head_dim", head_dim) * dtype.itemsize

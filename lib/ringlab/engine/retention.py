@@ -44,8 +44,8 @@ class RetentionPolicy:
     max_crop: int
     rank: int
     ranks: int
+    on_gpu: bool = False  # steps may run by the kernels of ``decode``
     run = RUN
-    spare = 1  # slots beside those of rows that must be kept
 
     @property
     def own_heads(self) -> range:
@@ -112,9 +112,14 @@ class RetentionPolicy:
 
     @cached_property
     def slots(self) -> int:
-        """The most rows of a table that are kept at once, and ``spare`` ones."""
+        """The most rows of a table that must be kept at once, and spare ones."""
         kinds = {tuple(table.flatten().tolist()): table for table in self.offsets}
-        return min(self.n + 1, self.spare + max(map(self._most, kinds.values())))
+        most = max(map(self._most, kinds.values()))
+        return min(self.n + 1, most + self._spare(most))
+
+    def _spare(self, most: int) -> int:
+        """Slots beside those of ``most`` rows: at least one, for a new row."""
+        return 1
 
     def _most(self, offsets: Tensor) -> int:
         """The most rows of a table with these offsets (viewers, branches)."""
@@ -210,7 +215,8 @@ class BlockRetention(RetentionPolicy):
     """The policy of block-sparse patterns, where all heads select the same rows.
 
     Bit i of a mask stands for the query ``MAX_STEPS - i`` positions before the
-    boundary. Where rows leave every few positions, spare slots let them leave together.
+    boundary. Where rows leave every few positions, spare slots let them leave together:
+    many on a GPU, where this costs copies, an eighth of the rows at most elsewhere.
     """
 
     branches, bits, mask_dtype, sees_all = (), 1, torch.int64, False
@@ -220,9 +226,10 @@ class BlockRetention(RetentionPolicy):
     def run(self) -> int:
         return self.pattern.block_size
 
-    @property
-    def spare(self) -> int:
-        return MAX_STEPS if self.run < MAX_STEPS else 1
+    def _spare(self, most: int) -> int:
+        if self.run >= MAX_STEPS:
+            return 1
+        return MAX_STEPS if self.on_gpu else min(1 + most // 8, MAX_STEPS)
 
     @cached_property
     def _last_of_block(self) -> Tensor:
@@ -294,6 +301,7 @@ def retention_policy(
     max_crop: int,
     rank: int = 0,
     ranks: int = 1,
+    on_gpu: bool = False,
 ) -> RetentionPolicy:
     """The policy of these sizes, for one of ``ranks``.
 
@@ -303,4 +311,4 @@ def retention_policy(
     [[6, 3, 6, 3, 7, 7, 7, 7]]
     """
     kind = BlockRetention if isinstance(pattern, BlockSparse) else RetentionPolicy
-    return kind(pattern, heads, kv_heads, n, max_crop, rank, ranks)
+    return kind(pattern, heads, kv_heads, n, max_crop, rank, ranks, on_gpu)
