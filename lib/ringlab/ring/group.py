@@ -223,10 +223,10 @@ class Group:
             )[0].tolist()
             if any(row[:2] != header[:2] for row in headers_by_rank):
                 raise _fields_differ(
-                    self._gather(fields | {"forward call": f"number {number}"})
+                    self._gather(fields | {"forward call": f"number {number}"}, t)
                 )
             if any(row[2] for row in headers_by_rank):
-                self._compare_rows(plan())
+                self._compare_rows(plan(), t)
             if (
                 len(agreed) >= MOST_AGREED
             ):  # as all ranks have: their calls are the same
@@ -234,7 +234,7 @@ class Group:
             agreed.add(own)
         return number
 
-    def _compare_rows(self, plan: RankPlan) -> None:
+    def _compare_rows(self, plan: RankPlan, t: Tensor) -> None:
         """Compare, for every pair of ranks, the rows that one sends with those that the
         other expects.
         """
@@ -259,9 +259,13 @@ class Group:
             odd = most if not others or times > others[0][1] else None
             raise PlanMismatch(f"ranks disagree about which rows move: {pairs}", odd)
 
-    def _gather(self, value) -> list:
+    def _gather(self, value, t: Tensor) -> list:
+        """The values of all ranks. NCCL sends objects by the current GPU, which is that
+        of ``t`` meanwhile.
+        """
         values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
+        with torch.cuda.device_of(t):
+            dist.all_gather_object(values, value, group=self.process_group)
         return values
 
 
