@@ -44,6 +44,28 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
+# Private to torch. None in a version that has them no more: autograd's threads then know
+# nothing of their callers.
+_keep = getattr(torch._C, "_stash_obj_in_tls", None)
+_is_kept = getattr(torch._C, "_is_key_in_tls", None)
+_kept = getattr(torch._C, "_get_obj_in_tls", None)
+
+
+def keep(name: str, value: object) -> object:
+    """Keep a value for this thread and the threads in which autograd runs its backward
+    on GPUs, where no context variable is set; returns what was kept before.
+    """
+    before = kept(name)
+    if _keep is not None:
+        _keep(name, value)
+    return before
+
+
+def kept(name: str) -> object:
+    """What ``keep`` was given; None for nothing."""
+    return _kept(name) if _keep is not None and _is_kept(name) else None
+
+
 def flop_counters() -> list:
     """torch's FLOP counters at work, which know operators by their formulas."""
     module = sys.modules.get("torch.utils.flop_counter")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..modes import keep, kept
 from .watch import Beat
 
 
@@ -116,11 +117,12 @@ def counting():
     0
     """
     traffic = Traffic()
-    token = _counter.set(traffic)
+    token, before = _counter.set(traffic), keep(_counter.name, traffic)
     try:
         yield traffic
     finally:
         _counter.reset(token)
+        keep(_counter.name, before)
 
 
 def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> list:
@@ -132,7 +134,8 @@ def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> li
     not fit together.
     """
     first = 0 if group is None else dist.get_rank(group)
-    traffic, ticket, results = _counter.get(), None, [None] * len(algorithms)
+    traffic = _counter.get() or kept(_counter.name)
+    ticket, results = None, [None] * len(algorithms)
     while True:
         steps = []  # the earlier requests and their tensors are kept no longer
         for i, algorithm in enumerate(algorithms):
