@@ -57,6 +57,7 @@ SLOW = (
     "test_longnet.py",
     "test_matrix.py",
     "test_models.py",
+    "test_nccl.py",
     "test_nn.py",
     "test_optimization.py",
     "test_packed.py",
