@@ -2,6 +2,7 @@
 GPUs. Importable by name, so that other processes find it.
 """
 
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -30,7 +31,7 @@ from ringlab.ring.comm import AllToAll, Exchange, Wait, drive
 from ringlab.ring.group import Group
 from torch.utils._pytree import tree_map_only
 
-N = 101
+N = 53
 PATTERNS = [
     Dense(),
     LADDER,
@@ -57,10 +58,13 @@ def attention_cases(ranks: int) -> list[Case]:
     return cases
 
 
-def answers(kind: str, jobs: list[tuple]) -> list:
+def answers(kind: str, machines: int, jobs: list[tuple]) -> list:
     """The results of (function, *arguments) on this rank, each called with a group of
-    all ranks and this rank's device. ``kind``: "double" or "nccl".
+    all ranks, on so many pretended machines, and this rank's device. ``kind``: "double"
+    or "nccl".
     """
+    machine = dist.get_rank() * machines // dist.get_world_size()
+    socket.gethostname = lambda: f"machine {machine}"
     if kind == "double":
         device, group = become_gpu(dist.get_rank()), nccl_group()
     else:
@@ -75,7 +79,15 @@ def answers(kind: str, jobs: list[tuple]) -> list:
 
 
 def on(device, values):
-    return tree_map_only(torch.Tensor, lambda t: t.to(device), values)
+    """Tensors on a device; those of four dimensions have the second and third swapped
+    in memory, as models make them.
+    """
+
+    def moved(t):
+        t = t.to(device)
+        return t.transpose(1, 2).contiguous().transpose(1, 2) if t.dim() == 4 else t
+
+    return tree_map_only(torch.Tensor, moved, values)
 
 
 def attend(group, device, case: Case):

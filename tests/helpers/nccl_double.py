@@ -53,6 +53,7 @@ aten = torch.ops.aten
 MIXES = {  # the GPU's operators that take CPU tensors too
     aten.copy_.default,
     aten.index.Tensor,
+    aten.index_put.default,
     aten.index_put_.default,
     aten._index_put_impl_.default,
 }
@@ -196,7 +197,8 @@ def become_gpu(index: int) -> torch.device:
     for name, value in constant.items():
         setattr(torch.cuda, name, lambda *_, value=value: value)
     torch.cuda.current_device = lambda: current[0]
-    torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = exchange
+    torch.cuda.set_device = torch.cuda._exchange_device = exchange
+    torch.cuda._maybe_exchange_device = exchange
     backend_registration._setup_privateuseone_for_python_backend(STAND_IN)
     dist.Backend.register_backend(NAME, NcclDouble, devices=["cuda"])
     dist.batch_isend_irecv = _batch_isend_irecv
@@ -293,10 +295,10 @@ class Told(NamedTuple):
     """What a rank tells another of a call: both must tell the same, turned round."""
 
     kind: str
-    gpu: int | None = None
-    sends: tuple = ()  # (numbers of elements, dtype), in order
-    receives: tuple = ()
-    data: tuple = ()
+    gpu: int
+    sends: tuple  # (number of elements, dtype) of each
+    receives: tuple
+    data: list[Tensor]
 
 
 class NcclDouble(dist.ProcessGroup):
@@ -317,47 +319,47 @@ class NcclDouble(dist.ProcessGroup):
 
     def post(self, kind: str, sends: dict, receives: dict) -> Work:
         """Start a call that sends and receives lists of tensors by rank."""
-        me, peers = self.rank(), sorted({*sends, *receives} - {self.rank()})
-        tensors = [t for by in (sends, receives) for ts in by.values() for t in ts]
-        try:
-            for t in tensors:
+        me, told = self.rank(), {}
+        for rank in {**sends, **receives}:
+            each = [by.get(rank, ()) for by in (sends, receives)]
+            for t in (*each[0], *each[1]):
                 _check(t)
-            if self.first and len(peers) < self.size() - 1:
-                raise Violation(f"{kind} is the first call, and leaves out ranks")
-        except Violation as error:
-            self.swap(dict.fromkeys(peers, Told(f"nothing: {error}")))
-            raise
-        self.first, told = False, {}
-        for peer in peers:
-            each = [by.get(peer, ()) for by in (sends, receives)]
+                gpu = t.index
             sizes = [tuple((t.numel(), t.dtype) for t in ts) for ts in each]
-            data = tuple(t.held.clone() for t in each[0])
-            told[peer] = Told(kind, tensors[0].index, *sizes, data)
-        came = self.swap(told)
-        for peer, theirs in came.items():
-            mine = told[peer]
-            if theirs.gpu == mine.gpu:
-                raise Violation(f"ranks {me} and {peer} both on GPU {mine.gpu}")
+            told[rank] = Told(kind, gpu, *sizes, [t.held.clone() for t in each[0]])
+        if self.first and len(told.keys() - {me}) < self.size() - 1:
+            raise Violation(f"{kind} is the first call, and leaves out ranks")
+        self.first, came = False, self.swap(told)
+        for rank, theirs in came.items():
+            mine = told[rank]
+            if rank != me and theirs.gpu == mine.gpu:
+                raise Violation(f"ranks {me} and {rank} both on GPU {mine.gpu}")
             if (theirs.kind, theirs.receives, theirs.sends) != mine[:1] + mine[2:4]:
-                both = f"rank {me} calls {mine[:4]}, rank {peer} {theirs[:4]}"
+                both = f"rank {me} calls {mine[:4]}, rank {rank} {theirs[:4]}"
                 raise Violation(f"calls differ: {both}")
-        data = {peer: theirs.data for peer, theirs in came.items()}
-        data[me] = [t.held.clone() for t in sends.get(me, ())]
-        into = [pair for peer, ts in receives.items() for pair in zip(ts, data[peer])]
         return Work(
-            kind, [(t, t.held.clone()) for ts in sends.values() for t in ts], into
+            kind,
+            [pair for rank, ts in sends.items() for pair in zip(ts, told[rank].data)],
+            [
+                pair
+                for rank, ts in receives.items()
+                for pair in zip(ts, came[rank].data)
+            ],
         )
 
     def swap(self, told: dict[int, Told]) -> dict[int, Told]:
-        """Tell other ranks something, and hear of them."""
-        works, came = [], {}
-        for peer, message in told.items():
-            data = bytearray(pickle.dumps(message))
-            message = torch.frombuffer(data, dtype=torch.uint8)
-            for t in (torch.tensor([len(data)]), message):
+        """What ranks tell of a call, of which they are told."""
+        peers = [rank for rank in sorted(told) if rank != self.rank()]
+        works, came = [], {rank: told[rank] for rank in told if rank not in peers}
+        for peer in peers:
+            data = bytearray(pickle.dumps(told[peer]))
+            for t in (
+                torch.tensor([len(data)]),
+                torch.frombuffer(data, dtype=torch.uint8),
+            ):
                 works.append((self.gloo.send([t], peer, 0), t))
         try:
-            for peer in told:
+            for peer in peers:
                 size = torch.zeros(1, dtype=torch.int64)
                 self.gloo.recv([size], peer, 0).wait(self.timeout)
                 data = torch.zeros(int(size), dtype=torch.uint8)
@@ -366,7 +368,7 @@ class NcclDouble(dist.ProcessGroup):
             for work, _ in works:
                 work.wait(self.timeout)
         except RuntimeError as error:
-            raise Violation(f"of ranks {[*told]} one makes no call: {error}") from None
+            raise Violation(f"of ranks {peers} one makes no call: {error}") from None
         return came
 
     # What torch.distributed calls.
