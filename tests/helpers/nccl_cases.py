@@ -66,7 +66,8 @@ def answers(kind: str, machines: int, jobs: list[tuple]) -> list:
     machine = dist.get_rank() * machines // dist.get_world_size()
     socket.gethostname = lambda: f"machine {machine}"
     if kind == "double":
-        device, group = become_gpu(dist.get_rank()), nccl_group()
+        device = become_gpu(dist.get_rank())
+        group = nccl_group(timeout=timedelta(seconds=60))  # for a call that hangs
     else:
         device = torch.device("cuda", dist.get_rank())
         torch.cuda.set_device(device)
