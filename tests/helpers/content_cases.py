@@ -45,13 +45,14 @@ def chosen(given, kind, causal):
     return adaptive.choose(z, TOP_K, causal, None)
 
 
-def forward(leaves, kind, causal, group):
+def forward(leaves, kind, causal, group, backend="auto"):
     """[out] of the module or [out, lse] of the function, for q, k, v and z or the
     scorer's weights.
     """
     q, k, v, *more = leaves
     if kind == "scorer":
-        layer = AdaptiveBlockSparse(D, SIZE, TOP_K, group=group, dtype=q.dtype)
+        how = {"group": group, "dtype": q.dtype, "backend": backend}
+        layer = AdaptiveBlockSparse(D, SIZE, TOP_K, **how)
         return [
             torch.func.functional_call(
                 layer, dict(zip(("q_score", "k_score"), more)), (q, k, v, causal)
@@ -66,16 +67,17 @@ def forward(leaves, kind, causal, group):
             *more,
             causal=causal,
             group=group,
+            backend=backend,
             return_lse=True,
         )
     )
 
 
-def step(given, kind, causal, group):
+def step(given, kind, causal, group, backend="auto"):
     """What ``forward`` gives, then the gradients of all leaves."""
     *leaves, dout, dlse = given
     leaves = [t.clone().requires_grad_() for t in leaves]
-    found = forward(leaves, kind, causal, group)
+    found = forward(leaves, kind, causal, group, backend)
     grads = torch.autograd.grad(
         found, leaves, [g.to(t.dtype) for t, g in zip(found, (dout, dlse))]
     )

@@ -101,7 +101,7 @@ def attend(group, device, case: Case):
 
 def by_content(group, device, shape, kind, causal):
     given = shard_of(tensors(shape, kind), dist.get_rank(), dist.get_world_size())
-    return step(on(device, given), kind, causal, group)
+    return step(on(device, given), kind, causal, group, "eager")
 
 
 def generate(group, device, case: Case, sizes):
