@@ -243,7 +243,7 @@ class Group:
             zip_longest(plan.receive, plan.passed),
         )
         sent, expected = zip(
-            *self._gather([list(map(digest, blocks)) for blocks in each])
+            *self._gather([list(map(digest, blocks)) for blocks in each], t)
         )
         pairs = product(range(self.size), repeat=2)
         bad = [
