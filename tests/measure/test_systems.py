@@ -193,7 +193,7 @@ def test_inputs_come_from_the_points_own_seed():
         ({"system": "flashy"}, "unknown system 'flashy'; known: ringlab, dense_sdpa"),
         (
             {"options": {"speed": 9}},
-            "ringlab has no option 'speed'; known: backend, gather, blocks, merge, cache",
+            "ringlab has no option 'speed'; known: gather, blocks, merge, cache",
         ),
         ({"options": {"pool_threshold_mb": 0.0}}, "needs pool=True"),
         ({"options": {"blocks": "odd"}}, "blocks"),

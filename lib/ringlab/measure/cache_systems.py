@@ -22,18 +22,30 @@ from ..engine import blocks, execute, gather
 from ..engine.dilated import make_plan
 from ..engine.execute import Plan
 from .points import Point
-from .systems import Output, System, chosen, only, pattern_of
+from .systems import (
+    Checked,
+    Output,
+    System,
+    choose_kernel,
+    parse_options,
+    require_pattern,
+)
 
 
-def uncosted(system: System, run: Callable, check: Callable) -> System:
-    """A system that takes no tensors and has no FLOPs, and so no roofline."""
-    system.inputs, system.run, system.check, system.cost = (
-        list,
-        run,
-        check,
-        Cost(0, 0, 0, 0, 0),
-    )
-    return system
+class Uncosted(System):
+    """A system that takes no tensors and has no FLOPs, and so no roofline; ``allowed``
+    are its options.
+    """
+
+    allowed: tuple[str, ...] = ()
+
+    def __init__(self, point: Point, device):
+        self.options = parse_options(point, *self.allowed)
+        super().__init__(point, device)
+        self.cost = Cost(0, 0, 0, 0, 0)
+
+    def inputs(self) -> list[Tensor]:
+        return []
 
 
 class Plans(Output):
@@ -48,7 +60,7 @@ class Plans(Output):
         return self.show(self.plans)
 
 
-def plan_build(point: Point, device) -> System:
+class PlanBuild(Uncosted):
     """The plan of one attention call through a cache, without the attention; options
     ``gather``, ``blocks``, ``warm``.
 
@@ -56,41 +68,36 @@ def plan_build(point: Point, device) -> System:
     pattern is executed. ``warm=False`` clears the cache before every call, so that each
     builds anew. The check: attention by this plan equals the float64 reference.
     """
-    options, cache = only(point, "gather", "blocks", "warm"), PatternCache()
-    system = System(point.but(passes="fwd"), device, None)
-    tensors, check_attention = system.inputs, system.check
-    key, make, attend = (
-        (system.pattern, point.seq_len, point.heads, point.kv_heads),
-        make_plan,
-        execute.forward,
-    )
-    if isinstance(system.pattern, BlockSparse):
-        key, make = (
-            (*key, point.causal, options.get("blocks", "views")),
-            blocks.make_plan,
-        )
-    elif options.get("gather"):
-        key, make, attend = (*key, system.device), gather.gather_indices, gather.forward
 
-    def run(inputs) -> Output:
-        if not options.get("warm", True):
-            cache.clear()
-        return Plans(cache.get(key, lambda: make(*key)), attention)
+    allowed = "gather", "blocks", "warm"
 
-    def attention(plan) -> dict[str, Tensor]:
-        kernel, scale = chosen(point, device).kernel, point.head_dim**-0.5
-        return dict(
-            zip(
-                ("out", "lse"),
-                attend(*tensors(), plan, point.causal, scale, kernel, pool=None),
-            )
-        )
+    def __init__(self, point: Point, device):
+        super().__init__(point.but(passes="fwd"), device)
+        self.kernel = choose_kernel(point, device).kernel
+        self.cache = PatternCache()
+        self.key = self.pattern, point.seq_len, point.heads, point.kv_heads
+        self.make, self.execute = make_plan, execute.forward
+        if isinstance(self.pattern, BlockSparse):
+            self.key += point.causal, self.options.get("blocks", "views")
+            self.make = blocks.make_plan
+        elif self.options.get("gather"):
+            self.key += (self.device,)
+            self.make, self.execute = gather.gather_indices, gather.forward
 
-    return uncosted(
-        system,
-        run,
-        lambda inputs, output: check_attention(tensors(), Output(**output.named())),
-    )
+    def run(self, inputs) -> Output:
+        if not self.options.get("warm", True):
+            self.cache.clear()
+        plan = self.cache.get(self.key, lambda: self.make(*self.key))
+        return Plans(plan, self.attention)
+
+    def attention(self, plan) -> dict[str, Tensor]:
+        """out and lse by this plan."""
+        call = plan, self.point.causal, self.point.head_dim**-0.5, self.kernel
+        results = self.execute(*System.inputs(self), *call, pool=None)
+        return dict(zip(("out", "lse"), results))
+
+    def check(self, inputs, output) -> Checked:
+        return super().check(System.inputs(self), Output(**output.named()))
 
 
 LOOKUPS = 200
@@ -115,53 +122,47 @@ def workload(point: Point) -> list[tuple[BlockSparse, int]]:
     items = [(kind, point.seq_len >> halved) for halved in range(4) for kind in kinds]
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(items), generator=generator)
-    often = 1 / torch.arange(1, len(items) + 1)  # 1 / rank
-    return [
-        items[i]
-        for i in order[
-            torch.multinomial(often, LOOKUPS, True, generator=generator)
-        ].tolist()
-    ]
+    frequencies = 1 / torch.arange(1, len(items) + 1)  # 1 / rank
+    drawn = torch.multinomial(frequencies, LOOKUPS, True, generator=generator)
+    return [items[i] for i in order[drawn].tolist()]
 
 
-def cache_workload(point: Point, device) -> System:
+class CacheWorkload(Uncosted):
     """All lookups of a ``workload`` through an empty cache; options ``max_mb``, in MiB,
     and ``blocks``.
 
     The check: each lookup gave the calls that are built anew; the error is the share of
     those that did not.
     """
-    options = only(point, "max_mb", "blocks")
-    pattern_of(point, "lookups of block-sparse patterns", kind="block_sparse")
-    lookups = [
-        (pattern, n, 1, 1, point.causal, options.get("blocks", "views"))
-        for pattern, n in workload(point)
-    ]
 
-    def run(inputs) -> Output:
-        cache = PatternCache(int(options.get("max_mb", 64) * 2**20))
-        plans = [cache.get(x, lambda x=x: blocks.make_plan(*x)) for x in lookups]
+    allowed = "max_mb", "blocks"
+
+    def __init__(self, point: Point, device):
+        super().__init__(point, device)
+        require_pattern(point, "lookups of block-sparse patterns", kind="block_sparse")
+        call = 1, 1, point.causal, self.options.get("blocks", "views")
+        self.lookups = [(*lookup, *call) for lookup in workload(point)]
+
+    def run(self, inputs) -> Output:
+        cache = PatternCache(int(self.options.get("max_mb", 64) * 2**20))
+        plans = [cache.get(x, lambda x=x: blocks.make_plan(*x)) for x in self.lookups]
         stats, names = cache.stats(), ("hits", "misses", "evictions", "bytes")
-        return Plans(
-            plans, wrong, **{f"cache_{name}": getattr(stats, name) for name in names}
-        )
+        counted = {f"cache_{name}": getattr(stats, name) for name in names}
+        return Plans(plans, self.wrong, **counted)
 
-    def wrong(plans: list[Plan]) -> dict[str, Tensor]:
+    def wrong(self, plans: list[Plan]) -> dict[str, Tensor]:
         """1 for each lookup that gave something else than is built anew."""
-        fresh = {x: _listed(blocks.make_plan(*x)) for x in set(lookups)}
+        fresh = {x: _comparable(blocks.make_plan(*x)) for x in set(self.lookups)}
+        pairs = zip(self.lookups, plans)
         return {
-            "out": torch.tensor(
-                [float(_listed(plan) != fresh[x]) for x, plan in zip(lookups, plans)]
-            )
+            "out": torch.tensor([float(_comparable(p) != fresh[x]) for x, p in pairs])
         }
 
-    def check(inputs, output) -> tuple[dict[str, float], dict[str, float]]:
+    def check(self, inputs, output) -> Checked:
         return {"out": float(output.named()["out"].mean())}, {"out": 0.0}
 
-    return uncosted(System(point, device, None), run, check)
 
-
-def _listed(plan: Plan) -> list:
+def _comparable(plan: Plan) -> list:
     """The uncovered rows and the calls of a plan, with lists in place of tensors, so
     that two plans compare.
     """
@@ -169,69 +170,63 @@ def _listed(plan: Plan) -> list:
     def listed(view):
         return view if view.index is None else replace(view, index=view.index.tolist())
 
-    return [
-        plan.uncovered,
-        *(replace(c, q=listed(c.q), k=listed(c.k)) for c in plan.calls),
-    ]
+    calls = (replace(c, q=listed(c.q), k=listed(c.k)) for c in plan.calls)
+    return [plan.uncovered, *calls]
 
 
-def pool_workload(point: Point, device) -> System:
+class PoolWorkload(Uncosted):
     """Each of ``threads`` borrows scratch of ``size_mb`` MiB, writes and returns it;
     ``pool=False``: fresh memory.
 
     The pool is its own and has no threshold. The check: every thread reads what it
     wrote, also while all of them hold their scratch at once.
     """
-    options, system = (
-        only(point, "size_mb", "threads", "pool"),
-        System(point, device, None),
-    )
-    size, threads = (
-        int(options["size_mb"] * 2**20) // system.dtype.itemsize,
-        options.get("threads", 1),
-    )
-    pool = memory.MemoryPool(threshold_bytes=0) if options.get("pool") else None
-    each = max(1, torch.get_num_threads() // threads)  # they share the cores
-    workers = ThreadPoolExecutor(
-        max(2, threads), initializer=torch.set_num_threads, initargs=(each,)
-    )
 
-    def written(mark: int) -> Tensor:
-        """Scratch (size,) that is full of ``mark``."""
-        make = torch.empty if pool is None else pool.lend
-        return make((size,), dtype=system.dtype, device=system.device).fill_(mark)
+    allowed = "size_mb", "threads", "pool"
 
-    def work(mark: int) -> Tensor:
-        for _ in range(BORROWS):
-            read = written(mark)[-1:].clone()
-        return read
-
-    def run(inputs) -> Output:
-        marks = range(1, threads + 1)
-        found = list(workers.map(work, marks) if threads > 1 else map(work, marks))
-        stats = memory.PoolStats() if pool is None else pool.stats()
-        counted = {
-            "reuses": stats.reuses,
-            "allocations": stats.allocations,
-            "bytes": stats.idle_bytes,
-        }
-        return Output(
-            torch.cat(found),
-            counted={f"pool_{name}": value for name, value in counted.items()},
+    def __init__(self, point: Point, device):
+        super().__init__(point, device)
+        self.size = int(self.options["size_mb"] * 2**20) // self.dtype.itemsize
+        self.threads = self.options.get("threads", 1)
+        pooled = self.options.get("pool")
+        self.pool = memory.MemoryPool(threshold_bytes=0) if pooled else None
+        each = max(1, torch.get_num_threads() // self.threads)  # they share the cores
+        self.workers = ThreadPoolExecutor(
+            max(2, self.threads), initializer=torch.set_num_threads, initargs=(each,)
         )
 
-    def check(inputs, output) -> tuple[dict[str, float], dict[str, float]]:
-        all_written = threading.Barrier(max(2, threads), timeout=60)
+    def written(self, mark: int) -> Tensor:
+        """Scratch (size,) that is full of ``mark``."""
+        make = torch.empty if self.pool is None else self.pool.lend
+        return make((self.size,), dtype=self.dtype, device=self.device).fill_(mark)
+
+    def borrow(self, mark: int) -> Tensor:
+        """The last element of scratch that was borrowed and written several times."""
+        for _ in range(BORROWS):
+            last = self.written(mark)[-1:].clone()
+        return last
+
+    def run(self, inputs) -> Output:
+        each = self.workers.map if self.threads > 1 else map
+        out = torch.cat([*each(self.borrow, range(1, self.threads + 1))])
+        stats = memory.PoolStats() if self.pool is None else self.pool.stats()
+        counted = {
+            "pool_reuses": stats.reuses,
+            "pool_allocations": stats.allocations,
+            "pool_bytes": stats.idle_bytes,
+        }
+        return Output(out, counted=counted)
+
+    def check(self, inputs, output) -> Checked:
+        all_written = threading.Barrier(max(2, self.threads), timeout=60)
 
         def changed(mark: int) -> bool:
-            scratch = written(mark)
+            scratch = self.written(mark)
             all_written.wait()
             return bool((scratch != mark).any())
 
-        lost = sum(workers.map(changed, range(1, all_written.parties + 1)))
-        right = torch.arange(1, threads + 1, dtype=system.dtype, device=system.device)
+        lost = sum(self.workers.map(changed, range(1, all_written.parties + 1)))
+        right = torch.arange(1, self.threads + 1).to(output.out)
         return {"out": float((output.out != right).double().mean()) + lost}, {
             "out": 0.0
         }
-
-    return uncosted(system, run, check)

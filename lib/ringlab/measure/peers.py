@@ -21,7 +21,7 @@ import torch
 from .. import patterns
 from ..block_patterns import sliding_window
 from .points import Point
-from .systems import Refused, System, only, pattern_of
+from .systems import Refused, System, parse_options, require_pattern
 
 
 class Peer(NamedTuple):
@@ -75,7 +75,7 @@ def _module(point: Point, name: str):
     imported.
     """
     (package, how, _), version = PEERS[point.system], installed(point.system)
-    wanted = only(point, "version").get("version", version)
+    wanted = parse_options(point, "version").get("version", version)
     if version is None:
         raise NotImplementedError(f"{package} is not installed: {how}")
     if wanted != version:
@@ -91,7 +91,7 @@ def _module(point: Point, name: str):
 def _dilated(point: Point, mixing: str, offsets: str) -> patterns.Dilated:
     """The pattern of a point, if the package documents its function."""
     computed = f"dilated {mixing} with offsets by {offsets}"
-    pattern = pattern_of(
+    pattern = require_pattern(
         point, computed, kind="dilated", mixing=mixing, offsets=offsets
     )
     if point.kv_heads != point.heads:
@@ -197,7 +197,7 @@ def local_attention(point: Point, device) -> System:
     """
     module = _module(point, "local_attention")
     window = sliding_window(1).to_dict()
-    pattern = pattern_of(
+    pattern = require_pattern(
         point,
         "a window of one block either way",
         kind=window["kind"],
@@ -227,7 +227,7 @@ def ring_attention_pytorch(point: Point, device) -> System:
     module = _module(
         point, f"ring_attention_pytorch.ring_flash_attention{'_cuda' if gpu else ''}"
     )
-    pattern_of(point, "dense attention", kind="dense")
+    require_pattern(point, "dense attention", kind="dense")
     attention = module.ring_flash_attn_cuda if gpu else module.ring_flash_attn
 
     def forward(q, k, v):

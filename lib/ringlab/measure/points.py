@@ -132,7 +132,12 @@ class Point:
         tail = f"{self.dtype}{' causal' if self.causal else ''} {self.passes}"
         shape = f"b={self.batch} " if self.batch > 1 else ""
         shape += f"p={self.world_size} " if self.world_size > 1 else ""
-        return f"{self.system}{options}, {patterns.from_dict(self.pattern)}, {shape}n={self.seq_len} {tail}"
+        return f"{self.system}{options}, {pattern_of(self)}, {shape}n={self.seq_len} {tail}"
+
+
+def pattern_of(point: Point) -> patterns.Pattern:
+    """The pattern of a point, which holds it as a dictionary."""
+    return patterns.from_dict(point.pattern)
 
 
 def sgemm(size: int = 2048) -> Point:

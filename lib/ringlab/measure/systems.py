@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
@@ -39,7 +40,7 @@ from ..engine.execute import Call
 from ..ring import Problem, Traffic, choose, comm, counting
 from ..ring.layout import Layout, layout_named
 from ..ring.volume import sent_bytes
-from .points import Point
+from .points import Point, pattern_of
 
 GRADIENT_KV_HEADS = 2
 SAMPLED = 32  # rows and columns per head that are compared with the float64 oracle
@@ -66,6 +67,9 @@ class Output:
         }
 
 
+Checked = tuple[dict[str, float], dict[str, float]]  # errors and tolerance by name
+
+
 class Refused(ValueError):
     """A system does not support a point; the message says why. Any other error of a
     system is a fault.
@@ -85,24 +89,24 @@ class System:
     """Attention by ``forward(q, k, v) -> (out, lse or None)`` on (b, n, h, d), checked
     against ``pattern``.
 
-    Other kinds of systems replace ``inputs``, ``run`` and ``check``, and set ``cost``.
+    Subclasses for other work override ``inputs``, ``run`` and ``check``, and set
+    ``cost``.
     """
 
-    def __init__(self, point: Point, device, forward: Callable, pattern=None):
-        self.point, self.device, self.forward = point, torch.device(device), forward
-        self.dtype, self.backward = (
-            getattr(torch, point.dtype),
-            point.passes == "fwd+bwd",
-        )
-        self.pattern = patterns.from_dict(point.pattern) if pattern is None else pattern
-        self.scheme: str | None = (
-            None  # across ranks: predicts its bytes, None if nothing does
-        )
-        self.layout: Layout | None = None  # across ranks, where the system has its own
-        self.tolerance: dict[
-            str, float
-        ] = {}  # known from inputs of the same shape, or computed by ``check``
-        self.divided_by = 1  # a documented factor, which the check undoes
+    # Across ranks: what predicts its bytes, if anything does; its own layout, if any.
+    scheme: str | None = None
+    layout: Layout | None = None
+    divided_by = 1  # a documented factor, which the check undoes
+
+    def __init__(self, point: Point, device, forward: Callable = None, pattern=None):
+        self.point, self.device = point, torch.device(device)
+        if forward is not None:
+            self.forward = forward
+        self.dtype = getattr(torch, point.dtype)
+        self.backward = point.passes == "fwd+bwd"
+        self.pattern = pattern or pattern_of(point)
+        # Known from inputs of the same shape, or computed by ``check``.
+        self.tolerance: dict[str, float] = {}
         self.cost: Cost = cost.count(self.pattern, dtype=self.dtype, **point.shape)
 
     def shapes(self) -> list[tuple[int, ...]]:
@@ -117,18 +121,12 @@ class System:
         """q, k, v, and dout for a backward: normal, from a generator seeded by the
         point's id.
         """
-        generator = torch.Generator(self.device).manual_seed(
-            int(self.point.id, 16) >> 1
-        )
+        generator = torch.Generator(self.device)
+        generator.manual_seed(int(self.point.id, 16) >> 1)
         shapes = self.shapes()
-        shapes += shapes[:1] if self.backward else []
-        made = [
-            torch.empty(s, dtype=self.dtype, device=self.device).normal_(
-                generator=generator
-            )
-            for s in shapes
-        ]
-        return [t.requires_grad_(self.backward) for t in made[:3]] + made[3:]
+        like = {"dtype": self.dtype, "device": self.device, "generator": generator}
+        qkv = [torch.randn(s, **like, requires_grad=self.backward) for s in shapes]
+        return qkv + [torch.randn(shapes[0], **like)] * self.backward
 
     def run(self, inputs: list[Tensor]) -> Output:
         q, k, v, *rest = inputs
@@ -142,85 +140,71 @@ class System:
         """A tensor of the system's own layout as (b, n, h, d)."""
         return t
 
-    def check(
-        self, inputs: list[Tensor], output: Output, starts=(None,)
-    ) -> tuple[dict[str, float], dict[str, float]]:
+    def check(self, inputs: list[Tensor], output: Output, starts=(None,)) -> Checked:
         """(errors, tolerance) of this output against the float64 oracle at full size;
         inf: wrong shape or dtype.
 
         ``starts``: where the ranges of keys begin whose gradients are compared; None:
         one at a random place.
         """
-        q, k, v, *rest = (self.as_bnhd(t.detach()) for t in inputs)
-        found = {
-            n: t if n == "lse" else self.as_bnhd(t) for n, t in output.named().items()
-        }
-        if self.divided_by > 1:
-            found = {
-                n: t if n == "lse" else t * self.divided_by for n, t in found.items()
-            }
-        dout, causal = (rest[0] if rest else None), self.point.causal
-        if found.keys() - self.tolerance.keys():
-            self.tolerance = reference.tolerance(q, k, v, dout, causal=causal)
+        q, k, v, *dout = (self.as_bnhd(t.detach()) for t in inputs)
+        results = output.named()
+        for name in results.keys() - {"lse"}:
+            t = self.as_bnhd(results[name])
+            results[name] = t if self.divided_by == 1 else t * self.divided_by
+        causal = self.point.causal
+        if results.keys() - self.tolerance.keys():
+            self.tolerance = reference.tolerance(q, k, v, *dout, causal=causal)
         b, n, h, _ = q.shape
-        want = {
-            "out": q.shape,
-            "lse": (b, h, n),
-            "dq": q.shape,
-            "dk": k.shape,
-            "dv": v.shape,
-        }
+        shapes = dict.fromkeys(("out", "dq"), q.shape) | {"lse": (b, h, n)}
+        shapes |= dict.fromkeys(("dk", "dv"), k.shape)
         errors = {
-            x: math.inf
-            for x, t in found.items()
-            if t.shape != want[x] or x != "lse" and t.dtype != q.dtype
+            name: math.inf
+            for name, t in results.items()
+            if t.shape != shapes[name] or name != "lse" and t.dtype != q.dtype
         }
         if not errors:
-            seed, lse = int(self.point.id[:8], 16), found.get("lse")
-            how = {"causal": causal, "samples": SAMPLED, "seed": seed}
+            seed, lse = int(self.point.id[:8], 16), results.get("lse")
+            options = {"causal": causal, "samples": SAMPLED, "seed": seed}
             errors = reference.sampled_errors(
-                q, k, v, self.pattern, out=found["out"], lse=lse, **how
+                q, k, v, self.pattern, out=results["out"], lse=lse, **options
             )
-            if rest:
+            if dout:
+                tensors = {"q": q, "k": k, "v": v, "dout": dout[0]} | results
                 each = [
-                    self._gradient_errors(q, k, v, dout, found, start=start, **how)
+                    self._gradient_errors(tensors, **options, start=start)
                     for start in starts
                 ]
                 errors |= {name: max(e[name] for e in each) for name in each[0]}
         return errors, {name: self.tolerance[name] for name in errors}
 
-    def _gradient_errors(
-        self, q, k, v, dout, found, *, seed: int, **how
-    ) -> dict[str, float]:
+    def _gradient_errors(self, tensors, *, seed: int, **options) -> dict[str, float]:
         """Errors of dq, dk, dv for a few neighbouring heads: each needs the exact
         softmax of many queries.
         """
-        heads, kv_heads = self.point.heads, self.point.kv_heads
-        group, few = heads // kv_heads, min(GRADIENT_KV_HEADS, kv_heads)
+        shape = {"heads": self.point.heads, "kv_heads": self.point.kv_heads}
+        group, kv_heads = shape["heads"] // shape["kv_heads"], shape["kv_heads"]
+        few = min(GRADIENT_KV_HEADS, kv_heads)
         first = seed % (kv_heads - few + 1)
-        kv, own = slice(first, first + few), slice(first * group, (first + few) * group)
 
         def multiplicity(queries, keys, *, n: int, head: int, **_) -> Tensor:
-            own_head = own.start + head
-            return self.pattern.multiplicity(
-                queries, keys, n=n, head=own_head, heads=heads, kv_heads=kv_heads
-            )
+            head += first * group
+            return self.pattern.multiplicity(queries, keys, n=n, head=head, **shape)
 
+        q, out, dout, dq = (
+            tensors[name][:, :, first * group : (first + few) * group]
+            for name in ("q", "out", "dout", "dq")
+        )
+        k, v, dk, dv = (
+            tensors[name][:, :, first : first + few] for name in ("k", "v", "dk", "dv")
+        )
         pattern = SimpleNamespace(multiplicity=multiplicity, reach=self.pattern.reach)
-        q, out, dout, dq = (t[:, :, own] for t in (q, found["out"], dout, found["dq"]))
-        k, v, dk, dv = (t[:, :, kv] for t in (k, v, found["dk"], found["dv"]))
-        how |= {
-            "out": out,
-            "lse": None,
-            "dout": dout,
-            "grads": (dq, dk, dv),
-            "seed": seed,
-        }
-        errors = reference.sampled_errors(q, k, v, pattern, **how)
+        options |= {"out": out, "lse": None, "dout": dout, "grads": (dq, dk, dv)}
+        errors = reference.sampled_errors(q, k, v, pattern, seed=seed, **options)
         return {name: errors[name] for name in ("dq", "dk", "dv")}
 
 
-def only(point: Point, *allowed: str) -> dict:
+def parse_options(point: Point, *allowed: str) -> dict:
     """The options of a point; raises Refused for one that the system does not have."""
     options = dict(point.options)
     if unknown := options.keys() - set(allowed):
@@ -230,11 +214,11 @@ def only(point: Point, *allowed: str) -> dict:
     return options
 
 
-def pattern_of(point: Point, computed: str, **fields):
+def require_pattern(point: Point, computed: str, **fields):
     """The pattern of a point; raises Refused if it has other ``fields``, as
     ``kind="dense"``, than are ``computed``.
     """
-    pattern = patterns.from_dict(point.pattern)
+    pattern = pattern_of(point)
     if any(point.pattern.get(name) != value for name, value in fields.items()):
         raise Refused(f"{point.system} computes {computed}, not {pattern}")
     return pattern
@@ -273,11 +257,12 @@ class Sharded:
 
     def inputs(self) -> list[Tensor]:
         """The shards of the point's inputs, which are the same on every rank."""
-        mine = [
-            self.layout.shard(t.detach(), self.rank).clone()
+        return [
+            self.layout.shard(t.detach(), self.rank)
+            .clone()
+            .requires_grad_(t.requires_grad)
             for t in self.system.inputs()
         ]
-        return [t.requires_grad_(self.system.backward) for t in mine[:3]] + mine[3:]
 
     def run(self, inputs: list[Tensor]) -> Output:
         with (
@@ -288,55 +273,44 @@ class Sharded:
         self.first = self.first or traffic
         return output
 
-    def check(
-        self, inputs: list[Tensor], output: Output
-    ) -> tuple[dict[str, float], dict[str, float]]:
+    def check(self, inputs: list[Tensor], output: Output) -> Checked:
         """(errors, tolerance) of all ranks' output, gathered and checked on rank 0."""
-        everyone, found = [None] * self.ranks if self.rank == 0 else None, [None]
+        outputs, checked = [None] * self.ranks if self.rank == 0 else None, [None]
         count_step()
-        dist.gather_object(
-            {name: t.detach().cpu() for name, t in output.named().items()}, everyone
-        )
+        shards = {name: t.detach().cpu() for name, t in output.named().items()}
+        dist.gather_object(shards, outputs)
         if self.rank == 0:
             whole = {
-                name: self._whole([each[name] for each in everyone], name)
-                for name in everyone[0]
+                name: self._whole([each[name] for each in outputs], name)
+                for name in shards
             }
-            starts = [
-                owned[0].start
-                for rank in range(self.ranks)
-                if (owned := self.layout.ranges(rank))
-            ]
-            found = [self.system.check(self.system.inputs(), Output(**whole), starts)]
-        dist.broadcast_object_list(found)
-        return found[0]
+            ranges = map(self.layout.ranges, range(self.ranks))
+            starts = [owned[0].start for owned in ranges if owned]
+            checked = [self.system.check(self.system.inputs(), Output(**whole), starts)]
+        dist.broadcast_object_list(checked)
+        return checked[0]
 
     def _whole(self, shards: list[Tensor], name: str) -> Tensor:
         """All ranks' shards of a result as one tensor; shards of wrong lengths are
         joined as they are.
         """
         axis = 2 if name == "lse" else 1
-        right = [t.shape[axis] for t in shards] == [
-            self.layout.size(rank) for rank in range(self.ranks)
-        ]
-        return (self.layout.unshard if right else torch.cat)(shards, axis).to(
-            self.system.device
-        )
+        sizes = map(self.layout.size, range(self.ranks))
+        right = [t.shape[axis] for t in shards] == [*sizes]
+        join = self.layout.unshard if right else torch.cat
+        return join(shards, axis).to(self.system.device)
 
     def sent(self) -> dict:
         """What this rank sent in its first call, and the bytes that its scheme plans
         (None without a scheme).
         """
-        scheme, planned, p = self.system.scheme, None, self.point
+        system, scheme, planned, p = self.system, self.system.scheme, None, self.point
         if scheme is not None:
             problem = Problem(
-                self.system.pattern, self.layout, p.causal, p.heads, p.kv_heads
+                system.pattern, self.layout, p.causal, p.heads, p.kv_heads
             )
-            shape = {
-                "head_dim": p.head_dim,
-                "dtype": self.system.dtype,
-                "passes": p.passes,
-            }
+            shape = {name: p.shape[name] for name in ("head_dim", "passes")}
+            shape["dtype"] = system.dtype
             if scheme == "auto":
                 scheme = choose(problem, **shape)
             planned = sent_bytes(problem, self.rank, scheme, batch=p.batch, **shape)
@@ -354,92 +328,78 @@ class Sharded:
 TORCHS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
+SWITCHES = ("gather", "blocks", "merge", "cache", "pool", "results")  # of Execution
+CALL = ("backend", "scheme", "layout")  # arguments of ``attention``
+
+
+def ringlab_call(point: Point) -> dict:
+    """What the options of a point of this library mean for ``attention`` and for
+    ``estimate``: ``backend``, ``execution``, and on several ranks scheme and layout.
+    """
+    own = "pool_threshold_mb", "simulated"
+    options = parse_options(point, *SWITCHES, *CALL, *own)
+    call = {name: options.pop(name) for name in CALL if name in options}
+    threshold_mb, _ = (options.pop(name, None) for name in own)
+    if threshold_mb is not None:
+        if not options.get("pool"):
+            raise Refused(f"pool_threshold_mb={threshold_mb} needs pool=True")
+        options["pool"] = memory.MemoryPool(threshold_bytes=int(threshold_mb * 2**20))
+    with refusing():
+        return call | {"execution": Execution(**options)}
+
+
 def ringlab(point: Point, device) -> System:
     """This library; options: those of ``Execution``, backend, and pool_threshold_mb for
     a pool of its own.
 
     On several ranks, or ``simulated`` ones in this process, also scheme and layout.
     """
-    switches = (
-        "backend",
-        "gather",
-        "blocks",
-        "merge",
-        "cache",
-        "pool",
-        "results",
-        "pool_threshold_mb",
-    )
-    options = only(point, *switches, "simulated", "scheme", "layout")
-    across = {
-        name: options.pop(name) for name in ("scheme", "layout") if name in options
-    }
-    if (simulated := options.pop("simulated", None)) is not None:
-        if point.world_size > 1:
+    call = ringlab_call(point) | {"causal": point.causal, "return_lse": True}
+    several = point.world_size > 1
+    if (simulated := dict(point.options).get("simulated")) is not None:
+        if several:
             raise Refused(
                 f"simulated={simulated} ranks are of one process, the point has {point.world_size}"
             )
-        across["group"] = Simulated(simulated)
-    elif point.world_size > 1:
-        across["group"] = dist.group.WORLD
-    backend, threshold_mb = (
-        options.pop("backend", "auto"),
-        options.pop("pool_threshold_mb", None),
-    )
-    if threshold_mb is not None:
-        if not options.get("pool"):
-            raise Refused(f"pool_threshold_mb={threshold_mb} needs pool=True")
-        options["pool"] = memory.MemoryPool(threshold_bytes=int(threshold_mb * 2**20))
-    with refusing():
-        how = {
-            "causal": point.causal,
-            "backend": backend,
-            "execution": Execution(**options),
-            "return_lse": True,
-        }
-    chosen(point, device, backend)  # refused before any input is made
-    pattern = patterns.from_dict(point.pattern)
+        call["group"] = Simulated(simulated)
+    elif several:
+        call["group"] = dist.group.WORLD
+    backend = call.get("backend", "auto")
+    choose_kernel(point, device, backend)  # refused before any input is made
+    pattern = pattern_of(point)
     if torch.device(device).type == "cuda":  # the first call probes, and compiles, none
         kind = kernels.kind_of(pattern, point.seq_len, point.heads, point.kv_heads)
         for gradients in {False, point.passes == "fwd+bwd"}:
-            how_chosen = {"pattern_kind": kind, "for_gradients": gradients}
-            chosen(point, device, backend, **how_chosen)
-    system = System(
-        point, device, lambda q, k, v: attention(q, k, v, pattern, **how, **across)
-    )
-    system.scheme = across.get("scheme", "auto") if point.world_size > 1 else None
+            use = {"pattern_kind": kind, "for_gradients": gradients}
+            choose_kernel(point, device, backend, **use)
+    system = System(point, device, lambda *qkv: attention(*qkv, pattern, **call))
+    system.scheme = call.get("scheme", "auto") if several else None
     return system
 
 
-def chosen(point: Point, device, backend: str = "auto", **how) -> kernels.Choice:
-    """The kernel for a point, ``how`` as in ``kernels.choose``; raises
+def choose_kernel(point: Point, device, backend: str = "auto", **use) -> kernels.Choice:
+    """The kernel for a point, ``use`` as in ``kernels.choose``; raises
     NotImplementedError if there is none.
     """
-    dtype, backward = getattr(torch, point.dtype), point.passes == "fwd+bwd"
-    return kernels.choose(
-        device,
-        dtype,
-        point.head_dim,
-        causal=point.causal,
-        backward=backward,
-        backend=backend,
-        **how,
-    )
+    use |= {"causal": point.causal, "backward": point.passes == "fwd+bwd"}
+    dtype = getattr(torch, point.dtype)
+    return kernels.choose(device, dtype, point.head_dim, backend=backend, **use)
 
 
 def dense_sdpa(point: Point, device) -> System:
     """torch's scaled_dot_product_attention over the whole sequence, whichever kernel it
     picks.
     """
-    only(point)
-    pattern_of(point, "dense attention", kind="dense")
-    grouped = {"enable_gqa": True} if point.kv_heads != point.heads else {}
+    parse_options(point)
+    require_pattern(point, "dense attention", kind="dense")
+    options = {"is_causal": point.causal}
+    if point.kv_heads != point.heads:
+        options["enable_gqa"] = True
 
-    def forward(q, k, v):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (b, h, n, d)
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=point.causal, **grouped
-        ).transpose(1, 2), None
+    def forward(*qkv):
+        heads_first = (t.transpose(1, 2) for t in qkv)  # (b, h, n, d)
+        out = F.scaled_dot_product_attention(*heads_first, **options)
+        return out.transpose(1, 2), None
 
     return System(point, device, forward)
 
@@ -448,19 +408,16 @@ def copying(point: Point, device) -> System:
     """The published way of the same function: copies each branch, runs the same kernel,
     scatters, then mixes.
     """
-    only(point)
-    pattern, kernel = patterns.from_dict(point.pattern), chosen(point, device).kernel
-    return System(
-        point,
-        device,
-        lambda q, k, v: (
-            copying_attention(q, k, v, pattern, point.causal, kernel),
-            None,
-        ),
-    )
+    parse_options(point)
+    pattern, kernel = pattern_of(point), choose_kernel(point, device).kernel
+
+    def forward(*qkv):
+        return copying_attention(*qkv, pattern, point.causal, kernel), None
+
+    return System(point, device, forward)
 
 
-def contiguous_segments(point: Point, device) -> System:
+class ContiguousSegments(System):
     """torch's own kernel on contiguous segments as long as the first branch's selected
     rows: an upper limit for it.
 
@@ -469,64 +426,62 @@ def contiguous_segments(point: Point, device) -> System:
     chooses. Raises Refused if m does not divide the sequence length, and
     NotImplementedError if the named kernel cannot run.
     """
-    backend = only(point, "backend").get("backend")
-    if backend is not None:
-        if backend not in TORCHS:
+
+    def __init__(self, point: Point, device):
+        backend = parse_options(point, "backend").get("backend")
+        self.limited = nullcontext
+        if backend is not None:
+            if backend not in TORCHS:
+                raise Refused(
+                    f"unknown kernel of torch's {backend!r}; known: {', '.join(TORCHS)}"
+                )
+            choose_kernel(point, device, backend)
+            self.limited = partial(sdpa_kernel, TORCHS[backend])
+        pattern, m = pattern_of(point), point.seq_len
+        if isinstance(pattern, patterns.Dilated):
+            m = pattern.segment_lengths[0] // pattern.dilation_rates[0]
+        if point.seq_len % m or point.kv_heads != point.heads:
+            shape = f"{point.heads} / {point.kv_heads} heads, {point.seq_len} positions"
             raise Refused(
-                f"unknown kernel of torch's {backend!r}; known: {', '.join(TORCHS)}"
+                f"contiguous_segments needs equal heads and whole segments of {m}, got {shape}"
             )
-        chosen(point, device, backend)
-    b, n, h, pattern = (
-        point.batch,
-        point.seq_len,
-        point.heads,
-        patterns.from_dict(point.pattern),
-    )
-    m = (
-        pattern.segment_lengths[0] // pattern.dilation_rates[0]
-        if isinstance(pattern, patterns.Dilated)
-        else n
-    )
-    if n % m or point.kv_heads != h:
-        given = f"{h} / {point.kv_heads} heads, {n} positions"
-        raise Refused(
-            f"contiguous_segments needs equal heads and whole segments of {m}, got {given}"
-        )
+        self.segment = m
+        super().__init__(point, device, pattern=patterns.Dilated([m], [1]))
 
-    def forward(q, k, v):
-        with nullcontext() if backend is None else sdpa_kernel(TORCHS[backend]):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=point.causal), None
+    def forward(self, *qkv):
+        """out, without lse, of q, k, v (b * segments, h, m, d)."""
+        with self.limited():
+            options = {"is_causal": self.point.causal}
+            return F.scaled_dot_product_attention(*qkv, **options), None
 
-    system = System(point, device, forward, patterns.Dilated([m], [1]))
-    system.shapes = lambda: (
-        [(b * n // m, h, m, point.head_dim)] * 3
-    )  # (b * segments, h, m, d)
-    system.as_bnhd = lambda t: t.transpose(1, 2).reshape(b, n, h, point.head_dim)
-    return system
+    def shapes(self) -> list[tuple[int, ...]]:
+        (b, n, h, d), *_ = super().shapes()
+        return [(b * n // self.segment, h, self.segment, d)] * 3
+
+    def as_bnhd(self, t: Tensor) -> Tensor:
+        return t.transpose(1, 2).reshape(super().shapes()[0])
 
 
-def sgemm(point: Point, device) -> System:
+class MatrixProduct(System):
     """(n, n) @ (n, n) in fp32: the matmul rate of this run."""
-    only(point)
-    n, system = point.seq_len, System(point.but(dtype="float32"), device, None)
 
-    def check(inputs, output):
+    def __init__(self, point: Point, device):
+        parse_options(point)
+        super().__init__(point.but(dtype="float32"), device)
+        flops = 2 * point.seq_len**3
+        self.cost = Cost(0, 0, flops, flops, floor_bytes=12 * point.seq_len**2)
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [(self.point.seq_len,) * 2] * 2
+
+    def run(self, inputs: list[Tensor]) -> Output:
+        return Output(torch.mm(*inputs))
+
+    def check(self, inputs: list[Tensor], output: Output) -> Checked:
         a, b = inputs
-        rows = torch.arange(0, n, max(1, n // SAMPLED), device=a.device)
+        rows = torch.arange(0, len(a), max(1, len(a) // SAMPLED), device=a.device)
         error = reference.error(output.out[rows], a[rows].double() @ b.double(), 1.0)
         return {"out": error}, {"out": reference.EXACT[torch.float32]}
-
-    system.shapes = lambda: [(n, n)] * 2
-    system.run = lambda inputs: Output(inputs[0] @ inputs[1])
-    system.check = check
-    system.cost = Cost(
-        pairs=0,
-        distinct_pairs=0,
-        flops=2 * n**3,
-        folded_flops=2 * n**3,
-        floor_bytes=12 * n * n,
-    )
-    return system
 
 
 # --------------------------------------------------------------------------------------
@@ -535,17 +490,15 @@ def sgemm(point: Point, device) -> System:
 UNSEEN = -1e8  # log-sum-exp of a row that a branch does not select, as in torchscale: finite, with weight 0
 
 
-def parts_of(branch: patterns.Branch, n: int) -> list[list[Call]]:
-    """The kernel calls of a branch, each as the views of rows that it takes: heads of
-    equal row counts together.
+def calls_of(branch: patterns.Branch, n: int, heads: int) -> list[list[Call]]:
+    """The kernel calls of a branch over n positions, each as the views of rows that it
+    takes: heads of equal row counts together.
     """
-    found = defaultdict(list)
-    every = range(max(branch.heads) + 1)
-    for call in dilated._branch_calls(
-        branch, range(n), 1, every, dict.fromkeys(branch.heads, branch)
-    ):
-        found[call.nodes, call.q.rows].append(call)
-    return [*found.values()]
+    alone = SimpleNamespace(branches=lambda *shape: [branch])
+    calls = defaultdict(list)
+    for call in dilated.make_plan(alone, n, heads, heads).calls:
+        calls[call.nodes, call.q.rows].append(call)
+    return [*calls.values()]
 
 
 def _view(t: Tensor, call: Call) -> Tensor:
@@ -585,7 +538,8 @@ def copying_attention(q, k, v, pattern, causal: bool, kernel) -> Tensor:
     ringlab.kernels, scale 1 / sqrt(d).
     """
     n, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
-    branches = [parts_of(branch, n) for branch in pattern.branches(n, heads, kv_heads)]
+    each = pattern.branches(n, heads, kv_heads)
+    branches = [calls_of(branch, n, heads) for branch in each]
     if kv_heads < heads:
         k, v = (t.repeat_interleave(heads // kv_heads, 2) for t in (k, v))
     return _Copying.apply(q, k, v, branches, causal, kernel)
@@ -630,10 +584,9 @@ class _Copying(torch.autograd.Function):
             for part in parts:
                 *rows, l = kept[:4]
                 del kept[:4]
-                found = kernel.backward(
-                    _take(d_branch, part), *rows, _take(mixed, part), l, causal, scale
-                )
-                for t, values in zip(full, found):
+                d_rows, out = _take(d_branch, part), _take(mixed, part)
+                parts = kernel.backward(d_rows, *rows, out, l, causal, scale)
+                for t, values in zip(full, parts):
                     _put(t, part, values)
             grads = [g + t for g, t in zip(grads, full)]
         return (*grads, None, None, None)
@@ -649,34 +602,32 @@ def flex(point: Point, device) -> System:
     It is compiled and its mask built before anything is timed; tracked memory lacks
     what it allocates inside. Raises NotImplementedError if it cannot run.
     """
-    only(point)
-    pattern = pattern_of(point, "block-sparse patterns", kind="block_sparse")
+    parse_options(point)
+    pattern = require_pattern(point, "block-sparse patterns", kind="block_sparse")
     if point.passes != "fwd":
         raise NotImplementedError(
             "flex is measured forward alone: its backward is that of views"
         )
-    system = System(
-        point,
-        device,
-        lambda q, k, v: torch_sparse.flex_forward(q, k, v, mask, point.head_dim**-0.5),
-    )
-    why = torch_sparse.refusal(device, system.dtype, point.head_dim, pattern.block_size)
-    if why:
+    d, dtype = point.head_dim, getattr(torch, point.dtype)
+    if why := torch_sparse.refusal(device, dtype, d, pattern.block_size):
         raise NotImplementedError(f"FlexAttention {why}")
     mask = torch_sparse.flex_prepare(pattern, point.seq_len, point.causal, device)
-    system.run(
-        [
-            torch.zeros(shape, dtype=system.dtype, device=device)
-            for shape in system.shapes()
-        ]
-    )  # compiles
+    system = System(
+        point, device, lambda *qkv: torch_sparse.flex_forward(*qkv, mask, d**-0.5)
+    )
+    system.run(system.inputs())  # compiles
     return system
 
 
 ROUNDING = 1e-4  # of the largest logit: a block that was left out may be better by this much, as means are rounded
 
 
-def adaptive(point: Point, device) -> System:
+def without_reach(multiplicity: Callable) -> SimpleNamespace:
+    """What the reference asks of a pattern whose rows may see any key."""
+    return SimpleNamespace(multiplicity=multiplicity, reach=lambda _, __, n: (0, n))
+
+
+class AdaptiveBlocks(System):
     """Each block of queries chooses its blocks by content, then attends to them;
     options ``block_size``, ``top_k``.
 
@@ -684,71 +635,63 @@ def adaptive(point: Point, device) -> System:
     the oracle on the chosen blocks, and these with the best blocks in float64. Raises
     Refused for a batch: the oracle has one choice per head.
     """
-    chosen, causal = Adaptive(**only(point, "block_size", "top_k")), point.causal
-    if point.batch != 1 or point.pattern["kind"] != "dense":
-        raise Refused(
-            "adaptive is measured with batch 1 and a dense pattern, of which it chooses blocks"
-        )
-    how = {"causal": causal, "return_lse": True}
-    system = System(
-        point, device, lambda q, k, v: adaptive_attention(q, k, v, chosen, **how)
-    )
-    pairs = point.heads * chosen.pairs(point.seq_len, causal)
-    flops = PASSES[point.passes] * point.head_dim * pairs
-    system.cost = replace(
-        system.cost, pairs=pairs, distinct_pairs=pairs, flops=flops, folded_flops=flops
-    )
 
-    def check(inputs, output):
-        (q, k), size = (t.detach() for t in inputs[:2]), chosen.block_size
-        picks = best_blocks(q, k, chosen, causal=causal)[0]  # (h, blocks, top_k)
-        table = torch.zeros(
-            *picks.shape[:2], picks.shape[1], dtype=torch.bool, device=q.device
-        )  # (h, blocks, blocks)
-        table.scatter_(-1, picks, True)
+    def __init__(self, point: Point, device):
+        self.blocks = Adaptive(**parse_options(point, "block_size", "top_k"))
+        if point.batch != 1 or point.pattern["kind"] != "dense":
+            raise Refused(
+                "adaptive is measured with batch 1 and a dense pattern, of which it chooses blocks"
+            )
+        super().__init__(point, device)
+        pairs = point.heads * self.blocks.pairs(point.seq_len, point.causal)
+        flops = PASSES[point.passes] * point.head_dim * pairs
+        self.cost = Cost(pairs, pairs, flops, flops, self.cost.floor_bytes)
+
+    def forward(self, *qkv):
+        options = {"causal": self.point.causal, "return_lse": True}
+        return adaptive_attention(*qkv, self.blocks, **options)
+
+    def check(self, inputs: list[Tensor], output: Output) -> Checked:
+        (q, k), size = (t.detach() for t in inputs[:2]), self.blocks.block_size
+        causal = self.point.causal
+        picks = best_blocks(q, k, self.blocks, causal=causal)[0]  # (h, blocks, top_k)
+        count = picks.shape[1]
+        table = picks.new_zeros((*picks.shape[:2], count), dtype=torch.bool)
+        table.scatter_(-1, picks, True)  # (h, blocks, blocks)
         table = table.tril() if causal else table
 
         def multiplicity(queries, keys, *, head: int, **_) -> Tensor:
             return table[head][queries // size][:, keys // size].long()
 
-        system.pattern = SimpleNamespace(
-            multiplicity=multiplicity, reach=lambda first, last, n: (0, n)
+        self.pattern = without_reach(multiplicity)
+        errors, tolerance = super().check(inputs, output)
+        best = self.are_best(table, q, k)
+        return errors if best else dict.fromkeys(errors, math.inf), tolerance
+
+    def are_best(self, table: Tensor, q: Tensor, k: Tensor) -> bool:
+        """Whether ``table`` (h, blocks, blocks) has the blocks of the largest logits in
+        float64, up to rounding.
+
+        Of q (1, n, h, d) and k (1, n, h_kv, d); a block is represented by its mean.
+        """
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+        mean_q, mean_k = (
+            torch.stack([x.double().mean((0, 1)) for x in blocks], 1)  # (h, blocks, d)
+            for blocks in (t.split(self.blocks.block_size, 1) for t in (q, k))
         )
-        errors, tolerance = System.check(system, inputs, output)
-        right = are_best(table, q, k, chosen, causal)
-        return errors if right else dict.fromkeys(errors, math.inf), tolerance
-
-    system.check = check
-    return system
-
-
-def are_best(
-    table: Tensor, q: Tensor, k: Tensor, chosen: Adaptive, causal: bool
-) -> bool:
-    """Whether ``table`` (h, blocks, blocks) has the blocks of the largest logits in
-    float64, up to rounding.
-
-    Of q (1, n, h, d) and k (1, n, h_kv, d); a block is represented by its mean.
-    """
-    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    mean_q, mean_k = (
-        torch.stack([x.double().mean(1)[0] for x in t.split(chosen.block_size, 1)], 1)
-        for t in (q, k)
-    )
-    if causal:  # the query is the mean of the block before
-        mean_q = torch.cat([torch.zeros_like(mean_q[:, :1]), mean_q[:, :-1]], 1)
-    z = q.shape[3] ** -0.5 * mean_q @ mean_k.mT  # (h, blocks, blocks)
-    rounding = ROUNDING * float(z.abs().max())
-    if (
-        causal
-    ):  # the block itself is always chosen, and not by its logit; then those before it
-        z = torch.where(torch.ones_like(table).tril(), z, -torch.inf)
-        z.diagonal(dim1=1, dim2=2).fill_(torch.inf)
-    best, taken = (
-        each.topk(chosen.top_k).values
-        for each in (z, z.masked_fill(~table, -torch.inf))
-    )
-    return torch.allclose(taken, best, rtol=0.0, atol=rounding)
+        if self.point.causal:  # the query is the mean of the block before
+            mean_q = F.pad(mean_q, (0, 0, 1, -1))
+        z = q.shape[3] ** -0.5 * mean_q @ mean_k.mT  # (h, blocks, blocks)
+        rounding = ROUNDING * float(z.abs().max())
+        if self.point.causal:
+            # The block itself is always chosen, not by its logit; then those before it.
+            z = z.masked_fill(~torch.ones_like(table).tril(), -torch.inf)
+            z.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+        best, taken = (
+            logits.topk(self.blocks.top_k).values
+            for logits in (z, z.masked_fill(~table, -torch.inf))
+        )
+        return torch.allclose(taken, best, rtol=0.0, atol=rounding)
 
 
 # --------------------------------------------------------------------------------------
@@ -774,52 +717,46 @@ BLOCK_SPARSE = (
 )
 
 
-def published(point: Point, device) -> System:
-    """A published module, by its own constructor and forward; options go to the
-    constructor.
+def published_module(point: Point, device, **arguments):
+    """The published module of a point by its own constructor, to which its options and
+    these ``arguments`` go.
     """
-    name, options = point.system, dict(point.options)
-    if name in BLOCK_SPARSE:
-        options["pattern"] = pattern_of(
-            point, "block-sparse patterns", kind="block_sparse"
-        )
+    arguments |= dict(point.options)
+    if point.system in BLOCK_SPARSE:
+        pattern = require_pattern(point, "block-sparse patterns", kind="block_sparse")
+        arguments["pattern"] = pattern
     else:
         fields = {"kind": "dilated", "mixing": "head_groups", "offsets": "branch"}
-        pattern = pattern_of(point, "head groups with offsets by branch", **fields)
-        options |= {
-            "segment_lengths": pattern.segment_lengths,
-            "dilation_rates": pattern.dilation_rates,
-        }
-    if "simulated" in options:
-        options["ring_size"] = options.pop("simulated")
-    curved = (
-        name == "RingDilatedAttentionHilbertGPUOptimized"
-    )  # over a group its layout goes to ``attention``
-    if point.world_size > 1:
-        options |= (
-            {"ring_size": point.world_size} if curved else {"group": dist.group.WORLD}
-        )
+        pattern = require_pattern(point, "head groups with offsets by branch", **fields)
+        for name in ("segment_lengths", "dilation_rates"):
+            arguments[name] = getattr(pattern, name)
+    if "simulated" in arguments:
+        arguments["ring_size"] = arguments.pop("simulated")
+    dtype = getattr(torch, point.dtype)
     with refusing():
-        module = getattr(compat, name)(
-            device=device, dtype=getattr(torch, point.dtype), **options
-        )
+        return getattr(compat, point.system)(device=device, dtype=dtype, **arguments)
+
+
+def published(point: Point, device) -> System:
+    """A published module, by its own constructor and forward."""
+    # Over a group the layout of this one goes to ``attention``.
+    curved = point.system == "RingDilatedAttentionHilbertGPUOptimized"
+    several = point.world_size > 1
+    ranks = {"ring_size": point.world_size} if curved else {"group": dist.group.WORLD}
+    module = published_module(point, device, **ranks if several else {})
     system = System(
-        point, device, lambda q, k, v: (module(q, k, v, is_causal=point.causal), None)
+        point, device, lambda *qkv: (module(*qkv, is_causal=point.causal), None)
     )
-    system.scheme = module.scheme if point.world_size > 1 else None
+    system.scheme = module.scheme if several else None
     if curved:  # the reference follows its curve
         layout = module._ranks(point.seq_len)["layout"]
-        if point.world_size > 1:
-            across = {
-                "group": dist.group.WORLD,
-                "scheme": module.scheme,
-                "layout": layout,
+        if several:
+            call = {"scheme": module.scheme, "layout": layout} | {
+                "group": dist.group.WORLD
             }
-            module._ranks, system.layout = lambda rows: across, layout
-        order = torch.cat([layout.positions(rank) for rank in range(layout.ranks)]).to(
-            device
-        )
-        system.as_bnhd = lambda t: t[:, order]
+            module._ranks, system.layout = lambda rows: call, layout
+        positions = torch.cat([*map(layout.positions, range(layout.ranks))])
+        system.as_bnhd = lambda t: t[:, positions.to(device)]
     return system
 
 
@@ -828,15 +765,15 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
     "ringlab": ringlab,
     "dense_sdpa": dense_sdpa,
     "copying": copying,
-    "contiguous_segments": contiguous_segments,
-    "sgemm": sgemm,
-    "plan_build": "ringlab.measure.cache_systems:plan_build",
-    "cache_workload": "ringlab.measure.cache_systems:cache_workload",
-    "pool_workload": "ringlab.measure.cache_systems:pool_workload",
-    "generation": "ringlab.measure.model_systems:generation",
+    "contiguous_segments": ContiguousSegments,
+    "sgemm": MatrixProduct,
+    "plan_build": "ringlab.measure.cache_systems:PlanBuild",
+    "cache_workload": "ringlab.measure.cache_systems:CacheWorkload",
+    "pool_workload": "ringlab.measure.cache_systems:PoolWorkload",
+    "generation": "ringlab.measure.model_systems:Generation",
     "packed": "ringlab.measure.model_systems:packed",
     "flex": flex,
-    "adaptive": adaptive,
+    "adaptive": AdaptiveBlocks,
     "dilated_attention_pytorch": "ringlab.measure.peers:dilated_attention_pytorch",
     "torchscale_dilated": "ringlab.measure.peers:torchscale_dilated",
     "local_attention": "ringlab.measure.peers:local_attention",
@@ -861,11 +798,8 @@ def build(point: Point, device) -> System | Sharded:
                 f"unknown system {builder!r}; known: {', '.join(SYSTEMS)}, or module:function"
             )
         builder = resolve_name(builder)
-    if (
-        point.world_size > 1
-        and point.system in SYSTEMS
-        and point.system not in SEVERAL_RANKS
-    ):
+    on_one = point.system in SYSTEMS and point.system not in SEVERAL_RANKS
+    if point.world_size > 1 and on_one:
         raise Refused(
             f"{point.system} runs on one device, not on {point.world_size} ranks"
         )

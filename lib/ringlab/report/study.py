@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from .. import cost, hardware, measure, patterns
+from .. import cost, hardware, measure
 from ..measure import provenance, store, suites
+from ..measure.points import pattern_of
 from ..measure.provenance import key
 from ..measure.validity import (
     computed,
@@ -555,10 +556,6 @@ def _shown_s(result) -> float | None:
     if computed(result):
         return result.bound_seconds
     return result.median if timed(result) else None
-
-
-def pattern_of(point):
-    return patterns.from_dict(point.pattern)
 
 
 def cost_of(point):
