@@ -230,97 +230,63 @@ def opened(monkeypatch):
     explore.over_length.cache_clear()  # of figures with that length
 
 
-def test_every_place_follows_the_controls(opened):
-    def shown():
-        return {name: place.value for name, place in opened.places.items()}
+def change(panel, **controls) -> str:
+    """The page once these controls have these values."""
+    for name, value in controls.items():
+        panel.controls[name].value = value
+    return panel.page.value
 
-    def changed(**controls) -> set:
-        before = shown()
-        opened.set(**controls)
-        assert opened.places["alert"].value == "", opened.places["alert"].value
-        return {name for name, html in shown().items() if html != before[name]}
 
+def test_the_page_follows_the_controls(opened):
     def visible():
-        return {
-            name
-            for name, control in opened.controls.items()
-            if control.layout.display != "none"
-        }
+        each = opened.controls.items()
+        return {name for name, control in each if control.layout.display != "none"}
 
     bundle, figures = opened._repr_mimebundle_(), plt.get_fignums()
     assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert (
-        "segment_lengths" in visible()
-        and not {"before", "scheme", "layout"} & visible()
-    )
-    assert changed(ranks=2) >= {"facts", "traffic", "memory", "code"}
-    assert "Sent between 2 ranks by plan" in opened.places["traffic"].value
-    moved = changed(profile="h100", dtype="bfloat16")
-    assert (
-        "facts" in moved
-        and "seen" not in moved
-        and "NVIDIA H100" in opened.places["facts"].value
-    )
-    assert {"segment_lengths", "scheme", "layout"} <= visible()
-    assert not {"before"} & visible()
-    assert changed(kind="bigbird") >= {"seen", "facts", "traffic", "memory", "code"}
-    assert {"random", "block_size", "scheme", "layout"} <= visible() and not {
-        "segment_lengths"
-    } & visible()
-    assert changed(passes="fwd+bwd", scheme="ulysses") >= {
-        "facts",
-        "traffic",
-        "memory",
-        "code",
-    }
+    assert "segment_lengths" in visible()
+    assert not {"before", "scheme", "layout"} & visible()
+    assert "Nothing is sent" in opened.page.value
+    pages = [
+        opened.page.value,
+        change(opened, ranks=2),
+        change(opened, profile="h100", dtype="bfloat16"),
+        change(opened, kind="bigbird"),
+        change(opened, passes="fwd+bwd", scheme="ulysses"),
+    ]
+    assert len({*pages}) == 5 and not any('role="alert"' in x for x in pages)
+    for text in ("Sent between 2 ranks by plan", "What head 0 of", "Peak memory of a"):
+        assert text in pages[1]
+    assert "NVIDIA H100" in pages[2] and "by ulysses" in pages[4]
+    assert {"random", "block_size", "scheme", "layout"} <= visible()
+    assert "segment_lengths" not in visible()
     assert plt.get_fignums() == figures, "all are closed"
-    opened.set(seq_len="1 x")  # what cannot be: where no widgets are shown, the reason
-    assert "the length must be" in opened.places["alert"].value
 
 
-def test_the_tabs(opened):
-    at = opened.places
-    opened.set(kind="window", before=8, block_size=128)
-    assert at["facts"].value and not at["compared"].value
-    opened.tabs.selected_index = 1
-    assert "Variants at 512 tokens" in at["compared"].value and not at["facts"].value
-    assert "lower bounds" in alts(at["over_length"].value)
-    opened.set(seq_len="64K")
-    assert (
-        "Variants at 65,536 tokens" in at["compared"].value and opened.choice.n == 2**16
-    )
+def test_the_views(opened):
+    shown = change(opened, kind="window", before=8, view=explore.COMPARE)
+    assert "Variants at 512 tokens" in shown and "Estimate for" not in shown
+    assert "lower bounds" in alts(shown)
+    assert "Variants at 65,536 tokens" in change(opened, seq_len="64K")
+    assert opened.choice.n == 2**16
 
 
 def test_advice_is_that_of_advise(opened):
-    opened.set(
-        seq_len="8K",
-        passes="fwd+bwd",
-        **{name: getattr(Choice(), name) for name in ("heads", "kv_heads")},
-    )
-    opened.advise_button.click()
+    shape = {name: getattr(Choice(), name) for name in ("heads", "kv_heads")}
+    call = {"seq_len": "8K", "passes": "fwd+bwd", "view": explore.ADVICE}
+    said = unescape(change(opened, **call, **shape))
     found = advise("gtx1080", 8192, head_dim=8, passes="fwd+bwd")
-    said = unescape(opened.places["advice"].value)
     assert found.text() in said and found.code() in said
-    opened.set(seq_len="16K")
-    assert not opened.places["advice"].value, "it is of another choice"
+    assert found.text() not in unescape(change(opened, seq_len="16K"))
 
 
 def test_bad_input_is_one_line_and_nothing_of_another_choice_stays(opened):
     for name, bad, good in (("segment_lengths", "32, ?", "32 64"), ("at", "4096", "0")):
-        opened.controls[name].value = bad
-        said = opened.places["alert"].value
-        assert (
-            'role="alert"' in said and "Traceback" not in said and said.count("<p") == 1
-        )
-        assert {opened.places[x].value for x in explore.SHOWN} == {
-            ""
-        } and opened.advise_button.disabled
-        opened.controls[name].value = good
-        assert (
-            opened.places["alert"].value == ""
-            and opened.places["facts"].value
-            and not opened.advise_button.disabled
-        )
+        said = change(opened, **{name: bad})
+        assert 'role="alert"' in said and "Traceback" not in said
+        assert said.count("<p") == 1 and "<figure" not in said and "<table" not in said
+        shown = change(opened, **{name: good})
+        assert "role=" not in shown.split("<figure")[0] and "Estimate for" in shown
 
 
 def test_messages_in_two_threads_end_with_the_last_state(opened, monkeypatch):
@@ -335,15 +301,13 @@ def test_messages_in_two_threads_end_with_the_last_state(opened, monkeypatch):
         return seen(choice)
 
     monkeypatch.setattr(explore, "seen", slow)
-    first = threading.Thread(target=opened.set, kwargs={"seq_len": "1K"})
+    first = threading.Thread(target=change, args=(opened,), kwargs={"seq_len": "1K"})
     first.start()
     assert drawing.wait(60)
     opened.controls["segment_lengths"].value = "32, ?"
     mended.set()
     first.join()
-    assert 'role="alert"' in opened.places["alert"].value
-    assert {opened.places[x].value for x in explore.SHOWN} == {""}
-    assert opened.advise_button.disabled
+    assert 'role="alert"' in opened.page.value and "<figure" not in opened.page.value
 
 
 # --------------------------------------------------------------------------------------
@@ -358,7 +322,6 @@ SET = f"""((label, value) => {{
 }})"""
 ALTS = """[...document.querySelectorAll('.jp-OutputArea figure svg, .jp-OutputArea .caption')].map(
     (x) => x.getAttribute('aria-label') || x.textContent).join(' | ')"""
-BUTTON = "[...document.querySelectorAll('button')].find((b) => b.textContent.includes('Advise me'))"
 ADVICE = "[...document.querySelectorAll('.jp-OutputArea pre')].map((t) => t.innerText).join(' | ')"
 WRONG = "document.querySelectorAll('.jp-OutputArea [data-mime-type*=error], [data-mime-type*=stderr]').length"
 
@@ -389,7 +352,6 @@ def test_the_explorer_in_a_browser(tmp_path):
         def choose(label, value, shows):
             page.js(f"{SET}({label!r}, {value!r})")
             page.until(f"({ALTS}).includes({shows!r})")
-            page.until(f"!{BUTTON}.disabled")
 
         choose("length n", "8K", "n = 8,192")
         choose("ranks", 2, "Sent between 2 ranks")
@@ -399,9 +361,9 @@ def test_the_explorer_in_a_browser(tmp_path):
         page.until(
             "document.querySelector('.jp-OutputArea [role=alert]')?.textContent.includes('kilo')"
         )
-        page.until(f"({ALTS}) === '' && {BUTTON}.disabled")
+        page.until(f"({ALTS}) === ''")
         choose("length n", "1K", "sees: dense, n = 1,024")
         assert not page.js("!!document.querySelector('.jp-OutputArea [role=alert]')")
-        page.js(f"{BUTTON}.click()")
+        page.js(f"{SET}('show', 'advice')")
         page.until(f"({ADVICE}).includes('2 ranks, 1,024 tokens')")
         assert page.js(WRONG) == 0

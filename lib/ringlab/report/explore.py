@@ -34,11 +34,8 @@ NEAR = 64  # positions that are drawn one by one
 SHADES = LinearSegmentedColormap.from_list(
     "seen", [theme.PAPER, "#bcd9ea", BLUE, "#00304d"]
 )
-PATTERN, TENSORS, HARDWARE = (
-    "Pattern",
-    "Tensors",
-    "Hardware and view",
-)  # groups of controls
+PATTERN, TENSORS, HARDWARE = "Pattern", "Tensors", "Hardware and view"  # groups
+ONE_CALL, COMPARE, ADVICE = "one call", "variants", "advice"  # views
 
 
 def control(default, group: str, label: str, values: Iterable = ()):
@@ -83,10 +80,10 @@ class Choice:
     layout: str = control(
         "contiguous", HARDWARE, "layout", ("contiguous", "zigzag", "striped")
     )
+    view: str = control(ONE_CALL, HARDWARE, "show", (ONE_CALL, COMPARE, ADVICE))
     head: int = control(0, HARDWARE, "head drawn")
-    at: str = control(
-        "0", HARDWARE, "from position"
-    )  # on, where positions are drawn one by one
+    # On, where positions are drawn one by one.
+    at: str = control("0", HARDWARE, "from position")
 
     @property
     def n(self) -> int:
@@ -105,37 +102,36 @@ class Choice:
     @property
     def shape(self) -> dict:
         """What ``estimate`` and ``advise`` both take."""
-        return {name: getattr(self, name) for name in SHAPE} | {
-            "dtype": DTYPES[self.dtype]
-        }
+        shape = {name: getattr(self, name) for name in SHAPE}
+        return shape | {"dtype": DTYPES[self.dtype]}
 
     @property
     def call(self) -> dict:
-        """Everything that ``estimate`` takes besides the pattern, the length and the
-        profile.
-        """
-        across = (
-            {"scheme": self.scheme, "layout": self.layout} if self.ranks > 1 else {}
-        )
-        return self.shape | across
+        """Everything that ``estimate`` takes besides the pattern and the length."""
+        call = self.shape | {"profile": self.hardware}
+        if self.ranks > 1:
+            call |= {"scheme": self.scheme, "layout": self.layout}
+        return call
 
     @property
     def hardware(self) -> Profile:
         return hardware.get_profile(self.profile).on(hardware.detect())
 
-    def estimate(self, profile: Profile | None = None) -> Estimate:
-        """The Estimate of the call on ``profile`` or the chosen one."""
-        if (
-            isinstance(self.pattern, patterns.BlockSparse)
-            and self.pattern.count(self.n) > MOST_BLOCKS
-        ):
-            raise ValueError(
-                f"{self.n:,} positions are {self.pattern.count(self.n):,} blocks of {self.block_size}, too many to "
-                f"count here: take blocks of at least {-(-self.n // MOST_BLOCKS)}, or a shorter sequence"
-            )
-        return estimate(
-            self.pattern, seq_len=self.n, profile=profile or self.hardware, **self.call
-        )
+    def estimate(self, pattern: patterns.Pattern | None = None) -> Estimate:
+        """The Estimate of the call, or of another ``pattern`` in its place."""
+        pattern = pattern or self.pattern
+        if isinstance(pattern, patterns.BlockSparse):
+            if (count := pattern.count(self.n)) > MOST_BLOCKS:
+                raise ValueError(
+                    f"{self.n:,} positions are {count:,} blocks of {pattern.block_size}, too many to "
+                    f"count here: take blocks of at least {-(-self.n // MOST_BLOCKS)}, or a shorter sequence"
+                )
+        return estimate(pattern, seq_len=self.n, **self.call)
+
+    def share(self, found: Estimate) -> str:
+        """The pairs that a call sees, as a part of all."""
+        pairs = self.batch * self.heads * self.n**2
+        return f"{100 * found.cost.distinct_pairs / pairs:.3g} %"
 
 
 # --------------------------------------------------------------------------------------
@@ -144,23 +140,18 @@ class Choice:
 
 def facts(choice: Choice, found: Estimate) -> Table:
     """What the call costs, and what the chosen hardware makes of it."""
-    n, profile = choice.n, choice.hardware
-    share = 100 * found.cost.distinct_pairs / (choice.batch * choice.heads * n * n)
-    bounds = "; ".join(
-        f"{name} {format_seconds(seconds)}" for name, seconds in found.bounds.items()
-    )
+    profile = choice.hardware
+    bounds = [f"{x} {format_seconds(seconds)}" for x, seconds in found.bounds.items()]
+    roofline = f"no rate is known of {profile.name}"
+    if bounds:
+        roofline = Cell(format_seconds(found.bound_s), "; ".join(bounds))
     lines = [
-        ["Pairs of n² that a head sees", f"{share:.3g} %"],
+        ["Pairs of n² that a head sees", choice.share(found)],
         ["Work", f"{number(found.cost.folded_flops / 1e9)} GFLOP"],
         ["Peak memory of a rank", size(found.peak_bytes)],
         ["Fits", _fits(found.peak_bytes, profile.memory_bytes)],
         ["Longest sequence that fits", _longest(choice)],
-        [
-            "Roofline",
-            Cell(format_seconds(found.bound_s), bounds)
-            if bounds
-            else f"no rate is known of {profile.name}",
-        ],
+        ["Roofline", roofline],
     ]
     if choice.ranks > 1:
         lines += [
@@ -186,12 +177,7 @@ def _longest(choice: Choice) -> int | str:
     if choice.ranks > 1 or isinstance(choice.pattern, patterns.BlockSparse):
         return "takes seconds to find: `ringlab.longest`"
     try:
-        return longest(
-            choice.pattern,
-            choice.hardware.memory_bytes,
-            profile=choice.hardware,
-            **choice.call,
-        )
+        return longest(choice.pattern, choice.hardware.memory_bytes, **choice.call)
     except (ValueError, NotImplementedError) as error:
         return str(error)
 
@@ -200,73 +186,46 @@ def code(choice: Choice) -> str:
     """The call as Python that runs, with the settings that ``advise`` chooses for this
     pattern.
     """
-    return advise(
-        choice.hardware,
-        choice.n,
-        pattern=choice.pattern,
-        estimates=False,
-        **choice.shape,
-    ).code()
+    call = choice.shape | {"pattern": choice.pattern, "estimates": False}
+    return advise(choice.hardware, choice.n, **call).code()
 
 
 def seen(choice: Choice) -> Figure:
     """Which keys one head sees: of the whole sequence by samples, and of some positions
     one by one.
     """
-    pattern, n, head, start = (
-        choice.pattern,
-        choice.n,
-        choice.head,
-        parse_count(choice.at, "the position"),
-    )
+    pattern, n, head = choice.pattern, choice.n, choice.head
+    start = parse_count(choice.at, "the position")
     if not 0 <= head < choice.heads:
         raise ValueError(
             f"head {head} is none of the {choice.heads}, which count from 0"
         )
     if start >= n:
         raise ValueError(f"position {start:,} is not in the sequence, which has {n:,}")
-    whole = patterns.show(
-        pattern, n, width=96, causal=choice.causal, head=head, heads=choice.heads
-    )
-    shades = [[patterns.SHADES.index(x) for x in line] for line in whole.split("\n")]
+    shape = {"head": head, "heads": choice.heads}
+    sampled = patterns.show(pattern, n, width=96, causal=choice.causal, **shape)
+    shades = [[patterns.SHADES.index(x) for x in line] for line in sampled.split("\n")]
     first = max(0, min(start, n - NEAR))
     x = torch.arange(first, min(n, first + NEAR))
-    near = pattern.multiplicity(
-        x, x, n=n, head=head, heads=choice.heads, kv_heads=choice.kv_heads
-    )  # (q, k)
+    near = pattern.multiplicity(x, x, n=n, kv_heads=choice.kv_heads, **shape)  # (q, k)
     near = near.tril() if choice.causal else near
+    caption = f"What head {head} of {choice.heads} sees: {pattern}{', causal' if choice.causal else ''}, n = {n:,}"
+    alt = f"{caption}. Of the positions drawn one by one, {int((near > 0).sum())} pairs are seen"
     with drawing(**{"axes.spines.left": True}):
-        fig, axes = plt.subplots(1, 2, figsize=(8.4, 3.4))
-        axes[0].imshow(
-            shades,
-            cmap=SHADES,
-            vmin=0,
-            vmax=4,
-            extent=(0, n, n, 0),
-            interpolation="nearest",
-        )
-        image = axes[1].imshow(
-            near.numpy(),
-            cmap=SHADES,
-            vmin=0,
-            extent=(first, first + len(x), first + len(x), first),
-        )
-        fig.colorbar(
-            image,
-            ax=axes[1],
-            ticks=range(int(near.max()) + 1),
-            shrink=0.5,
-            label="times counted",
-        )
-        for ax, title in zip(
-            axes, ("The whole sequence, sampled", f"From position {first:,} on")
-        ):
+        fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
+        look = {"cmap": SHADES, "vmin": 0}
+        whole = {"vmax": 4, "extent": (0, n, n, 0), "interpolation": "nearest"}
+        left.imshow(shades, **look, **whole)
+        end = first + len(x)
+        image = right.imshow(near.numpy(), **look, extent=(first, end, end, first))
+        counts = {"ticks": range(int(near.max()) + 1), "label": "times counted"}
+        fig.colorbar(image, ax=right, shrink=0.5, **counts)
+        titles = "The whole sequence, sampled", f"From position {first:,} on"
+        for ax, title in zip((left, right), titles):
             ax.set_title(title, loc="left", fontsize=10)
             ax.set(xlabel="key", ylabel="query")
             ax.locator_params(nbins=5)
-    caption = f"What head {head} of {choice.heads} sees: {pattern}{', causal' if choice.causal else ''}, n = {n:,}"
-    alt = f"{caption}. Of the positions drawn one by one, {int((near > 0).sum())} pairs are seen"
-    return Figure.of(fig, "seen", caption, alt)
+        return Figure.of(fig, "seen", caption, alt)
 
 
 def traffic(found: Estimate) -> Table | Text:
@@ -310,10 +269,7 @@ def variants(choice: Choice) -> dict[str, patterns.Pattern]:
     count.
     """
     size = max(128, -(-choice.n // MOST_BLOCKS))
-    names = [
-        "window",
-        "local_global",
-    ]
+    names = ["window", "local_global"]
     if choice.ranks == 1:  # its random blocks take seconds to plan on several
         names.append("bigbird")
     return {
@@ -326,39 +282,27 @@ def variants(choice: Choice) -> dict[str, patterns.Pattern]:
 
 def compared(choice: Choice) -> Table:
     """All variants at the chosen length, shape, hardware and number of ranks."""
-    n, profile, lines = choice.n, choice.hardware, []
+    profile, lines = choice.hardware, []
     for name, pattern in variants(choice).items():
+        line = [Cell(name, str(pattern))]
         try:
-            found = estimate(pattern, seq_len=n, profile=profile, **choice.call)
-        except (ValueError, NotImplementedError) as error:
-            lines.append(
-                [
-                    Cell(name, str(pattern)),
-                    *[None] * 4,
-                    Cell("cannot run", str(error), kind="bad"),
-                ]
-            )
-            continue
-        share = 100 * found.cost.distinct_pairs / (choice.batch * choice.heads * n * n)
-        lines.append(
-            [
-                Cell(name, str(pattern)),
-                f"{share:.3g} %",
+            found = choice.estimate(pattern)
+            line += [
+                choice.share(found),
                 format_seconds(found.bound_s) if found.bound_s else None,
                 size(found.peak_bytes),
                 size(sum(found.sent.values())),
                 _fits(found.peak_bytes, profile.memory_bytes),
             ]
-        )
-    title = f"Variants at {n:,} tokens on {profile.title}" + (
-        f", {choice.ranks} ranks" if choice.ranks > 1 else ""
-    )
-    note = "They compute different functions: this says what they cost, not which a model learns from."
+        except (ValueError, NotImplementedError) as error:
+            line += [*[None] * 4, Cell("cannot run", str(error), kind="bad")]
+        lines.append(line)
+    ranks = f", {choice.ranks} ranks" if choice.ranks > 1 else ""
     return Table(
-        title,
+        f"Variants at {choice.n:,} tokens on {profile.title}{ranks}",
         ["Variant", ">Of all pairs", ">Roofline", ">Peak of a rank", ">Sent", "Fits"],
         lines,
-        note=note,
+        note="They compute different functions: this says what they cost, not which a model learns from.",
     )
 
 
@@ -388,6 +332,7 @@ MISSING = "The explorer needs ipywidgets: `python -m pip install -c lib/constrai
 # Names stand left and numbers right in a table; figures have the colours of
 # JupyterLab's theme.
 STYLE = f"""<style>
+.ringlab-explore .row {{ display: flex; flex-flow: row wrap; gap: 8px 16px; }}
 .ringlab-explore :is(th, td) {{ text-align: left; vertical-align: top; font-weight: normal; }}
 .ringlab-explore .n {{ text-align: right; }}
 .ringlab-explore small {{ display: block; color: var(--jp-ui-font-color2); }}
@@ -395,15 +340,6 @@ STYLE = f"""<style>
 .ringlab-explore svg {{ max-width: 100%; height: auto; {theme.LIGHT} }}
 [data-jp-theme-light=false] .ringlab-explore svg {{ {theme.DARK} }}
 </style>"""
-SHOWN = (
-    "seen",
-    "facts",
-    "traffic",
-    "memory",
-    "code",
-    "compared",
-    "over_length",
-)
 
 
 def overview(profile: str = "auto", **start) -> Table:
@@ -432,8 +368,48 @@ def explorer(profile: str = "auto", **start):
     return Panel(ipywidgets, Choice(profile=hardware.resolve(profile).name, **start))
 
 
+def page(choice: Choice) -> str:
+    """The view that a choice names, as HTML; what cannot be is one line instead, which a
+    screen reader reads out at once.
+    """
+    try:
+        return VIEWS[choice.view](choice)
+    except Exception as error:  # noqa: BLE001  a control takes any text, and a callback's traceback goes nowhere
+        text = " ".join(str(error).split())
+        if not text or not isinstance(error, ValueError):
+            text = f"{type(error).__name__}: {text}"
+        return f'<p role="alert" style="color:{RED};margin:.3em 0">{escape(text)}</p>'
+
+
+def _one_call(choice: Choice) -> str:
+    found = choice.estimate()
+    tables = [facts(choice, found), memory(found), traffic(found)]
+    return (
+        f'{_html(seen(choice))}<div class="row">{"".join(x.html for x in tables)}</div>'
+        f"{_folded('This call as code', code(choice))}"
+    )
+
+
+def _compare(choice: Choice) -> str:
+    return compared(choice).html + _html(over_length(choice))
+
+
+def _advice(choice: Choice) -> str:
+    """What to use for the length, shape, hardware and ranks, whatever the pattern and
+    the dtype, with code.
+    """
+    advice = advise(choice.hardware, choice.n, **choice.shape | {"dtype": None})
+    code = _folded("Advised call as code", advice.code())
+    return f"<pre>{escape(advice.text())}</pre>{code}"
+
+
+VIEWS = {ONE_CALL: _one_call, COMPARE: _compare, ADVICE: _advice}
+
+
 class Panel:
-    """Controls by the field of ``Choice`` that they set, and places by what they show."""
+    """Controls by the field of ``Choice`` that they set, and below them the ``page``
+    that follows.
+    """
 
     def __init__(self, widgets, start: Choice):
         own = fields(Choice)
@@ -441,138 +417,54 @@ class Panel:
             f.name: _control(widgets, getattr(start, f.name), *f.metadata["control"])
             for f in own
         }
-        places = "alert", *SHOWN, "advice"
-        self.places = at = {
-            name: widgets.HTML().add_class("jp-RenderedHTMLCommon") for name in places
-        }
-        self.advise_button = widgets.Button(description="Advise me", icon="lightbulb-o")
-        wrap = widgets.Layout(
-            display="flex",
-            flex_flow="row wrap",
-            align_items="flex-start",
-            grid_gap="8px 16px",
-        )
-        columns = [
-            widgets.VBox(
-                [
-                    widgets.HTML(f"<b>{title}</b>"),
-                    *(self.controls[f.name] for f in group),
-                ]
+        self.page = widgets.HTML().add_class("jp-RenderedHTMLCommon")
+        columns = []
+        for title, group in groupby(own, key=lambda f: f.metadata["group"]):
+            head = widgets.HTML(f"<b>{title}</b>")
+            columns.append(
+                widgets.VBox([head, *(self.controls[f.name] for f in group)])
             )
-            for title, group in groupby(own, key=lambda f: f.metadata["group"])
-        ]
-        right = widgets.VBox([at["memory"], at["traffic"]])
-        one = widgets.VBox(
-            [at["seen"], widgets.HBox([at["facts"], right], layout=wrap), at["code"]]
-        )
-        two = widgets.VBox([at["compared"], at["over_length"]])
-        self.tabs = widgets.Tab(children=[one, two], titles=("One call", "Compare"))
-        self.box = widgets.VBox(
-            [
-                widgets.HTML(STYLE),
-                widgets.HBox(columns, layout=wrap),
-                at["alert"],
-                self.advise_button,
-                at["advice"],
-                self.tabs,
-            ]
-        ).add_class("ringlab-explore")
-        self.held = False
+        parts = [widgets.HTML(STYLE), widgets.HBox(columns).add_class("row"), self.page]
+        self.box = widgets.VBox(parts).add_class("ringlab-explore")
         # JupyterLab handles widgets in a thread beside that of the cells, and the first
         # messages in both: one refresh at a time, so that the last shows the latest.
         self.lock = threading.RLock()
         self.refresh()
         for control in self.controls.values():
             control.observe(self.refresh, names="value")
-        self.tabs.observe(self.refresh, names="selected_index")
-        self.advise_button.on_click(self.advise)
 
     @property
     def choice(self) -> Choice:
-        return Choice(
-            **{name: control.value for name, control in self.controls.items()}
-        )
-
-    def set(self, **fields) -> None:
-        """Give several controls a value, and show what follows once."""
-        with self.lock:
-            self.held = True
-            for name, value in fields.items():
-                self.controls[name].value = value
-            self.held = False
-            self.refresh()
+        values = {name: control.value for name, control in self.controls.items()}
+        return Choice(**values)
 
     def refresh(self, _=None) -> None:
-        """Show what follows from the controls in the open tab; what cannot be is one
-        line instead.
-        """
+        """Show the controls that the choice has, and what follows from them."""
         with self.lock:
-            if not self.held:
-                self._refresh(self.choice)
+            choice = self.choice
+            hidden = {
+                name for kind in presets.NAMED for name in presets.arguments(kind)
+            }
+            hidden -= {*presets.arguments(choice.kind)}
+            if choice.ranks == 1:
+                hidden |= {"scheme", "layout"}
+            for name, control in self.controls.items():
+                control.layout.display = "none" if name in hidden else None
+            self.page.value = "<p>Working ...</p>"
+            self.page.value = page(choice)
 
-    def _refresh(self, choice: Choice) -> None:
-        shown = {}
-        self._hide(choice)
-        self.places["alert"].value = "<p>Working ...</p>"
-        try:
-            if self.tabs.selected_index:
-                shown = {
-                    "compared": compared(choice).html,
-                    "over_length": _html(over_length(choice)),
-                }
-            else:
-                found, call = (
-                    choice.estimate(),
-                    _folded("This call as code", code(choice)),
-                )
-                shown = {
-                    "facts": facts(choice, found).html,
-                    "seen": _html(seen(choice)),
-                    "memory": memory(found).html,
-                    "traffic": traffic(found).html,
-                    "code": call,
-                }
-        except Exception as error:  # noqa: BLE001  a control takes any text, and a callback's traceback goes nowhere
-            shown["alert"] = _alert(error)
-        for name in ("alert", "advice", *SHOWN):
-            self.places[name].value = shown.get(name, "")
-        self.advise_button.disabled = "alert" in shown
-
-    def _hide(self, choice: Choice) -> None:
-        """Show the controls that this choice has."""
-        own = {name for kind in presets.NAMED for name in presets.arguments(kind)}
-        hidden = own - {*presets.arguments(choice.kind)}
-        if choice.ranks == 1:
-            hidden |= {"scheme", "layout"}
-        for name, control in self.controls.items():
-            control.layout.display = "none" if name in hidden else None
-
-    def advise(self, _=None) -> None:
-        """Show what to use for the length, shape, hardware and ranks, whatever the
-        pattern and the dtype, with code.
-        """
-        with self.lock:
-            self.places["advice"].value = self._advice(self.choice)
-
-    def _advice(self, choice: Choice) -> str:
-        try:
-            advice = advise(choice.hardware, choice.n, **choice.shape | {"dtype": None})
-            return f"<pre>{escape(advice.text())}</pre>{_folded('Advised call as code', advice.code())}"
-        except Exception as error:  # noqa: BLE001  as above
-            return _alert(error)
-
-    def _repr_mimebundle_(self, **asked) -> dict:
-        return self.box._repr_mimebundle_(**asked)
+    def _repr_mimebundle_(self, **options) -> dict:
+        return self.box._repr_mimebundle_(**options)
 
 
-def _control(widgets, value, label: str, options: tuple):
+def _control(widgets, value, label: str, values: tuple):
     look = {
         "description": label,
         "style": {"description_width": "108px"},
         "layout": {"width": "256px"},
     }
-    if options:
-        return widgets.Dropdown(options=options, value=value, **look)
+    if values:
+        return widgets.Dropdown(options=values, value=value, **look)
     if isinstance(value, bool):
         return widgets.Checkbox(value=value, indent=True, **look)
     kind = widgets.IntText if isinstance(value, int) else widgets.Text
@@ -585,10 +477,3 @@ def _html(figure: Figure) -> str:
 
 def _folded(title: str, text: str) -> str:
     return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>"
-
-
-def _alert(error: Exception) -> str:
-    """A line that a screen reader reads out at once."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-    return f'<p role="alert" style="color:{RED};margin:.3em 0">{escape(text)}</p>'
