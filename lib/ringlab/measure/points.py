@@ -211,6 +211,11 @@ class Group:
         )
 
     @property
+    def keys(self) -> list[tuple[str, str, str]]:
+        """(name, composition, id) of each point."""
+        return [(self.name, self.composition(p), p.id) for p in self.points]
+
+    @property
     def _more(self) -> list[str]:
         return [f"{self.rounds} rounds"] if self.rounds else []
 
@@ -278,3 +283,13 @@ class Result:
 
     def option(self, name: str, default=None):
         return dict(self.point.options).get(name, default)
+
+    @property
+    def id(self) -> tuple[str, str]:
+        """What it is a result of: its group and the id of its point."""
+        return self.group, self.point.id
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """One of ``Group.keys``: a result of the same point beside the same others."""
+        return self.group, self.composition, self.point.id

@@ -22,7 +22,7 @@ import math
 import re
 import subprocess
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,17 +97,15 @@ def read_side(text: str, reports: Path) -> Side:
     any name, or REVISION:PROFILE, the rows as they were committed. Raises UsageError,
     one line, where there are none or another version wrote them.
     """
-    data = _committed(text, reports) if ":" in text else _found(text, reports)
-    if other := sorted(
-        {int(n) for n in re.findall(rb'"schema": (\d+)', data)} - {measure.SCHEMA}
-    ):
+    data = _committed(text, reports) if ":" in text else _in_files(text, reports)
+    schemas = set(map(int, re.findall(rb'"schema": (\d+)', data)))
+    if other := sorted(schemas - {measure.SCHEMA}):
         raise UsageError(
             f"{text}: rows of schema {', '.join(map(str, other))}, this version of ringlab reads schema "
             f"{measure.SCHEMA}; compare runs of one version"
         )
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # the store reads a folder; a committed file lies in none
+    # The store reads a folder; a committed file lies in none.
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / NAME
         path.write_bytes(data)
         skipped: list[str] = []
@@ -119,39 +117,32 @@ def read_side(text: str, reports: Path) -> Side:
             ) from None
     if not everything:
         raise UsageError(f"{text}: no complete row in it")
-    for said in skipped:
-        note(f"ringlab: {said.replace(str(path), text)}")
+    for message in skipped:
+        note(f"ringlab: {message.replace(str(path), text)}")
     return Side(text, Study(None, folder=Path(text), **settle(everything)))
 
 
-def _found(text: str, reports: Path) -> bytes:
-    for path in (
-        reports / text / "data" / NAME,
-        Path(text) / NAME,
-        Path(text) / "data" / NAME,
-        Path(text),
-    ):
+def _in_files(text: str, reports: Path) -> bytes:
+    names = f"data/{NAME}", NAME, "."
+    for path in (reports / text / names[0], *(Path(text) / name for name in names)):
         if text and path.is_file():
             return path.read_bytes()
-    there = sorted(path.parents[1].name for path in reports.glob(f"*/data/{NAME}"))
+    known = sorted(path.parents[1].name for path in reports.glob(f"*/data/{NAME}"))
     raise UsageError(
-        f"no rows of {text!r}; name a profile with rows ({', '.join(there) or 'there is none yet'}), a folder with "
+        f"no rows of {text!r}; name a profile with rows ({', '.join(known) or 'there is none yet'}), a folder with "
         f"{NAME}, such a file, or REVISION:PROFILE"
     )
 
 
 def _committed(text: str, reports: Path) -> bytes:
     revision, _, profile = text.partition(":")
-    what = f"{revision}:./{profile}/data/{NAME}"  # ./ is the folder that git is run in
-    done = subprocess.run(
-        ["git", "-C", str(reports), "show", "--end-of-options", what],
-        capture_output=True,
-    )
+    name = f"{revision}:./{profile}/data/{NAME}"  # ./ is the folder that git is run in
+    command = ["git", "-C", str(reports), "show", "--end-of-options", name]
+    done = subprocess.run(command, capture_output=True)
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [
-            "git failed"
-        ]
-        raise UsageError(f"no rows of {text!r}: {said[0].removeprefix('fatal: ')}")
+        message = done.stderr.decode(errors="replace").strip() or "git failed"
+        why = message.splitlines()[0].removeprefix("fatal: ")
+        raise UsageError(f"no rows of {text!r}: {why}")
     return done.stdout
 
 
@@ -186,11 +177,10 @@ class Pair:
 
     def bytes(self, what: str) -> tuple[int, int] | None:
         """Bytes of ``what`` of the first and of the second; None if not known of both."""
-        known = [
-            None if objection(r) else BYTES[what][1](r)
-            for r in (self.first, self.second)
-        ]
-        return None if None in known else tuple(known)
+        if objection(self.first) or objection(self.second):
+            return None
+        known = tuple(map(BYTES[what][1], (self.first, self.second)))
+        return None if None in known else known
 
     def growth(self, what: str) -> float | None:
         """How many times as many bytes the first has; a byte counts for none."""
@@ -237,18 +227,17 @@ class Comparison:
         """How many times as long the first run took as a whole, beside the drift of each
         group, with the ends of an interval over groups; None for few groups with anchors.
         """
-        logs: dict[str, list[float]] = {}
+        logs = defaultdict(list)
         for pair in self.timed:
             if (group := pair.first.group) in self.drifts:
                 log = math.log(pair.ratio.value) - self.drifts[group]
-                logs.setdefault(group, []).append(log)
-        means = [fmean(each) for each in logs.values()]
-        if len(means) < FEW:
+                logs[group].append(log)
+        if len(logs) < FEW:
             return None
+        means = [*map(fmean, logs.values())]
         reach = quantile(len(means) - 1, FALSE_ALARMS) * stdev(means)
         reach /= math.sqrt(len(means))
-        mean = fmean(means)
-        return tuple(math.exp(mean + x) for x in (0.0, -reach, reach))
+        return tuple(math.exp(fmean(means) + x) for x in (0.0, -reach, reach))
 
     @property
     def seen(self) -> int:
@@ -262,27 +251,26 @@ def compare(first: Side, second: Side) -> Comparison:
     saying why.
     """
     sides = first, second
-    rows = [{(r.group, r.point.id): r for r in side.study.rows()} for side in sides]
-    both = [(row, rows[1][key]) for key, row in rows[0].items() if key in rows[1]]
+    one, other = rows = [{r.id: r for r in side.study.rows()} for side in sides]
+    both = [(row, other[name]) for name, row in one.items() if name in other]
     anchors = [pair for pair in both if pair[0].option(ANCHOR)]
     both = [pair for pair in both if not pair[0].option(ANCHOR)]
     if not both:
         raise UsageError(f"{first.name} and {second.name} have no point in common")
-    found = Comparison(first, second, [], {}, *_noise(sides, anchors))
-    pairs = [with_noise(_pair(a, b, sides), found) for a, b in both]
+    comparison = Comparison(first, second, [], {}, *_noise(sides, anchors))
+    pairs = [with_noise(_pair(a, b, sides), comparison) for a, b in both]
     if {pair.reason for pair in pairs} <= {*UNLIKE}:
         raise UsageError(
             f"no row of {first.name} is like one of {second.name}: {_most_common(pairs)}"
         )
-    chances = iter(_corrected([x.p for x in pairs if x.ratio]))
-    pairs = [replace(x, p=next(chances)) if x.ratio else x for x in pairs]
-    only = {
-        f"only in {side.name}": sum(
-            key not in other and not r.option(ANCHOR) for key, r in own.items()
-        )
-        for side, own, other in zip(sides, rows, rows[::-1])
-    }
-    return replace(found, pairs=pairs, only=only)
+    p_values = iter(_corrected([x.p for x in pairs if x.ratio]))
+    pairs = [replace(x, p=next(p_values)) if x.ratio else x for x in pairs]
+    lone = [
+        [r for name, r in own.items() if name not in both and not r.option(ANCHOR)]
+        for own, both in zip(rows, (other, one))
+    ]
+    only = {f"only in {side.name}": len(each) for side, each in zip(sides, lone)}
+    return replace(comparison, pairs=pairs, only=only)
 
 
 def _noise(sides: Sequence[Side], anchors: Iterable) -> tuple[dict, float, int]:
@@ -291,21 +279,15 @@ def _noise(sides: Sequence[Side], anchors: Iterable) -> tuple[dict, float, int]:
     The scatter is of A/A controls within either run, and of anchors around the drift of
     their group; where there are none, of one call from group to group.
     """
-    by_group: dict[str, list[float]] = {}
+    logs = defaultdict(list)  # by group
     here = all(alike(*sides, name) for name in DEMANDED)
-    for a, b in anchors:
-        crowded = a.provenance.get("crowded") or b.provenance.get("crowded")
-        if here and not (crowded or status(a) or status(b)):
-            log = math.log(measure.ratio(a, b).value)
-            by_group.setdefault(a.group, []).append(log)
-    drifts = {group: fmean(logs) for group, logs in by_group.items()}
-    rests = [x - drifts[group] for group, logs in by_group.items() for x in logs]
-    rests += [
-        math.log(x.value)
-        for side in sides
-        for x in side.study.controls
-        if not x.unstable
-    ]
+    for pair in anchors if here else ():
+        if not any(r.provenance.get("crowded") or status(r) for r in pair):
+            logs[pair[0].group].append(math.log(measure.ratio(*pair).value))
+    drifts = {group: fmean(each) for group, each in logs.items()}
+    rests = [x - drifts[group] for group, each in logs.items() for x in each]
+    controls = (x for side in sides for x in side.study.controls)
+    rests += [math.log(x.value) for x in controls if not x.unstable]
     df = len(rests) - len(drifts)
     scatter = math.sqrt(sum(x * x for x in rests) / df) if df else 0.0
     if not drifts:
@@ -325,7 +307,8 @@ def check(
     is where it now fails, unless a disturbed machine may be why. Raises UsageError
     where more than the engine differs.
     """
-    found = compare(now, base)
+    comparison = compare(now, base)
+    pairs = comparison.pairs
     for name in DEMANDED:
         if not alike(now, base, name):
             one, other = (", ".join(side.values(name)) for side in (base, now))
@@ -333,13 +316,13 @@ def check(
                 f"no check of {now.name} against {base.name}: they differ in {name} ({one}; {other}); "
                 "compare shows them side by side"
             )
-    failures = [(pair, why) for pair in found.pairs for why in _worse(pair, tolerance)]
-    if not (found.timed or failures or found.same):  # to pass would say all is well
-        why = _most_common(found.pairs)
+    failures = [(pair, why) for pair in pairs for why in _worse(pair, tolerance)]
+    if not (comparison.timed or failures or comparison.same):
+        # To pass would say all is well.
         raise UsageError(
-            f"no time of {now.name} may be compared with {base.name}: {why}"
+            f"no time of {now.name} may be compared with {base.name}: {_most_common(pairs)}"
         )
-    return found, failures
+    return comparison, failures
 
 
 def _most_common(pairs: Sequence[Pair]) -> str:
@@ -350,31 +333,35 @@ def _most_common(pairs: Sequence[Pair]) -> str:
 def _worse(pair: Pair, tolerance: float) -> Iterable[str]:
     if pair.verdict == "slower" and pair.ratio.value > 1 + tolerance:
         yield f"{number(pair.ratio.value)} times as long ({interval(*pair.ratio.ci)})"
-    for what, (grown, _) in BYTES.items():
-        if (pair.growth(what) or 1) > 1 + GROWTH:
-            now, was = pair.bytes(what)
+    for name, (grown, _) in BYTES.items():
+        if (pair.growth(name) or 1) > 1 + GROWTH:
+            now, was = pair.bytes(name)
             yield f"{grown}, {size(was)} to {size(now)} ({now - was:+,} bytes)"
     if pair.first.status not in BY_CHANCE and not objection(pair.second):
         yield f"now {pair.first.status}: {pair.first.reason or 'no reason given'}"
 
 
 def _pair(a: Result, b: Result, sides: Sequence[Side]) -> Pair:
+    devices = {r.provenance.get("device_name") for r in (a, b)}
+    doubts = [
+        f"{why} in {side.name}" for r, side in zip((a, b), sides) if (why := _doubt(r))
+    ]
     if a.run == b.run and a.seconds == b.seconds:
-        return Pair(a, b, SAME)
-    if a.ranks.get("oversubscribed") or b.ranks.get("oversubscribed"):
-        return Pair(a, b, CROWDED)
-    device = a.provenance.get("device_name") == b.provenance.get("device_name")
-    if device and threads(a) != threads(b):
-        return Pair(a, b, THREADS)
-    for r, side in zip((a, b), sides):
-        if why := _left_out(r):
-            return Pair(a, b, f"{why} in {side.name}")
-    if not a.seconds or not b.seconds:
-        return Pair(a, b)  # a group that is not timed
-    return Pair(a, b, ratio=measure.ratio(a, b))
+        reason = SAME
+    elif a.ranks.get("oversubscribed") or b.ranks.get("oversubscribed"):
+        reason = CROWDED
+    elif len(devices) == 1 and threads(a) != threads(b):
+        reason = THREADS
+    elif doubts:
+        reason = doubts[0]
+    elif a.seconds and b.seconds:
+        return Pair(a, b, ratio=measure.ratio(a, b))
+    else:  # a group that is not timed
+        reason = ""
+    return Pair(a, b, reason)
 
 
-def _left_out(row: Result) -> str:
+def _doubt(row: Result) -> str:
     """Why its time is not compared, in a word, or an empty string."""
     few = row.seconds and len(row.seconds) < stats.FEWEST
     return status(row) or ("unstable" if row.unstable else "few samples" if few else "")
@@ -384,7 +371,7 @@ def _left_out(row: Result) -> str:
 # which ratios are differences
 
 
-def with_noise(pair: Pair, found: Comparison) -> Pair:
+def with_noise(pair: Pair, comparison: Comparison) -> Pair:
     """The pair with a ratio that holds the noise of the comparison, and its p-value,
     two-sided.
 
@@ -394,30 +381,28 @@ def with_noise(pair: Pair, found: Comparison) -> Pair:
     """
     if pair.ratio is None:
         return pair
-    drifts, value = found.drifts, math.log(pair.ratio.value)
+    ratio, drifts = pair.ratio, comparison.drifts
+    value, low, high = map(math.log, (ratio.value, *ratio.ci))
     drift = drifts.get(pair.first.group, fmean(drifts.values() or [0.0]))
     beyond = abs(value) - max(0.0, drift if value > 0 else -drift)
-    df = min(pair.ratio.rounds - 1, found.df or math.inf)
-    scatter = quantile(df) * found.scatter
-    down = math.hypot(value - math.log(pair.ratio.low), scatter)
-    up = math.hypot(math.log(pair.ratio.high) - value, scatter)
+    df = min(ratio.rounds - 1, comparison.df or math.inf)
+    scatter = quantile(df) * comparison.scatter
+    down, up = math.hypot(value - low, scatter), math.hypot(high - value, scatter)
 
-    def chance(distance: float, reach: float) -> float:
+    def p_value(distance: float, reach: float) -> float:
         return 2 * float(t.sf(quantile(df) * max(0.0, distance) / (reach or 1e-9), df))
 
     return replace(
         pair,
-        ratio=replace(
-            pair.ratio, low=math.exp(value - down), high=math.exp(value + up)
-        ),
-        p=chance(beyond, down if value > 0 else up),
-        seen=chance(math.log(SEEN) + min(0.0, drift), down),
+        ratio=replace(ratio, low=math.exp(value - down), high=math.exp(value + up)),
+        p=p_value(beyond, down if value > 0 else up),
+        seen=p_value(math.log(SEEN) + min(0.0, drift), down),
     )
 
 
-def _corrected(chances: Sequence[float]) -> list[float]:
+def _corrected(p_values: Sequence[float]) -> list[float]:
     """p-values corrected for their number (Benjamini and Hochberg 1995)."""
-    return false_discovery_control(chances).tolist()
+    return false_discovery_control(p_values).tolist()
 
 
 def quantile(df: int, level: float = 1 - stats.LEVEL) -> float:
@@ -434,23 +419,20 @@ def quantile(df: int, level: float = 1 - stats.LEVEL) -> float:
 # a comparison as text
 
 
-def sections(found: Comparison, everything: bool = False) -> list[Table | str]:
+def sections(comparison: Comparison, everything: bool = False) -> list[Table | str]:
     """The verdict, then the rows that differ, the largest differences first, and how
     many more there are; ``everything``: all rows.
     """
-    first, second = found.first.name, found.second.name
-    if found.same:
+    first, second = comparison.first.name, comparison.second.name
+    if comparison.same:
         return [f"{first} and {second} are the same rows: nothing compared"]
-    differ = sorted((x for x in found.pairs if x.size), key=lambda x: -x.size)
-    pairs = found.pairs if everything else differ[:SHOWN]
-    parts = ["\n".join(_summary(found))]
+    differ = sorted((x for x in comparison.pairs if x.size), key=lambda x: -x.size)
+    pairs = comparison.pairs if everything else differ[:SHOWN]
+    parts = ["\n".join(_summary(comparison))]
     if pairs:
-        heads = [
-            *(f">{first} (ms)", f">{second} (ms)", ">Ratio", ">95 % interval"),
-            *(f"{first} is", ">Peak", ">Sent", "Group", "Point"),
-        ]
+        lines = [_line(pair, first, second) for pair in pairs]
         caption = f"Times, peak memory and bytes sent of {first} over {second}"
-        parts.append(Table(caption, heads, [_row(pair) for pair in pairs]))
+        parts.append(Table(caption, [*lines[0]], [[*x.values()] for x in lines]))
     return [*parts, *_more(len(differ) - len(pairs))]
 
 
@@ -458,33 +440,39 @@ def _more(count: int) -> list[str]:
     return [f"and {count} more: --all shows every row"] if count > 0 else []
 
 
-def _row(pair: Pair) -> list:
-    times = [None] * 4
-    if ratio := pair.ratio:
-        times = [number(median(r.seconds) * 1e3) for r in (pair.first, pair.second)]
-        times += [number(ratio.value), interval(*ratio.ci)]
-    grown = [x and number(x, 4) for x in map(pair.growth, BYTES)]
-    return [*times, pair.verdict, *grown, pair.first.group, _name(pair.first)]
+def _line(pair: Pair, first: str, second: str) -> dict:
+    """A row of the table, by column."""
+    ratio, rows = pair.ratio, (pair.first, pair.second)
+    times = [ratio and number(median(r.seconds) * 1e3) for r in rows]
+    return {
+        f">{first} (ms)": times[0],
+        f">{second} (ms)": times[1],
+        ">Ratio": ratio and number(ratio.value),
+        ">95 % interval": ratio and interval(*ratio.ci),
+        f"{first} is": pair.verdict,
+        **{f">{x}": (by := pair.growth(x)) and number(by, 4) for x in BYTES},
+        "Group": pair.first.group,
+        "Point": _name(pair.first),
+    }
 
 
 def _name(result) -> str:
     """A point in one line, without the switches that stand as they do by default."""
     point = result.point
     if point.system == "ringlab":
-        point = point.but(
-            options={k: v for k, v in point.options if DEFAULTS.get(k) != v}
-        )
+        switched = {k: v for k, v in point.options if DEFAULTS.get(k) != v}
+        point = point.but(options=switched)
     return point.label()
 
 
-def _summary(found: Comparison) -> Iterable[str]:
+def _summary(comparison: Comparison) -> Iterable[str]:
     """The verdict in one line, then what it rests on."""
-    sides, timed = (found.first, found.second), found.timed
+    sides, timed = (comparison.first, comparison.second), comparison.timed
     first, second = (side.name for side in sides)
-    said = Counter(pair.verdict for pair in timed)
-    left = Counter(pair.reason for pair in found.pairs if pair.reason)
-    left += Counter(found.only)
-    counts = [f"{said[word]} {word}" for word in ("slower", "faster", "within noise")]
+    verdicts = Counter(pair.verdict for pair in timed)
+    left = Counter(pair.reason for pair in comparison.pairs if pair.reason)
+    left += Counter(comparison.only)
+    counts = [f"{verdicts[x]} {x}" for x in ("slower", "faster", "within noise")]
     why = "; ".join(f"{n} {reason}" for reason, n in left.most_common(SHOWN))
     yield (
         f"{first} beside {second}: {', '.join(counts)}, of {len(timed)} rows; "
@@ -498,17 +486,17 @@ def _summary(found: Comparison) -> Iterable[str]:
     if causes:
         yield f"Between the two: {'; '.join(causes)}."
     else:
-        differ = said["slower"] or said["faster"]
+        differ = verdicts["slower"] or verdicts["faster"]
         rest = ": what differs is the machine's state, or chance" if differ else ""
         yield f"The same code, machine, threads and versions{rest}."
     if timed:
-        yield _known(found)
+        yield _known(comparison)
         mean = geometric_mean(pair.ratio.value for pair in timed)
         yield (
-            f"In {found.seen} of {len(timed)} rows a time {SEEN:g} times as long would be seen. "
+            f"In {comparison.seen} of {len(timed)} rows a time {SEEN:g} times as long would be seen. "
             f"Geometric mean of {first} / {second}: {number(mean)}."
         )
-    if whole := found.whole:
+    if whole := comparison.whole:
         value, low, high = whole
         word = "within noise" if low <= 1 <= high else "slower" if low > 1 else "faster"
         yield (
@@ -517,40 +505,36 @@ def _summary(found: Comparison) -> Iterable[str]:
         )
 
 
-def _known(found: Comparison) -> str:
+def _known(comparison: Comparison) -> str:
     """What counts as noise."""
-    if found.drifts:
-        drifts = [math.exp(x) for x in found.drifts.values()]
-        drift = (
-            f"anchors took {number(min(drifts))} to {number(max(drifts))} times as long"
-        )
-    else:
-        drift = "drift unknown (no anchors of both), from group to group in its place"
-    by = f"by {number(100 * found.scatter, 2)} %" if found.df else "unknown"
+    drift = "drift unknown (no anchors of both), from group to group in its place"
+    if drifts := [number(math.exp(x)) for x in sorted(comparison.drifts.values())]:
+        drift = f"anchors took {drifts[0]} to {drifts[-1]} times as long"
+    scatter = number(100 * comparison.scatter, 2)
+    by = f"by {scatter} %" if comparison.df else "unknown"
     return f"Within noise: {drift}; scatter of the same work {by}."
 
 
 def worse(
-    found: Comparison, failures: Sequence[tuple[Pair, str]], tolerance: float
+    comparison: Comparison, failures: Sequence[tuple[Pair, str]], tolerance: float
 ) -> str:
     """What a check comes to, in one line, then the rows that are worse, by name, and
     the verdict of the comparison.
     """
-    base, rows = found.second.name, len(found.timed)
-    if found.same:
+    if comparison.same:
         return "same rows: nothing checked"
+    base, count = comparison.second.name, len(comparison.pairs)
+    verdict = (
+        f"check passed: of {len(comparison.timed)} rows none is significantly slower than {base} by more than "
+        f"{100 * tolerance:.3g} %, of {count} none fails newly or needs more bytes"
+    )
+    if rows := len({id(pair) for pair, _ in failures}):
+        verdict = f"check FAILED: {rows} of {count} rows are worse than {base}:"
     lines = [
-        f"check passed: of {rows} rows none is significantly slower than {base} by more than "
-        f"{100 * tolerance:.3g} %, of {len(found.pairs)} none fails newly or needs more bytes"
+        f"  {x.first.group}: {_name(x.first)}: {why}" for x, why in failures[:SHOWN]
     ]
-    if failures:
-        count = len({id(pair) for pair, _ in failures})
-        lines = [
-            f"check FAILED: {count} of {len(found.pairs)} rows are worse than {base}:"
-        ]
-    for pair, why in failures[:SHOWN]:
-        lines.append(f"  {pair.first.group}: {_name(pair.first)}: {why}")
-    return "\n".join([*lines, *_more(len(failures) - SHOWN), *_summary(found)])
+    more = _more(len(failures) - SHOWN)
+    return "\n".join([verdict, *lines, *more, *_summary(comparison)])
 
 
 def aligned(table: Table) -> str:
@@ -572,9 +556,10 @@ def aligned(table: Table) -> str:
 def text(parts: Iterable[Table | str], markdown: bool = False) -> str:
     """All parts under each other."""
     line = "  \n" if markdown else "\n"
-    return "\n\n".join(
-        part.replace("\n", line)
-        if isinstance(part, str)
-        else (part.markdown if markdown else aligned(part))
-        for part in parts
-    )
+
+    def shown(part: Table | str) -> str:
+        if isinstance(part, str):
+            return part.replace("\n", line)
+        return part.markdown if markdown else aligned(part)
+
+    return "\n\n".join(map(shown, parts))

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from ..advise import rounded
 from . import theme
 from .first_screen import VERSION
-from .places import locked, note
+from .places import locked, note, short_commit
 from .render import DATA, TEMPLATES, css, write
 from .tables import inline_html, markdown_text
 
@@ -52,17 +52,6 @@ def read_manifest(folder: Path) -> dict:
         note(f"{path} cannot be read: {error}")
         return {}
     return found
-
-
-def short_commit(about: dict) -> str:
-    """Ten digits, and whether anything was changed since.
-
-    >>> short_commit({"commit": "898236a615fe4ea9d2c9", "dirty": True}), short_commit({"commit": "unknown"})
-    ('898236a615 + changes', 'unknown')
-    """
-    return f"{about.get('commit') or 'unknown'}"[:10] + (
-        " + changes" if about.get("dirty") is True else ""
-    )
 
 
 def facts(manifest: dict) -> list[str]:

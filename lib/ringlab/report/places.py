@@ -86,6 +86,16 @@ def locked(folder: Path, *, wait: bool = False):
         lock.release()
 
 
+def short_commit(origin: dict) -> str:
+    """Ten digits, and whether anything was changed since.
+
+    >>> short_commit({"commit": "898236a615fe4ea9d2c9", "dirty": True}), short_commit({"commit": "unknown"})
+    ('898236a615 + changes', 'unknown')
+    """
+    changes = " + changes" if origin.get("dirty") is True else ""
+    return f"{origin.get('commit') or 'unknown'}"[:10] + changes
+
+
 def note(text: str) -> None:
     """A line for the terminal; never part of a report."""
     print(text, file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from .places import (
     note,
     plan,
     reports_folder,
+    short_commit,
 )
 from .trust import apart, earlier, reproduced, spread, turns, wide, widened
 
@@ -66,21 +67,19 @@ def source(profile: str = "auto", data: str = "", measure: bool = True) -> Sourc
     folder without rows, and one with those of another profile.
     """
     planned = plan(profile, hardware.detect(), reports_folder(), data)
-    about = planned.profile
-    folder = planned.data
+    device, folder = planned.profile, planned.data
     there = folder.is_dir() if planned.computed else (folder / store.NAME).is_file()
     if data and not there:
         raise UsageError(f"there is no {store.NAME} in the folder {data}")
     if rows := store.load(folder):  # they say what they were measured on
-        whose = {r.provenance.get("profile", about.name) for r in rows} - {about.name}
-        if whose:
+        others = {r.provenance.get("profile", device.name) for r in rows}
+        if others := others - {device.name}:
             raise UsageError(
-                f"the rows in {folder} are of {', '.join(sorted(whose))}, not of {about.name}"
+                f"the rows in {folder} are of {', '.join(sorted(others))}, not of {device.name}"
             )
-        memory = Study(about, newest_origin(rows), folder).memory_bytes
-        about = replace(about, memory_bytes=about.memory_bytes or memory)
+        device = Study(device, newest_origin(rows), folder).sized_profile
     runs = not planned.why and measure and NO_MEASURING not in os.environ
-    return Source(about, folder, runs, planned.computed)
+    return Source(device, folder, runs, planned.computed)
 
 
 def measured(here: Source, points: Iterable) -> Study:
@@ -102,33 +101,29 @@ def measured(here: Source, points: Iterable) -> Study:
         return Study(
             here.profile, rows_of(here.profile, groups), here.folder, groups=groups
         )
-    wanted = {(g.name, g.composition(p), p.id) for g in groups for p in g.points}
-
-    def name_of(row) -> tuple[str, str, str]:
-        return row.group, row.composition, row.point.id
+    requested = {name for g in groups for name in g.keys}
 
     def stored() -> list:
         rows = [*store.read(here.folder), *store.read(here.folder / ADDED)]
-        return [r for r in rows if name_of(r) in wanted]
+        return [r for r in rows if r.key in requested]
 
     everything = stored()
     rows = newest_origin(everything)
-    missing = wanted - {*map(name_of, rows)}
     if here.runs:
+        missing = requested - {r.key for r in rows}
         now = key(provenance.collect(here.profile.kind))
-        current = all(key(r.provenance) == now for r in rows)
-        if missing and not current:
+        if all(key(r.provenance) == now for r in rows):
+            # Whether to try again is for the run to say.
+            disturbed = (r for r in rows if not r.final or r.provenance.get("crowded"))
+            missing |= {r.key for r in disturbed}
+        elif missing:
             note(f"{len(rows)} rows are of another machine or engine: measuring all")
-            missing = wanted
-        elif current:  # whether to try again is for the run to say
-            again = (r for r in rows if not r.final or r.provenance.get("crowded"))
-            missing |= {*map(name_of, again)}
-        names = {(name, composition) for name, composition, _ in missing}
-        some = [
-            g for g in groups for p in g.points if (g.name, g.composition(p)) in names
-        ]
-        if some:
-            _measure(here, dict.fromkeys(some))
+            missing = requested
+        # A point of an interleaved group needs the others beside it.
+        compositions = {name[:2] for name in missing}
+        incomplete = [g for g in groups if compositions & {name[:2] for name in g.keys}]
+        if incomplete:
+            _measure(here, incomplete)
             everything = stored()
             rows = newest_origin(everything)
     names = {g.name for g in groups}
@@ -137,22 +132,25 @@ def measured(here: Source, points: Iterable) -> Study:
     if rows:
         same = key(rows[0].provenance)
         beside = [r for r in beside if key(r.provenance) == same]
-    found = settle([*rows, *(r for r in beside if r.group not in names)])
-    own = [r for r in found["results"] if r.group in names]
+    known = settle([*rows, *(r for r in beside if r.group not in names)])
+    own = [r for r in known["results"] if r.group in names]
     whole = _study(here.profile, here.folder, settle(beside))
-    left_out = len({*map(name_of, everything)}) - len(own)
-    found |= {"results": own, "left_out": left_out, "whole": whole}
-    return _study(here.profile, here.folder, found, groups)
+    left_out = len({r.key for r in everything}) - len(own)
+    known |= {"results": own, "left_out": left_out, "whole": whole, "groups": groups}
+    return _study(here.profile, here.folder, known)
 
 
 def _measure(here: Source, groups: Iterable) -> None:
-    suite_groups = (f(here.profile) for f in suites.SUITES.values())
+    suite_groups = (suite(here.profile) for suite in suites.SUITES.values())
     listed = {g.id for each in suite_groups for g in each}
+    folders: dict[Path, list] = {}
+    for g in groups:
+        folder = here.folder if g.id in listed else here.folder / ADDED
+        folders.setdefault(folder, []).append(g)
     try:
         with locked(here.folder.parent):
-            for folder, own in ((here.folder, True), (here.folder / ADDED, False)):
-                if some := [g for g in groups if (g.id in listed) is own]:
-                    measure.run(some, folder, profile=here.profile, progress=True)
+            for folder, each in folders.items():
+                measure.run(each, folder, profile=here.profile, progress=True)
     except (OSError, measure.Busy) as error:
         raise ReportError(f"cannot measure into {here.folder}: {error}") from error
 
@@ -184,10 +182,10 @@ def read_study(profile, folder: Path) -> Study:
     return _study(profile, folder, settle(store.read(folder)))
 
 
-def _study(profile, folder: Path, found: dict, groups=()) -> Study:
+def _study(profile, folder: Path, known: dict) -> Study:
     # Before intervals are widened.
-    rows = [replace(r, unstable=r.unstable or wide(r)) for r in found["results"]]
-    known = found | {"results": widened(rows, found["pace"]), "groups": groups}
+    rows = [replace(r, unstable=r.unstable or wide(r)) for r in known["results"]]
+    known = known | {"results": widened(rows, known["pace"])}
     return Study(profile, folder=folder, **known)
 
 
@@ -200,10 +198,7 @@ def settle(everything: Sequence) -> dict:
     before = earlier(everything, kept)
     pace = spread([*kept, *before])
     again = reproduced(kept, before, pace)
-    kept = [
-        replace(r, unstable=True) if again.get((r.group, r.point.id)) is False else r
-        for r in kept
-    ]
+    kept = [replace(r, unstable=r.unstable or again.get(r.id) is False) for r in kept]
     return {
         "results": kept,
         "left_out": len(newest) - len(kept),
@@ -248,9 +243,8 @@ class Study:
     def __post_init__(self):
         self.results = judged(self.results)
         self.computed = self.computed or any(map(computed, self.results))
-        self._ratios: dict[
-            tuple[int, int], measure.Ratio
-        ] = {}  # of rows of this study, each asked for in many tables
+        # By the ids of two rows, with these rows, or others could get their ids.
+        self._ratios: dict[tuple[int, int], tuple] = {}
 
     def of(self, suite: str) -> Study:
         """The rows of one suite: all but those of groups that belong to another."""
@@ -265,10 +259,15 @@ class Study:
         """The groups of points that a suite asks for on the machine that these rows
         come from.
         """
-        profile = replace(
-            self.profile, memory_bytes=self.profile.memory_bytes or self.memory_bytes
-        )
-        return suites.SUITES[suite](profile)
+        return suites.SUITES[suite](self.sized_profile)
+
+    @property
+    def sized_profile(self) -> hardware.Profile:
+        """The profile with the memory of the machine that these rows come from, where
+        it states none.
+        """
+        memory = self.profile.memory_bytes or self.memory_bytes
+        return replace(self.profile, memory_bytes=memory)
 
     @property
     def time_axis(self) -> str:
@@ -282,34 +281,28 @@ class Study:
         """
         if self.computed or not self.results:
             return ""
-        said = []
+        parts = []
         first = self.results[0].provenance
         if first.get("machine") != measure.machine_id():
-            said.append(
-                f"measured on another machine ({self.device}), commit {str(first.get('commit'))[:10]}"
-                f"{' + changes' if first.get('dirty') is True else ''}"
+            parts.append(
+                f"measured on another machine ({self.device}), commit {short_commit(first)}"
             )
         if first.get("engine") != measure.engine_hash():
-            said.append("measured with an older engine")
-        return f"These rows were {' and '.join(said)}." if said else ""
+            parts.append("measured with an older engine")
+        return f"These rows were {' and '.join(parts)}." if parts else ""
 
     @cached_property
     def device(self) -> str:
         """What the rows were measured on."""
-        return ", ".join(
-            sorted(
-                {
-                    str(r.provenance.get("device_name", "an unnamed device"))
-                    for r in self.results
-                }
-            )
-        )
+        origins = (r.provenance for r in self.results)
+        names = {str(x.get("device_name", "an unnamed device")) for x in origins}
+        return ", ".join(sorted(names))
 
     @property
     def memory_bytes(self) -> int | None:
         """Memory that a run may use, of the machine that the rows come from."""
-        found = [r.provenance.get("device_memory_bytes") for r in self.results]
-        return next((b for b in found if b), self.profile.memory_bytes)
+        known = (r.provenance.get("device_memory_bytes") for r in self.results)
+        return next(filter(None, known), self.profile.memory_bytes)
 
     @property
     def device_type(self) -> str:
@@ -331,13 +324,11 @@ class Study:
         """The rows that are not shown."""
         return [r for r in self.results if not shown(r)]
 
-    def rows(self, **wanted) -> list:
-        """Results but for the A/A controls whose point has the ``wanted`` fields;
-        ``options`` are matched one by one.
-
-        A list means any of its values, a callable is a test.
+    def rows(self, **fields) -> list:
+        """Results but for the A/A controls whose point has these fields; ``options``
+        are matched one by one, and a list means any of its values.
         """
-        return [r for r in self.results if not r.option("twin") and _matches(r, wanted)]
+        return [r for r in self.results if not r.option("twin") and _matches(r, fields)]
 
     def ratio(self, slow, fast):
         """How many times longer ``slow`` takes than ``fast``, a ``measure.Ratio``; None
@@ -345,59 +336,47 @@ class Study:
         """
         if not all(timed(r) and r.seconds for r in (slow, fast)):
             return None
-        key = id(slow), id(fast)
-        if key not in self._ratios:
-            found = measure.ratio(slow, fast)
-            if (
-                found.paired and found.high == math.inf
-            ):  # too few rounds in common: each by itself may have enough
-                found = measure.ratio(replace(slow, run=""), fast)
-            doubted = any(
-                self.again.get((r.group, r.point.id)) is False for r in (slow, fast)
-            )
-            found = replace(
-                apart(found, self.pace, self.turns),
+        pair = id(slow), id(fast)
+        if pair not in self._ratios:
+            ratio = measure.ratio(slow, fast)
+            if ratio.paired and ratio.high == math.inf:
+                # Too few rounds in common: each by itself may have enough.
+                ratio = measure.ratio(replace(slow, run=""), fast)
+            doubted = False in (self.again.get(r.id) for r in (slow, fast))
+            ratio = replace(
+                apart(ratio, self.pace, self.turns),
                 noise_floor=self.noise_floor,
-                unstable=found.unstable or doubted,
+                unstable=ratio.unstable or doubted,
             )
-            self._ratios[key] = (
-                slow,
-                fast,
-                found,
-            )  # the rows too, or other rows could get their ids
-        return self._ratios[key][2]
+            self._ratios[pair] = ratio, slow, fast
+        return self._ratios[pair][0]
 
     def ranks(self, rows: Iterable) -> list[int | None]:
         """The rank of each of these rows, which are sorted by time; those that the run
         does not tell apart share a rank with the fastest among them. Too few samples to
         tell give none.
         """
-        found = []
+        ranks = []
         head = None
         for place, row in enumerate(rows, 1):
             ratio = head and self.ratio(row, head)
             if head is None or ratio and ratio.significantly_slower:
-                rank = place
-                head = row
+                rank, head = place, row
             known = ratio is None or ratio.high < math.inf
-            found.append(rank if known else None)
-        return found
+            ranks.append(rank if known else None)
+        return ranks
 
     @cached_property
     def controls(self) -> list:
         """The Ratio of each A/A control to the row that it repeats, which took turns."""
-        found = []
-        for second in filter(lambda r: r.option("twin"), self.good):
-            repeated = second.point.first
-            firsts = [
-                r for r in self.results if r.point == repeated and together(r, second)
-            ]
-            found += [
-                measure.ratio(second, r)
-                for r in firsts
-                if not objection(r) and r.seconds and second.seconds
-            ]
-        return found
+        timed = [r for r in self.good if r.seconds]
+        return [
+            measure.ratio(control, r)
+            for control in timed
+            if control.option("twin")
+            for r in timed
+            if r.point == control.point.first and together(r, control)
+        ]
 
     @cached_property
     def noise_floor(self) -> float:
@@ -411,12 +390,8 @@ class Study:
         """How many of these rows an earlier run of the same code measured too, and how
         many of them it agrees with.
         """
-        found = [
-            agreed
-            for r in self.results
-            if (agreed := self.again.get((r.group, r.point.id))) is not None
-        ]
-        return len(found), sum(found)
+        agreed = [self.again[r.id] for r in self.results if r.id in self.again]
+        return len(agreed), sum(agreed)
 
     def frame(self, systems: Mapping | None = None):
         """Every row as a pandas DataFrame, for hands and ``summary.csv``: one row a point
@@ -432,13 +407,13 @@ class Study:
 
         # Without results it has the columns of one.
         rows = self.results or [measure.Result(measure.sgemm(1), "", "")]
-        found = pandas.DataFrame([_flat(r) | {"row": r} for r in rows])
-        found = found[: len(self.results)]
-        seconds = [name for name in found if name.endswith("_s")]
-        found[seconds] = found[seconds].astype(float)  # where all are None too
+        frame = pandas.DataFrame([_flat(r) | {"row": r} for r in rows])
+        frame = frame[: len(self.results)]
+        seconds = [name for name in frame if name.endswith("_s")]
+        frame[seconds] = frame[seconds].astype(float)  # where all are None too
         if systems:
-            found["variant"] = [_named(r.point, systems) for r in self.results]
-        return found
+            frame["variant"] = [_named(r.point, systems) for r in self.results]
+        return frame
 
 
 def with_rates(study: Study) -> hardware.Profile:
@@ -447,18 +422,14 @@ def with_rates(study: Study) -> hardware.Profile:
     """
     if study.profile.kind != "cpu":
         return study.profile
-    timed = [r for r in study.good if r.bound_seconds and r.point.world_size == 1]
-    most = max((threads(r) or 1 for r in timed), default=1)
-    rates = rates_of(
-        r for r in timed if (threads(r) or 1) == most and r.point.dtype == "float32"
-    )
+    bound = [r for r in study.good if r.bound_seconds and r.point.world_size == 1]
+    most = max((threads(r) or 1 for r in bound), default=1)
+    bound = [r for r in bound if (threads(r) or 1) == most]
+    rates = rates_of(r for r in bound if r.point.dtype == "float32")
     if rates.flops_per_s is None:
         return study.profile
-    return replace(
-        study.profile,
-        flops={"float32": rates.flops_per_s},
-        bandwidth_bytes_per_s=rates.bytes_per_s,
-    )
+    flops = {"float32": rates.flops_per_s}
+    return replace(study.profile, flops=flops, bandwidth_bytes_per_s=rates.bytes_per_s)
 
 
 def rates_of(results: Iterable) -> hardware.Rates:
@@ -468,13 +439,13 @@ def rates_of(results: Iterable) -> hardware.Rates:
     roofline is the rate. Where a resource never binds it is less, which gives no
     roofline above those of the rows.
     """
-    known = [(r.cost, r.bound_seconds) for r in results if r.bound_seconds and r.cost]
-    return hardware.Rates(
-        *(
-            max((cost[name] / s for cost, s in known if cost.get(name)), default=None)
-            for name in ("folded_flops", "floor_bytes")
-        )
-    )
+    rows = [r for r in results if r.bound_seconds]
+
+    def rate(name: str) -> float | None:
+        known = (r.cost[name] / r.bound_seconds for r in rows if r.cost.get(name))
+        return max(known, default=None)
+
+    return hardware.Rates(rate("folded_flops"), rate("floor_bytes"))
 
 
 def together(a, b) -> bool:
@@ -500,35 +471,31 @@ def _named(point, systems: Mapping) -> str | None:
 
 
 def _fields(group: str, point) -> dict:
-    return {
-        "point": point.id,
-        "group": group,
-        "system": point.system,
-        "pattern": str(pattern_of(point)),
-        "options": " ".join(f"{k}={v}" for k, v in point.options),
-        "batch": point.batch,
-        "seq_len": point.seq_len,
-        "heads": point.heads,
-        "kv_heads": point.kv_heads,
-        "head_dim": point.head_dim,
-        "dtype": point.dtype,
-        "causal": point.causal,
-        "passes": point.passes,
-        "world_size": point.world_size,
-        "control": bool(dict(point.options).get("twin")),
-    }
+    options = dict(point.options)
+    return (
+        {"point": point.id, "group": group}
+        | asdict(point)
+        | {
+            "pattern": str(pattern_of(point)),
+            "options": " ".join(f"{k}={v}" for k, v in options.items()),
+            "control": bool(options.get("twin")),
+        }
+    )
 
 
 def _flat(result) -> dict:
+    low, high = result.ci or (None, None)
+    time = result.median if timed(result) else None
+    origin = result.provenance
     return _fields(result.group, result.point) | {
         "status": status(result) or "ok",
         "not_quoted_because": objection(result),
         "why": reason(result),
         "timed": timed(result),
-        "shown_s": _shown_s(result),
+        "shown_s": result.bound_seconds if computed(result) else time,
         "median_s": result.median,
-        "ci_low_s": result.ci[0] if result.ci else None,
-        "ci_high_s": result.ci[1] if result.ci else None,
+        "ci_low_s": low,
+        "ci_high_s": high,
         "q1_s": result.q1,
         "q3_s": result.q3,
         "samples": len(result.seconds),
@@ -545,17 +512,9 @@ def _flat(result) -> dict:
             f"ranks_{k}": " ".join(map(str, v)) if isinstance(v, list) else v
             for k, v in result.ranks.items()
         },
-        "others_cores": result.provenance.get("others_cores"),
-        "commit": result.provenance.get("commit"),
-        "device": result.provenance.get("device_name"),
-        "machine": result.provenance.get("machine"),
+        "device": origin.get("device_name"),
+        **{name: origin.get(name) for name in ("others_cores", "commit", "machine")},
     }
-
-
-def _shown_s(result) -> float | None:
-    if computed(result):
-        return result.bound_seconds
-    return result.median if timed(result) else None
 
 
 def cost_of(point):
@@ -565,15 +524,11 @@ def cost_of(point):
     )
 
 
-def _matches(result, wanted: dict) -> bool:
-    for name, value in wanted.items():
-        have = getattr(result.point, name, getattr(result, name, None))
+def _matches(result, fields: dict) -> bool:
+    def fits(name: str, value) -> bool:
         if name == "options":
-            fits = all(result.option(k) == v for k, v in value.items())
-        elif isinstance(value, list):
-            fits = have in value
-        else:
-            fits = value(have) if callable(value) else have == value
-        if not fits:
-            return False
-    return True
+            return value.items() <= dict(result.point.options).items()
+        own = getattr(result.point, name, getattr(result, name, None))
+        return own in value if isinstance(value, list) else own == value
+
+    return all(fits(*field) for field in fields.items())

@@ -9,6 +9,7 @@ runs of the same code, where there are any. Intervals include it.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -45,13 +46,12 @@ def spread(results: Iterable) -> float:
     is estimated from the median size of the log ratios, so that a few calls that went
     wrong have no weight. An A/A control counts as the call that it repeats.
     """
-    found: dict[tuple, dict[tuple, list[float]]] = {}
-    for r in results:
-        if _steady(r):
-            same = found.setdefault((r.point.first.id, threads(r)), {})
-            same.setdefault((r.group, r.run), []).append(math.log(r.median))
-    logs = [[mean(group) for group in groups.values()] for groups in found.values()]
-    sizes = [abs(a - b) for same in logs for a, b in combinations(same, 2)]
+    logs = defaultdict(lambda: defaultdict(list))  # by call, by run of a group
+    for r in filter(_steady, results):
+        call, run = (r.point.first.id, threads(r)), (r.group, r.run)
+        logs[call][run].append(math.log(r.median))
+    pairs = [combinations(map(mean, runs.values()), 2) for runs in logs.values()]
+    sizes = [abs(a - b) for each in pairs for a, b in each]
     return median(sizes) / (MIDDLE * math.sqrt(2)) if len(sizes) >= FEWEST else 0.0
 
 
@@ -60,13 +60,13 @@ def earlier(results: Iterable, kept: Iterable) -> list:
     before: by the same code on the same machine, beside the same calls, and
     undisturbed.
     """
-    newest = {(r.group, r.point.id): r for r in kept if _steady(r)}
-
-    def how(r) -> list:
-        return [key(r.provenance), r.composition]
-
-    both = ((r, newest.get((r.group, r.point.id))) for r in results if _steady(r))
-    return [r for r, now in both if now and r.run != now.run and how(r) == how(now)]
+    newest = {r.key: r for r in filter(_steady, kept)}
+    both = ((r, newest.get(r.key)) for r in filter(_steady, results))
+    return [
+        r
+        for r, now in both
+        if now and r.run != now.run and key(r.provenance) == key(now.provenance)
+    ]
 
 
 def turns(kept: Iterable, before: Iterable) -> float:
@@ -77,22 +77,14 @@ def turns(kept: Iterable, before: Iterable) -> float:
     calls, and each call by a rest. The rests tell how far the ratio of two calls is
     from that of another run.
     """
-    earliest = {(r.group, r.point.id): r for r in before}
-    groups: dict[str, list[float]] = {}
+    earliest = {r.id: r for r in before}
+    logs = defaultdict(list)  # by group
     for r in kept:
-        if (
-            (again := earliest.get((r.group, r.point.id))) is not None
-            and r.median
-            and not objection(r)
-        ):
-            groups.setdefault(r.group, []).append(math.log(r.median / again.median))
-    rests = [
-        abs(x - median(found))
-        for found in groups.values()
-        if len(found) >= FEWEST
-        for x in found
-    ]
-    return median(rests) / MIDDLE if len(rests) >= FEWEST else 0.0
+        if r.id in earliest and r.median and not objection(r):
+            logs[r.group].append(math.log(r.median / earliest[r.id].median))
+    groups = (each for each in logs.values() if len(each) >= FEWEST)
+    rests = [abs(x - median(each)) for each in groups for x in each]
+    return median(rests) / MIDDLE if rests else 0.0
 
 
 def reproduced(
@@ -104,31 +96,32 @@ def reproduced(
     Both are widened by ``between``; where that is not known, two runs say nothing of
     each other.
     """
-    newest = {
-        (r.group, r.point.id): r
-        for r in widened(kept, between)
-        if r.ci and r.ci[1] < math.inf
-    }
-    found: dict[tuple[str, str], bool] = {}
-    for r in widened(before, between) if between else ():
-        at = r.group, r.point.id
-        if r.ci and r.ci[1] < math.inf and at in newest:
-            (low, high), (least, most) = r.ci, newest[at].ci
-            found[at] = found.get(at, True) and low <= most and least <= high
-    return found
+    if not between:
+        return {}
+    newest = {r.id: r.ci for r in widened(filter(_has_interval, kept), between)}
+    agreed: dict[tuple[str, str], bool] = {}
+    for r in widened(filter(_has_interval, before), between):
+        if r.id in newest:
+            (low, high), (least, most) = r.ci, newest[r.id]
+            meets = low <= most and least <= high
+            agreed[r.id] = agreed.get(r.id, True) and meets
+    return agreed
+
+
+def _has_interval(result) -> bool:
+    """Not where there are too few samples for one."""
+    return bool(result.median and result.ci) and result.ci[1] < math.inf
 
 
 def wide(result) -> bool:
-    """Whether its own interval is too wide for a stable time; not where there are too
-    few samples for one.
-    """
-    return (
-        bool(result.median and result.ci)
-        and WIDEST * result.median < result.ci[1] - result.ci[0] < math.inf
-    )
+    """Whether its own interval is too wide for a stable time."""
+    if not _has_interval(result):
+        return False
+    low, high = result.ci
+    return high - low > WIDEST * result.median
 
 
-def widened(results: Sequence, between: float) -> list:
+def widened(results: Iterable, between: float) -> list:
     """The results with intervals of their times that also hold ``between`` (of
     logarithms), as independent errors.
     """
