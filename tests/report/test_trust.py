@@ -192,7 +192,7 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
     assert 64 in marked and len(marked) <= 1 + count // 5
     side = compare.read_side(str(tmp_path), tmp_path)
     assert [r.point.seq_len for r in side.study.results if r.unstable] == marked
-    shown = "\n".join([findings.trust_line(found), *findings.limits(found).lines])
+    shown = "\n".join([*findings.trust_lines(found), *findings.limits(found).lines])
     assert f"{count - len(marked)} of {count} times agree with an earlier run" in shown
     twice = [r.point.seq_len for r in found.results if found.again[r.group, r.point.id]]
     first = found.results[[r.point.seq_len for r in found.results].index(64)]

@@ -4,7 +4,7 @@ what the numbers mean, where they come from.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,7 +17,8 @@ from ..measure.peers import PEERS
 from ..measure.validity import objection, reason, status
 from .rows import SHORT, label, pass_of
 from .study import Study
-from .tables import FINDING, Cell, Table, Text, counted, number, size, some
+from .tables import FINDING, Cell, Table, Text, counted, number, size
+from .templates import lines_of
 
 _longest = cache(longest)
 HEADS = {"heads": 8, "head_dim": 64}  # of a call for which lengths are computed
@@ -44,9 +45,9 @@ def finding(study: Study, *lines: str, computed: Sequence[str] = ()) -> Finding:
     """What a page found: its ``lines``, the strongest first, then how far to trust it
     and what was not measured; where nothing was, the lines ``computed`` alone.
     """
-    measured = *lines, trust_line(study), gaps_line(study)
-    lines = [*filter(None, computed if study.computed else measured)]
-    return Finding(lines, kind="answer", bullets=True)
+    if not study.computed:
+        computed = *lines, *trust_lines(study)
+    return Finding([*filter(None, computed)], kind="answer", bullets=True)
 
 
 def fits(study: Study, pattern, seq_len: int, ranks=(1,), **shape) -> str:
@@ -96,79 +97,51 @@ def bounds(profile: hardware.Profile, pattern, seq_len: int, **shape) -> str:
 # trust, and what is missing
 
 
-def trust_line(study: Study) -> str:
-    """The line of an answer about checks, noise and repetition."""
-    if not study.results:
-        return "**Trust**: none of the points that this page asks for has a row."
-    shares = [
-        e / r.tolerance[k]
-        for r in study.good
-        for k, e in r.errors.items()
-        if r.tolerance[k]
-    ]
-    timed = [r for r in study.good if r.median]
-    again, agreed = study.repeats
-    good = len(study.good)
+def facts(study: Study) -> dict:
+    """What is known of checks, noise and repetition, in counts of rows."""
     ran = [r for r in study.results if status(r) != "unsupported"]
-    kinds = Counter(rejected(r) for r in ran if objection(r))
-    rejects = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    twice = (
-        f"{agreed} of {again} times agree with an earlier run"
-        if again
-        else "no second run to compare with"
-    )
-    floor = f"The same work, measured twice in turns, differed by up to {number(study.noise_floor)}×"
-    return (
-        f"**Trust**: {good} of {len(ran)} measurements passed their check against the float64 reference "
-        f"(largest error: {100 * max(shares, default=0):.0f} % of what is allowed)"
-        f"{f'; rejected: {rejects}' if rejects else ''}. "
-        f"{f'{absent} more could not run on this device. ' if (absent := len(study.results) - len(ran)) else ''}"
-        f"{floor if study.controls else 'No call was measured twice in a run'}. "
-        f"Unstable times: {sum(r.unstable for r in timed)} of {len(timed)}; {twice}."
-    )
+    timed = [r for r in study.good if r.median]
+    repeated, agreed = study.repeats
+    return {
+        "checked": [len(study.good), len(ran)],
+        "rejected": Counter(map(rejected, filter(objection, ran))),
+        "noise": number(study.noise_floor) if study.controls else None,
+        "unstable": [sum(r.unstable for r in timed), len(timed)],
+        "again": [agreed, repeated],
+    }
 
 
 def rejected(row) -> str:
     """What a rejected row is of."""
     if row.point.system in PEERS:
         return "of other packages"
-    return (
-        "faster than so many ranks can be"
-        if reason(row).startswith("superlinear")
-        else "of this library"
-    )
+    superlinear = reason(row).startswith("superlinear")
+    return "faster than so many ranks can be" if superlinear else "of this library"
 
 
-def _crowded(study: Study) -> float:
-    """How many cores other processes used at most, where that disturbed rows."""
-    return max(
-        (
-            r.provenance["others_cores"]
-            for r in study.results
-            if r.provenance.get("crowded")
-        ),
-        default=0,
-    )
-
-
-def gaps_line(study: Study) -> str:
-    """The line of an answer about what was not measured."""
-    gaps = ["any GPU"] if study.device_type == "cpu" else []
-    crowded = sorted(
-        {r.point.world_size for r in study.good if r.ranks.get("oversubscribed")}
-    )
-    if crowded:
-        gaps.append(
-            f"times on {' and '.join(map(str, crowded))} ranks, for which there are too few cores"
-        )
-    if missing := missing_points(study):
-        gaps.append(f"{counted(len(missing), 'point')} of this profile")
-    if failed := study.failed:
-        gaps.append(
-            f"{len(failed)} of {len(study.results)} points, which are not quoted (their reasons stand below)"
-        )
-    return (
-        "**Not measured**: " + "; ".join(gaps or ["nothing that was asked for"]) + "."
+def trust_lines(study: Study) -> list[str]:
+    """How far to trust the rows of a page, and what was not measured."""
+    shares = [
+        e / r.tolerance[k]
+        for r in study.good
+        for k, e in r.errors.items()
+        if r.tolerance[k]
+    ]
+    slow = {r.point.world_size for r in study.good if r.ranks.get("oversubscribed")}
+    ranks = " and ".join(map(str, sorted(slow)))
+    missing, failed, rows = missing_points(study), study.failed, len(study.results)
+    gaps = {
+        "any GPU": study.device_type == "cpu",
+        f"times on {ranks} ranks, for which there are too few cores": slow,
+        f"{counted(len(missing), 'point')} of this profile": missing,
+        f"{len(failed)} of {rows} points, which are not quoted (their reasons stand below)": failed,
+    }
+    return lines_of(
+        "finding",
+        study=study,
+        largest_error=100 * max(shares, default=0),
+        gaps=[text for text, applies in gaps.items() if applies],
+        **facts(study),
     )
 
 
@@ -179,36 +152,27 @@ def limits(study: Study, *more: str) -> Text:
     """What this run cannot tell: ``more``, and points that are missing, failed,
     unstable or on one device.
     """
-    lines = [study.origin] if study.origin else []
-    if study.results and all(r.point.world_size == 1 for r in study.results):
-        lines.append("Anything about several devices: every row ran on one.")
-    if not study.turns and any(r.median for r in study.good):
-        lines.append("How far times differ from run to run: these are of one run.")
-    lines += more
-    if missing := [p.label() for p in missing_points(study)]:
-        lines.append(f"What points without a row would have shown: {some(missing)}.")
-    if unbound := [
-        r
-        for r in study.good
-        if r.median and not r.bound_seconds and r.cost.get("flops")
-    ]:
-        lines.append(
-            f"Whether all times are possible: the roofline of {len(unbound)} is not known."
-        )
-    if waits := [
-        f"{label(r)}, {_shape(r.point)}"
-        for r in study.good
-        if r.host_seconds and r.host_seconds > HOST_BOUND * r.median
-    ]:
-        named = "; ".join([*dict.fromkeys(waits)][:3])
-        lines.append(
-            f"What the GPU alone takes for {len(waits)} short calls, which it waits for "
-            f"the host to issue, as {named}: a CUDA graph leaves that out."
-        )
-    if unstable := [f"{label(r)}, {_shape(r.point)}" for r in study.good if r.unstable]:
-        named = "; ".join([*dict.fromkeys(unstable)][:3])
-        lines.append(f"Unstable times: {len(unstable)}, among them {named}.")
+    timed = [r for r in study.good if r.median]
+    on_one = study.results and all(r.point.world_size == 1 for r in study.results)
+    unbound = [r for r in timed if not r.bound_seconds and r.cost.get("flops")]
+    waits = [r for r in timed if (r.host_seconds or 0) > HOST_BOUND * r.median]
+    unstable = [r for r in study.good if r.unstable]
+    lines = lines_of(
+        "limits",
+        study=study,
+        on_one=on_one,
+        one_run=timed and not study.turns,
+        more=more,
+        missing=[p.label() for p in missing_points(study)],
+        unbound=len(unbound),
+        waits=[*map(_named, waits)],
+        unstable=[*map(_named, unstable)],
+    )
     return Text(lines or ["Nothing that was asked for is missing."], bullets=True)
+
+
+def _named(row) -> str:
+    return f"{label(row)}, {_shape(row.point)}"
 
 
 def _shape(point) -> str:
@@ -226,8 +190,8 @@ def suite_points(study: Study) -> list:
 
 def missing_points(study: Study) -> list:
     """Points of the suite without a result."""
-    have = {(r.group, r.point.id) for r in study.results}
-    return [p for group, p in suite_points(study) if (group, p.id) not in have]
+    known = {r.id for r in study.results}
+    return [p for group, p in suite_points(study) if (group, p.id) not in known]
 
 
 def failures(study: Study, told: Sequence = ()) -> Table | None:
@@ -239,18 +203,16 @@ def failures(study: Study, told: Sequence = ()) -> Table | None:
     failed = [r for r in study.failed if not any(r is x for x in told)]
     if not failed:
         return None
-    found: dict[tuple, list[str]] = {}
+    labels = defaultdict(list)
     for r in failed:
-        found.setdefault((_shape(r.point), status(r), reason(r)), []).append(label(r))
-    return Table(
-        f"{len(failed)} of {len(study.results)} rows are not shown",
-        ["Systems", "Shape", "Status", "Reason"],
-        [
-            ["; ".join(names), shape, Cell(word, kind="bad"), why]
-            for (shape, word, why), names in found.items()
-        ],
-        folded=True,
-    )
+        labels[_shape(r.point), status(r), reason(r)].append(label(r))
+    lines = [
+        ["; ".join(names), shape, Cell(word, kind="bad"), why]
+        for (shape, word, why), names in labels.items()
+    ]
+    caption = f"{len(failed)} of {len(study.results)} rows are not shown"
+    columns = ["Systems", "Shape", "Status", "Reason"]
+    return Table(caption, columns, lines, folded=True)
 
 
 # --------------------------------------------------------------------------------------
@@ -280,59 +242,39 @@ def provenance(study: Study) -> Table:
     """Where the rows come from: each fact with the values it took, one where all rows
     agree.
     """
-    crowded = _crowded(study)
-    told = any("others_cores" in r.provenance for r in study.results)
-    quiet = (
-        f"no: others used up to {crowded:g} of its cores"
-        if crowded
-        else "yes"
-        if told
-        else None
-    )
-    found = {"Machine quiet": quiet} | {
-        name: _spread(
-            [r.provenance.get(key) for r in study.results],
-            size if key == "device_memory_bytes" else _plain,
-        )
-        for key, name in NAMES.items()
-    }
+    origins = [r.provenance for r in study.results]
+    crowded = [x["others_cores"] for x in origins if x.get("crowded")]
+    quiet = "yes" if any("others_cores" in x for x in origins) else ""
+    if crowded:
+        quiet = f"no: others used up to {max(crowded):g} of its cores"
+    values = {"Machine quiet": quiet}
+    for key, name in NAMES.items():
+        show = size if key == "device_memory_bytes" else _plain
+        values[name] = _spread([x.get(key) for x in origins], show)
     for key, name in STATES.items():
-        found[name] = _states([r.provenance.get(key) or {} for r in study.results])
-    times = sorted(
-        str(r.provenance["utc"]) for r in study.results if r.provenance.get("utc")
-    )
-    missing = missing_points(study)
-    counts = {len(r.seconds) for r in study.good if r.seconds}
-    samples = (
-        " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else ""
-    )
-    found |= {
-        "Groups begun (UTC)": f"{times[0]} to {times[-1]}" if times else None,
+        values[name] = _states([x.get(key) or {} for x in origins])
+    times = sorted(str(x["utc"]) for x in origins if x.get("utc"))
+    missing, points = len(missing_points(study)), len(suite_points(study))
+    counts = sorted({len(r.seconds) for r in study.good if r.seconds})
+    samples = " to ".join(map(str, dict.fromkeys(counts[:1] + counts[-1:])))
+    values |= {
+        "Groups begun (UTC)": times and f"{times[0]} to {times[-1]}",
         "Points": f"{len(study.results)} measured, {len(study.good)} quoted",
-        "Complete": f"no, {len(missing)} of {len(suite_points(study))} are missing"
-        if missing
-        else "yes",
-        "Left out": f"{study.left_out} rows of another engine, machine or device"
-        if study.left_out
-        else None,
-        "Samples of one point, least to most": f"{samples}, warm-up discarded; 95 % intervals"
-        if samples
-        else None,
+        "Complete": f"no, {missing} of {points} are missing" if missing else "yes",
+        "Left out": study.left_out
+        and f"{study.left_out} rows of another engine, machine or device",
+        "Samples of one point, least to most": samples
+        and f"{samples}, warm-up discarded; 95 % intervals",
     }
-    known = [[name, value] for name, value in found.items() if value is not None]
+    known = [[name, value] for name, value in values.items() if value]
     return Table("Where these rows come from", ["What", "Value"], known, folded=True)
 
 
-def _states(states: list[dict]) -> str | None:
+def _states(states: list[dict]) -> str:
     """Clocks, temperature and the like, each with the values it took."""
     keys = dict.fromkeys(k for state in states for k in state)
-    said = {k: _spread([s.get(k) for s in states], _plain) for k in keys}
-    return (
-        "; ".join(
-            f"{k.replace('_', ' ')} {v}" for k, v in said.items() if v is not None
-        )
-        or None
-    )
+    texts = {k: _spread([s.get(k) for s in states], _plain) for k in keys}
+    return "; ".join(f"{k.replace('_', ' ')} {v}" for k, v in texts.items() if v)
 
 
 def _plain(value) -> str:
@@ -341,10 +283,8 @@ def _plain(value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _spread(values: list, show) -> str | None:
+def _spread(values: list, show) -> str:
     known = {v for v in values if v is not None}
-    if not known:
-        return None
     if len(known) > 2 and all(isinstance(v, int | float) for v in known):
         return f"{show(min(known))} to {show(max(known))}"
-    return ", ".join(sorted(show(v) for v in known))
+    return ", ".join(sorted(map(show, known)))

@@ -8,7 +8,6 @@ have the sentences.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,15 +28,15 @@ from ..cost import format_seconds
 from ..estimate import longest
 from ..hardware import Profile
 from ..measure import suites
-from ..measure.validity import objection, status, threads
+from ..measure.validity import threads
 from ..patterns import Dense
 from . import figures
 from .evidence import evidence
 from .figures import Figure
-from .findings import rejected
+from .findings import facts
 from .rows import SHORT
 from .study import Study, with_rates
-from .tables import Cell, Table, number, size
+from .tables import Cell, Table, size
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
 MILLION = 2**20
@@ -93,11 +92,11 @@ def first_screen(
     )
     advised = {n: tuple(_try(ask, n, p) for p in ("fwd", "fwd+bwd")) for n in LENGTHS}
     known = next(a for pair in advised.values() for a in pair if isinstance(a, Advice))
-    facts = _facts(study, advised, known)
-    end = facts["longest"] and facts["longest"]["fwd"]
+    answers = _answers(study, advised, known)
+    end = answers["longest"] and answers["longest"]["fwd"]
     return FirstScreen(
         _title(study),
-        facts,
+        answers,
         _figure(study, advised, end, drawn.get("landscape-time")),
         _decisions(advised, study.profile.name, trained.get("far", "")),
     )
@@ -119,7 +118,7 @@ def _try(ask, n: int, passes: str) -> Advice | None:
         return None
 
 
-def _facts(study: Study, advised: Mapping, known: Advice) -> dict:
+def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
     """The numbers of the four answers."""
     dtype = known["dtype"]
     how = {"dtype": dtype, "profile": study.profile, **SHAPE}
@@ -134,10 +133,7 @@ def _facts(study: Study, advised: Mapping, known: Advice) -> dict:
     takes = {x.need: x.takes for x in asked.options}
     shape = SHAPE["batch"], SHAPE["heads"], SHAPE["heads"], SHAPE["head_dim"], False
     alike = [e for e in evidence(study) if (e.shape, e.passes) == (shape, "fwd")]
-    ran = [r for r in study.results if status(r) != "unsupported"]
-    timed = [r for r in study.good if r.median]
-    again, agreed = study.repeats
-    return {
+    return facts(study) | {
         "limit": format_seconds(SECONDS),
         "window": WINDOW,
         "dense_until": known.dense_until,
@@ -153,11 +149,6 @@ def _facts(study: Study, advised: Mapping, known: Advice) -> dict:
         "kernel": asked["kernel"],
         "computed": study.computed,
         "profile": study.profile.name,
-        "checked": [len(study.good), len(ran)],
-        "rejected": Counter(map(rejected, filter(objection, ran))),
-        "noise": number(study.noise_floor) if study.controls else None,
-        "unstable": [sum(r.unstable for r in timed), len(timed)],
-        "again": [agreed, again],
     }
 
 

@@ -6,23 +6,15 @@ import json
 import re
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
-
 from ..advise import rounded
 from . import theme
 from .first_screen import VERSION
 from .places import locked, note, short_commit
-from .render import DATA, TEMPLATES, css, write
-from .tables import inline_html, markdown_text
+from .render import DATA, css, tidy, write
+from .templates import ENVIRONMENT, rendered
 
 EXPLORER = "notebooks/explore.ipynb"  # beside the folder of reports
 PAGES = {"html": "HTML", "md": "Markdown"}  # endings, as a link calls them
-SAID = {
-    "title": "Which attention, how long a sequence, how fast",
-    "explained": "For other lengths, shapes, needs and GPUs ask `.venv/bin/python -m ringlab advise`, or {explorer} "
-    "in `make lab`.",
-    "columns": ("Report", "Answer", "Files"),
-}
 
 
 def write_manifest(folder: Path, manifest: dict, *, complete: bool) -> None:
@@ -41,84 +33,57 @@ def read_manifest(folder: Path) -> dict:
     """
     path = folder / "data" / "manifest.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not all(
-            isinstance(report["name"], str) for report in found.get("reports", [])
-        ):
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        reports = manifest.get("reports", [])
+        if not all(isinstance(report["name"], str) for report in reports):
             raise ValueError("no list of reports with names")
+        return manifest
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         note(f"{path} cannot be read: {error}")
         return {}
-    return found
 
 
 def facts(manifest: dict) -> list[str]:
     """What was measured on which device, when, of which commit, with which torch, as
     far as it is known.
     """
-    device, measured = (
-        str(manifest.get(name) or "") for name in ("device", "measured")
-    )
-    found = [device]
-    found += [f"measured {measured[:16].replace('T', ' ')} UTC"] if measured else []
-    found += (
-        [f"commit {short_commit(manifest)}", f"torch {manifest.get('torch')}"]
-        if manifest.get("commit")
-        else []
-    )
-    return [fact for fact in found if fact]
+    known = [str(manifest.get("device") or "")]
+    if measured := str(manifest.get("measured") or ""):
+        known.append(f"measured {measured[:16].replace('T', ' ')} UTC")
+    if manifest.get("commit"):
+        known.append(f"commit {short_commit(manifest)}")
+        known.append(f"torch {manifest.get('torch')}")
+    return [*filter(None, known)]
 
 
 def write_index(reports: Path) -> list[Path]:
     """Write ``index.html`` and ``index.md`` over every profile and report found."""
-    templates = Environment(
-        loader=FileSystemLoader(
-            [TEMPLATES / "html" / "report", TEMPLATES / "markdown" / "report"]
-        ),
-        autoescape=select_autoescape(["html.j2"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters |= {
-        "inline": theme.inline,
-        "marked": inline_html,
-        "text": markdown_text,
-        "rounded": rounded,
-    }
-    explorer = (
-        f"[{EXPLORER}](../{EXPLORER})"
-        if (reports.parent / EXPLORER).is_file()
-        else f"`{EXPLORER}`"
-    )
-    templates.globals |= {
-        **SAID,
+    ENVIRONMENT.filters |= {"inline": theme.inline, "rounded": rounded}
+    explorer = f"`{EXPLORER}`"
+    if (reports.parent / EXPLORER).is_file():
+        explorer = f"[{EXPLORER}](../{EXPLORER})"
+    ENVIRONMENT.globals |= {
+        "title": "Which attention, how long a sequence, how fast",
+        "explained": "For other lengths, shapes, needs and GPUs ask "
+        f"`.venv/bin/python -m ringlab advise`, or {explorer} in `make lab`.",
+        "columns": ("Report", "Answer", "Files"),
         "css": css(),
-        "explained": SAID["explained"].format(explorer=explorer),
     }
     with locked(reports, wait=True):  # runs of two profiles may end at once
-        folders = sorted(
-            p
-            for p in reports.iterdir()
-            if any((p / "data" / name).exists() for name in DATA)
-        )
-        found = [_section(p) for p in folders]
-        found.sort(  # measured GPUs, the CPU, then what was computed
-            key=lambda section: (section["computed"], section["name"] == "cpu")
-        )
-        bodies = {
-            x: templates.get_template(f"profiles.{x}.j2").render(sections=found)
-            for x in ("html", "md")
+        folders = {
+            path.parents[1] for x in DATA for path in reports.glob(f"*/data/{x}")
         }
+        sections = [*map(_section, sorted(folders))]
+        # Measured GPUs, the CPU, then what was computed.
+        sections.sort(key=lambda x: (x["computed"], x["name"] == "cpu"))
         return [
             write(
-                reports / f"index.{ending}",
-                re.sub(r"\n{3,}", "\n\n", body).strip() + "\n",
+                reports / f"index.{x}",
+                tidy(rendered(f"profiles.{x}", sections=sections)),
             )
-            for ending, body in bodies.items()
+            for x in PAGES
         ]
 
 

@@ -18,15 +18,19 @@ from itertools import accumulate
 
 import torch
 
-from .. import compat, kernels, memory
-from ..engine import Execution
+from .. import kernels
 from ..estimate import Estimate, estimate
 from ..hardware import Profile, get_profile
 from ..measure.points import Point, Result
 from ..measure.suites import ORIGINAL
-from ..measure.systems import BLOCK_SPARSE, PUBLISHED
+from ..measure.systems import (
+    BLOCK_SPARSE,
+    PUBLISHED,
+    published_module,
+    ringlab_call,
+)
 from ..measure.timing import WARM_TOKENS
-from ..measure.validity import threads
+from ..measure.validity import objection, threads
 from .study import Study, cost_of, pattern_of
 from .tables import Text, counted
 
@@ -65,23 +69,18 @@ def rows_of(profile: Profile, groups: Iterable) -> list[Result]:
 def row_of(name: str, point: Point) -> Result:
     """The row of one point on the GPU of a profile, in no group."""
     profile = get_profile(name)
-    dtype = getattr(torch, point.dtype)
-    ranks = point.world_size
-    about = {"profile": name, "device": profile.kind, "device_name": profile.title}
-    row = Result(point, "", "computed", provenance=about)
+    dtype, ranks = getattr(torch, point.dtype), point.world_size
+    origin = {"profile": name, "device": profile.kind, "device_name": profile.title}
+    row = Result(point, "", "computed", provenance=origin)
     if point.system in OTHER_WORK:
         return row
     work = cost_of(point)
-    rates = profile.rates(dtype, work.floor_bytes // ranks)
-    row = replace(
-        row,
-        cost=asdict(work),
-        bound_seconds=work.seconds(rates.flops_per_s, rates.bytes_per_s) / ranks
-        or None,
-        memory={"floor_bytes": work.floor_bytes // ranks},
-    )
-    blocks = point.seq_len // point.pattern.get("block_size", point.seq_len)
-    if blocks > (ROWS if point.system == ORIGINAL else BLOCKS):
+    floor_bytes = work.floor_bytes // ranks
+    rates = profile.rates(dtype, floor_bytes)
+    bound_s = work.seconds(rates.flops_per_s, rates.bytes_per_s) / ranks or None
+    memory = {"floor_bytes": floor_bytes}
+    row = replace(row, cost=asdict(work), bound_seconds=bound_s, memory=memory)
+    if blocks_of(point) > (ROWS if point.system == ORIGINAL else BLOCKS):
         return row
     try:
         found = _estimate(point, name)
@@ -89,23 +88,27 @@ def row_of(name: str, point: Point) -> Result:
         return replace(row, status="unsupported", reason=str(error))
     if found is None or found.at_least:
         return row
-    how = {"causal": point.causal, "for_gradients": point.passes != "fwd"}
-    call = profile.kind, profile.capability, dtype, point.head_dim
+    use = {"causal": point.causal, "for_gradients": point.passes != "fwd"}
     shape = point.seq_len, point.heads, point.kv_heads
-    how["pattern_kind"] = kernels.kind_of(pattern_of(point), *shape)
-    kernel = kernels.expected(*call, **how).name
+    use["pattern_kind"] = kernels.kind_of(pattern_of(point), *shape)
+    device = profile.kind, profile.capability
+    kernel = kernels.expected(*device, dtype, point.head_dim, **use).name
     sent = Counter()
     for (rank, _), size in found.sent.items():
         sent[rank] += size
+    by_rank = {"bytes_sent": [sent[rank] for rank in range(ranks)]}
     return replace(
         row,
         bound_seconds=found.bound_s or None,
-        memory=row.memory | {"tracked_peak_bytes": found.peak_bytes},
-        ranks={"bytes_sent": [sent[rank] for rank in range(ranks)]}
-        if ranks > 1
-        else {},
-        provenance=about | {"kernel": kernel},
+        memory=memory | {"tracked_peak_bytes": found.peak_bytes},
+        ranks=by_rank if ranks > 1 else {},
+        provenance=origin | {"kernel": kernel},
     )
+
+
+def blocks_of(point: Point) -> int:
+    """The blocks of a block-sparse pattern at the point's length; 1 of another."""
+    return point.seq_len // point.pattern.get("block_size", point.seq_len)
 
 
 # --------------------------------------------------------------------------------------
@@ -118,16 +121,14 @@ def predict(
     """Rows with a peak and their Estimates. ``profile``: the GPU that they were
     measured on; None: a CPU.
     """
-    found = []
+    pairs = []
     for row in results:
-        with suppress(
-            NotImplementedError
-        ):  # by rule that kernel does not run on the GPU, and yet it did
-            if row.memory.get("tracked_peak_bytes") and (
-                one := estimate_of(row.point.first, threads(row), profile)
-            ):
-                found.append((row, one))
-    return found
+        # By rule that kernel may not run on the GPU, and yet it did.
+        with suppress(NotImplementedError):
+            if row.memory.get("tracked_peak_bytes"):
+                found = estimate_of(row.point.first, threads(row), profile)
+                pairs += [(row, found)] * (found is not None)
+    return pairs
 
 
 @lru_cache(maxsize=512)
@@ -140,12 +141,8 @@ def estimate_of(
     None too for ranks that are simulated in one process, and for a published module on
     a short sequence: its first call also probes the kernels.
     """
-    short = (
-        point.system != "ringlab"
-        and point.world_size == 1
-        and point.seq_len <= 4 * WARM_TOKENS
-    )
-    if point.system not in ENGINE or short:
+    alone = point.system != "ringlab" and point.world_size == 1
+    if point.system not in ENGINE or alone and point.seq_len <= 4 * WARM_TOKENS:
         return None
     return with_threads(threads, _estimate, point, profile)
 
@@ -163,107 +160,70 @@ def with_threads(threads: int | None, call: Callable, *args, **options):
 
 
 def _estimate(point: Point, profile: str | None) -> Estimate | None:
-    if point.system not in (*ENGINE, "dense_sdpa") or "simulated" in dict(
-        point.options
+    call = {}
+    if point.system == "ringlab":
+        call = ringlab_call(point)
+    elif point.system in ENGINE:
+        call = _published_call(point)
+    elif point.system != "dense_sdpa":
+        return None
+    if point.world_size == 1 and (
+        "simulated" in dict(point.options) or "group" in call
     ):
-        return None
-    settings = {"ringlab": _ringlab, "dense_sdpa": lambda point: {}}
-    how = settings.get(point.system, _published)(point)
-    if how is None:
-        return None
-    return estimate(
-        pattern_of(point),
-        dtype=getattr(torch, point.dtype),
-        ranks=point.world_size,
-        profile=profile,
-        **point.shape,
-        **how,
-    )
+        return None  # it simulates ranks in one process
+    call.pop("group", None)
+    call |= {"dtype": getattr(torch, point.dtype), "profile": profile}
+    return estimate(pattern_of(point), ranks=point.world_size, **point.shape, **call)
 
 
-def _ringlab(point: Point) -> dict:
-    """What ``measure.systems.ringlab`` makes of the options of a point, as keywords of
-    ``estimate``.
-    """
-    options = dict(point.options)
-    how = {
-        name: options.pop(name)
-        for name in ("backend", "scheme", "layout")
-        if name in options
-    }
-    if (threshold := options.pop("pool_threshold_mb", None)) is not None:
-        options["pool"] = memory.MemoryPool(threshold_bytes=int(threshold * 2**20))
-    return how | {"execution": Execution(**options)}
-
-
-def _published(point: Point) -> dict | None:
-    """The settings of a published class, which its module has chosen; None for one that
-    simulates ranks by itself.
-    """
-    pattern = pattern_of(point)
-    options = {"dtype": getattr(torch, point.dtype), **dict(point.options)}
-    if point.system in BLOCK_SPARSE:
-        options["pattern"] = pattern
-    else:
-        options |= {
-            "segment_lengths": pattern.segment_lengths,
-            "dilation_rates": pattern.dilation_rates,
-        }
-    if point.world_size > 1:
-        options["ring_size"] = point.world_size
-    module = getattr(compat, point.system)(device="cpu", **options)
-    across = module._ranks(point.seq_len)
-    if across.pop("group", None) is not None and point.world_size == 1:
-        return None
-    return {"backend": module.chain, "execution": module.execution, **across}
+def _published_call(point: Point) -> dict:
+    """The settings of a published class, which its module has chosen."""
+    ranks = {"ring_size": point.world_size} if point.world_size > 1 else {}
+    module = published_module(point, "cpu", **ranks)
+    settings = {"backend": module.chain, "execution": module.execution}
+    return settings | module._ranks(point.seq_len)
 
 
 def compared(study: Study) -> tuple[list[tuple[Result, float]], int]:
     """([(row, relative error of its predicted peak)], rows left out for their many
     operators); few operators first.
     """
-    rows = [
-        r
-        for r in study.good
-        if r.memory.get("tracked_peak_bytes") and not r.option("twin")
-    ]
-    rows = sorted(
-        (r for r in rows if r.point.system in ENGINE),
-        key=lambda r: r.memory.get("operator_calls") or 0,
-    )
-    spent = accumulate(r.memory.get("operator_calls") or 0 for r in rows)
+
+    def operators(row) -> int:
+        return row.memory.get("operator_calls") or 0
+
+    def peak(row) -> int | None:
+        return row.memory.get("tracked_peak_bytes")
+
+    rows = (r for r in study.rows(system=[*ENGINE]) if not objection(r) and peak(r))
+    rows = sorted(rows, key=operators)
     kept = [
         r
-        for r, calls in zip(rows, spent)
-        if calls <= OPERATORS
-        and r.point.seq_len // r.point.pattern.get("block_size", r.point.seq_len)
-        <= BLOCKS
+        for r, calls in zip(rows, accumulate(map(operators, rows)))
+        if calls <= OPERATORS and blocks_of(r.point) <= BLOCKS
     ]
-    found = predict(kept, study.profile.name if study.device_type == "cuda" else None)
-    over = [
-        (r, x.peak_bytes / r.memory["tracked_peak_bytes"] - 1)
-        for r, x in found
-        if not x.at_least
-    ]
-    return over, len(rows) - len(kept)
+    profile = study.profile.name if study.device_type == "cuda" else None
+    pairs = ((r, x) for r, x in predict(kept, profile) if not x.at_least)
+    return [(r, x.peak_bytes / peak(r) - 1) for r, x in pairs], len(rows) - len(kept)
 
 
 def accuracy(study: Study) -> Text:
     """In a sentence how many peaks ``estimate`` predicts to 1 %, and which it does not."""
-    over, left = compared(study)
-    if not over:
+    errors, left = compared(study)
+    if not errors:
         return Text(["Nothing was measured to set a prediction of memory beside."])
     off = [
         f"{r.point.system}, {r.point.seq_len:,} tokens on {counted(r.point.world_size, 'rank')} "
         f"({100 * x:+.1f} %)"
-        for r, x in over
+        for r, x in errors
         if abs(x) > CLOSE
     ]
-    exceptions = f"; not of {'; '.join(off)}" if off else ""
-    many = (
-        f" Not predicted: {counted(left, 'row')} whose calls have many operators."
-        if left
-        else ""
+    line = (
+        f"`ringlab.estimate` predicts {len(errors) - len(off)} of {counted(len(errors), 'peak')} of memory to 1 %, "
+        f"without running the calls{'; not of ' * bool(off)}{'; '.join(off)}."
     )
-    said = f"`ringlab.estimate` predicts {len(over) - len(off)} of {counted(len(over), 'peak')} of memory to 1 %"
-    return Text([f"{said}, without running the calls{exceptions}.{many}"])
+    if left:
+        line += (
+            f" Not predicted: {counted(left, 'row')} whose calls have many operators."
+        )
+    return Text([line])

@@ -28,6 +28,7 @@ from traitlets.config import Config
 from . import theme
 from .places import NO_MEASURING, ReportError
 from .tables import FINDING, PAGE_HTML, inline_html
+from .templates import TEMPLATES
 
 PACKAGE = Path(__file__).resolve().parents[2]  # the folder that holds ringlab
 KERNEL = (
@@ -35,7 +36,6 @@ KERNEL = (
 )
 # What leads Jupyter to another's settings, and a kernel to another's figures.
 FOREIGN = ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "MPLBACKEND")
-TEMPLATES = Path(__file__).parent / "templates"
 ADDED_TAGS = {"injected-parameters", "papermill-error-cell-tag"}  # by papermill
 MEASURED = "measured"  # of cells that show nothing without measurements
 DATA = ("samples.jsonl", "summary.csv", "manifest.json")
@@ -255,12 +255,16 @@ def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Pa
     figures = [
         write(folder / name, data) for name, data in resources["outputs"].items()
     ]
-    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     return [
         write(folder / f"{page.name}.html", html),
-        write(folder / f"{page.name}.md", text),
+        write(folder / f"{page.name}.md", tidy(text)),
         *figures,
     ]
+
+
+def tidy(text: str) -> str:
+    """The text of a file, with one empty line at most between two others."""
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def write(path: Path, data: str | bytes) -> Path:

@@ -16,6 +16,7 @@ from html import escape
 from numbers import Integral
 
 from ..measure.stats import FEWEST
+from .templates import ENVIRONMENT, rendered
 
 DASH = "–"
 PAGE_HTML = "application/vnd.ringlab.html"  # the template renders what stands under this type as it is
@@ -46,16 +47,8 @@ class Cell:
             text = f'<span class="{escape(self.kind)}">{text}</span>'
         if self.page:
             text = f'<a href="{escape(self.page, quote=True)}.html">{text}</a>'
-        return " ".join(
-            [
-                text,
-                *(
-                    f"<small>{escape(part)}</small>"
-                    for part in self.sub.split("; ")
-                    if part
-                ),
-            ]
-        )
+        parts = filter(None, self.sub.split("; "))
+        return " ".join([text, *(f"<small>{escape(x)}</small>" for x in parts)])
 
     @property
     def plain(self) -> str:
@@ -122,63 +115,27 @@ class Table(Shown):
 
     @property
     def html(self) -> str:
-        if not self.rows:
-            return f"<p><strong>{escape(self.caption)}</strong>: not measured.</p>"
-        rows = [[cell(x) for x in row] for row in self.rows]
-        kinds = [
-            _column_class(name, [row[i] for row in rows])
-            for i, name in enumerate(self.columns)
+        rows = [[*map(cell, row)] for row in self.rows]
+        columns = [
+            (name.lstrip(">"), _column_class(name, cells))
+            for name, cells in zip(self.columns, zip(*rows))
         ]
-        names = [escape(c.lstrip(">")) for c in self.columns]
-        units = [
-            re.sub(r"(\(.*?\))", r'<span class="keep">\1</span>', name)
-            for name in names
-        ]
-        head = "".join(
-            f'<th scope="col"{kind}>{name}</th>' for name, kind in zip(units, kinds)
-        )
-        if self.cards:  # a card has no head, so each of its cells says what it is
-            kinds = [f'{kind} data-name="{name}"' for kind, name in zip(kinds, names)]
-        body = []
-        for i, row in enumerate(rows):
-            first, *others = [(c.html, k) for c, k in zip(row, kinds)]
-            cells = f'<th scope="row"{first[1]}>{first[0]}</th>' + "".join(
-                f"<td{k}>{c}</td>" for c, k in others
-            )
-            body.append(
-                f'<tr class="marked">{cells}</tr>'
-                if i in self.marked
-                else f"<tr>{cells}</tr>"
-            )
-        label = escape(self.caption, quote=True)
-        table = (
-            f'<div class="table{" cards" * self.cards}" role="region" tabindex="0" aria-label="{label}"><table>'
-            f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-        )
-        note = f'<p class="note">{inline_html(self.note)}</p>' if self.note else ""
-        if self.folded:
-            return f'<details class="data"><summary>{escape(self.caption)}</summary>{table}{note}</details>'
-        return f'<div class="block"><p class="caption">{escape(self.caption)}</p>{table}{note}</div>'
+        return rendered("table.html", table=self, rows=rows, columns=columns)
 
     @property
     def markdown(self) -> str:
+        title = f"**{markdown_text(self.caption)}**"
         if not self.rows:
-            return f"**{markdown_text(self.caption)}**: not measured."
-        lines = [f"**{markdown_text(self.caption)}**", ""]
-        lines.append(
-            "| " + " | ".join(markdown_text(c.lstrip(">")) for c in self.columns) + " |"
-        )
-        lines.append(
-            "|"
-            + "|".join("--:" if c.startswith(">") else ":--" for c in self.columns)
-            + "|"
-        )
-        for i, row in enumerate(self.rows):
-            texts = [markdown_text(cell(x).plain) for x in row]
-            if i in self.marked:
-                texts = [f"**{t}**" if t != DASH else t for t in texts]
-            lines.append("| " + " | ".join(texts) + " |")
-        return "\n".join(lines + (["", self.note] if self.note else []))
+            return f"{title}: not measured."
+        sides = ["--:" if c.startswith(">") else ":--" for c in self.columns]
+        lines = [[c.lstrip(">") for c in self.columns]]
+        lines += [[cell(x).plain for x in row] for row in self.rows]
+        lines = [[*map(markdown_text, line)] for line in lines]
+        for i in self.marked:
+            lines[i + 1] = [x if x == DASH else f"**{x}**" for x in lines[i + 1]]
+        head, *body = (f"| {' | '.join(line)} |" for line in lines)
+        text = "\n".join([title, "", head, f"|{'|'.join(sides)}|", *body])
+        return f"{text}\n\n{self.note}" if self.note else text
 
 
 def table(caption: str, columns: Mapping[str, Iterable], **more) -> Table:
@@ -193,12 +150,10 @@ def table(caption: str, columns: Mapping[str, Iterable], **more) -> Table:
     | dense | 2.5 |
     """
     each = {name: [*values] for name, values in columns.items()}
-    each = {
-        name: values
-        for name, values in each.items()
-        if not values or any(cell(x).text != DASH for x in values)
-    }
-    return Table(caption, list(each), list(zip(*each.values())), **more)
+    for name in columns:
+        if each[name] and all(cell(x).text == DASH for x in each[name]):
+            del each[name]
+    return Table(caption, [*each], [*zip(*each.values())], **more)
 
 
 @dataclass
@@ -225,11 +180,9 @@ class Text(Shown):
 
     @property
     def markdown(self) -> str:
-        return (
-            "\n".join(f"- {x}" for x in self.lines)
-            if self.bullets
-            else "\n\n".join(self.lines)
-        )
+        if self.bullets:
+            return "\n".join(f"- {x}" for x in self.lines)
+        return "\n\n".join(self.lines)
 
 
 @dataclass
@@ -272,13 +225,12 @@ def breakable(text: str) -> str:
     >>> breakable("run `make a<b`")
     'run <code>make a&lt;b</code>'
     """
-    words = [
-        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "\0", word) if len(word) > 16 else word
-        for word in text.split(" ")
-    ]
-    return re.sub(r"`(.+?)`", r"<code>\1</code>", escape(" ".join(words))).replace(
-        "\0", "<wbr>"
-    )
+
+    def broken(word: re.Match) -> str:
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "\0", word[0])
+
+    text = escape(re.sub(r"[^ ]{17,}", broken, text))
+    return re.sub(r"`(.+?)`", r"<code>\1</code>", text).replace("\0", "<wbr>")
 
 
 def inline_html(text: str) -> str:
@@ -289,11 +241,8 @@ def inline_html(text: str) -> str:
     '<strong>3.1x</strong> by <code>a&lt;b</code>, <a href="landscape.html">landscape</a>'
     """
     text = escape(text, quote=False)
-    text = re.sub(
-        r"\[([^]]+)\]\((\S+?)\)",
-        lambda m: f'<a href="{re.sub("[.]md$", ".html", m[2])}">{m[1]}</a>',
-        text,
-    )
+    text = re.sub(r"\]\((\S+?)[.]md\)", r"](\1.html)", text)
+    text = re.sub(r"\[([^]]+)\]\((\S+?)\)", r'<a href="\2">\1</a>', text)
     text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
     text = re.sub(r"\*([A-Za-z][^*]*?)\*", r"<em>\1</em>", text)
     return re.sub(r"`(.+?)`", r"<code>\1</code>", text)
@@ -363,9 +312,8 @@ def some(names: Sequence[str], most: int = 3) -> str:
     >>> some(["a", "b", "c", "d", "e"])
     'a; b; c; and 2 more'
     """
-    return "; ".join(names[:most]) + (
-        f"; and {len(names) - most} more" if len(names) > most else ""
-    )
+    rest = len(names) - most
+    return "; ".join(names[:most] + [f"and {rest} more"] * (rest > 0))
 
 
 def size(nbytes: float | None) -> str:
@@ -380,3 +328,6 @@ def size(nbytes: float | None) -> str:
         if nbytes >= factor:
             return f"{number(nbytes / factor).removesuffix('.00').removesuffix('.0')} {unit}"
     return f"{nbytes:.0f} B"
+
+
+ENVIRONMENT.filters |= {"marked": inline_html, "text": markdown_text, "some": some}
