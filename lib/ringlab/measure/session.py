@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -24,7 +23,7 @@ from .. import hardware
 from ..cost import Cost
 from . import provenance
 from .points import ANCHORS, ANCHORS_ON_GPU, Group, Point, Result
-from .stats import summary, unsteady
+from .stats import is_unstable, summary
 from .store import Run, Store, latest, read, result_row, unfinished, warn, warn_once
 from .timing import POINT_S, Bounds, available_bytes, rounds_for
 from .validity import objection
@@ -48,10 +47,9 @@ def busy_seconds() -> float:
     text = hardware.Probe().read("/proc/stat")
     if text is None:
         return math.nan
-    user, nice, system, _idle, _iowait, irq, softirq, stolen = map(
-        int, text.split()[1:9]
-    )
-    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
+    # user, nice, system, idle, waiting, interrupts of both kinds, stolen
+    ticks = [*map(int, text.split()[1:9])]
+    return (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
 
 
 class CpuContention:
@@ -73,26 +71,27 @@ class CpuContention:
         """Count inside this context; ``workers``: CPU seconds that our other processes
         have used so far.
         """
-        ours = lambda: time.process_time() + workers()  # noqa: E731
-        busy = busy_seconds()
-        used = ours()
-        begin = self.clock()
+
+        def others() -> float:
+            return busy_seconds() - time.process_time() - workers()
+
+        begin, before = self.clock(), others()
         yield
         self.wall_s += self.clock() - begin
-        self.others_s += busy_seconds() - busy - (ours() - used)
+        self.others_s += others() - before
 
     @property
     def cores(self) -> float | None:
         """Cores that others used on average."""
-        known = self.wall_s >= LEAST_S and not math.isnan(self.others_s)
-        return round(max(0.0, self.others_s / self.wall_s), 2) if known else None
+        if self.wall_s < LEAST_S or math.isnan(self.others_s):
+            return None
+        return round(max(0.0, self.others_s / self.wall_s), 2)
 
     @property
     def high(self) -> bool:
         """Too few cores were left for our threads."""
-        return (self.cores or 0.0) + self.threads - (
-            os.cpu_count() or 1
-        ) > CONTENTION * self.threads
+        missing = (self.cores or 0.0) + self.threads - (os.cpu_count() or 1)
+        return missing > CONTENTION * self.threads
 
 
 EVERY_S = 10.0
@@ -113,36 +112,32 @@ class Progress:
         self.clock = clock
         self.count = 0
         self.done = 0.0
-        self.start = self.said = clock()
+        self.start = self.last_line = clock()
 
     def say(self, text: str) -> None:
         if self.show:
-            self.said = self.clock()
+            self.last_line = self.clock()
             warn(text)
 
     def left(self) -> str:
-        pace = (self.clock() - self.start + PRIOR_S) / (
-            self.done + PRIOR_POINTS
-        )  # seconds per point
-        seconds = max(0.0, self.total - self.done) * pace
-        return (
-            f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
-        )
+        points, seconds = self.done + PRIOR_POINTS, self.clock() - self.start + PRIOR_S
+        left = max(0.0, self.total - self.done) * seconds / points
+        return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
 
     def did(self, text: str, share: float) -> None:
         """Another ``share`` of a point is done; ``text`` says what."""
         self.done += share
-        if self.clock() - self.said > EVERY_S:
+        if self.clock() - self.last_line > EVERY_S:
             self.say(f"{text} ({self.left()})")
 
     def result(self, result: Result) -> None:
         self.count = self.done = self.count + 1
-        found = [] if result.median is None else [f"{result.median * 1e3:.4g} ms"]
-        found += ["unstable"] if result.unstable else []
-        found += [f"{result.status}: {result.reason}"] if result.status != "ok" else []
-        said = " ".join(found) or "checked"
+        parts = [] if result.median is None else [f"{result.median * 1e3:.4g} ms"]
+        parts += ["unstable"] * result.unstable
+        parts += [f"{result.status}: {result.reason}"] * (result.status != "ok")
         self.say(
-            f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: {said}"
+            f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: "
+            f"{' '.join(parts) or 'checked'}"
         )
 
 
@@ -160,7 +155,7 @@ class Member:
     row: dict = field(
         default_factory=lambda: {"status": "ok", "reason": "", "cpu_s": 0.0}
     )
-    wanted: int = 0
+    rounds: int = 0  # to take
     spent: float = 0.0
 
     @property
@@ -168,9 +163,20 @@ class Member:
         return self.row["status"] == "ok"
 
 
-CONTEXT_BYTES = (
-    700 << 20
-)  # of GPU memory that each waiting process holds, with its libraries' workspaces
+# Of GPU memory that each waiting process holds, with its libraries' workspaces.
+CONTEXT_BYTES = 700 << 20
+PASSING = "cpu_s", "known", "estimate"  # parts of a reply that no row keeps
+
+
+def missing_points(
+    groups: Iterable[Group], results: Iterable[Result]
+) -> list[tuple[Group, list[Point]]]:
+    """The groups, each with those of its points that no result is of, if there are any."""
+    done = {r.key for r in results}
+    missing = (
+        (g, [p for p, key in zip(g.points, g.keys) if key not in done]) for g in groups
+    )
+    return [(group, points) for group, points in missing if points]
 
 
 class Session:
@@ -204,24 +210,23 @@ class Session:
         self.timeout_s = timeout_s
         self.threads = self.here["threads"]
         self.show = progress
-        memory = (
-            available_bytes(hardware.detect().ram_bytes) if device == "cpu" else None
-        )
         self.settings = {
             "device": device,
             "threads": self.threads,
             "timeout_s": timeout_s,
-            "memory_bytes": memory,
+            "memory_bytes": None,
         }
+        if device == "cpu":
+            ram_bytes = hardware.detect().ram_bytes
+            self.settings["memory_bytes"] = available_bytes(ram_bytes)
         self.start = workers
         self.contention = contention
         self.clock = clock
         self.bounds = Bounds(device, name, self.probe)
         self.results: list[Result] = []
         self.more_s = MORE_S  # left for points that are unstable
-        self.tolerances: dict[
-            tuple, dict
-        ] = {}  # by shape and dtype: half precision takes seconds
+        # By shape and dtype: of half precision they take seconds.
+        self.tolerances: dict[tuple, dict] = {}
 
     def run(
         self, groups: Iterable[Group], force: bool = False, minutes: float | None = None
@@ -231,82 +236,62 @@ class Session:
             raise ValueError(
                 f"groups must be measure.Group objects, got {type(odd[0]).__name__}"
             )
-        if twice := [
-            name for name, count in Counter(g.name for g in groups).items() if count > 1
-        ]:
+        names = [g.name for g in groups]
+        if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two groups have the name {twice[0]!r}")
         if minutes is not None and not minutes > 0:
             raise ValueError(f"minutes must be positive, got {minutes!r}")
-        until = self.clock() + (math.inf if minutes is None else 60 * minutes)
-        self.more_s = MORE_S if minutes is None else min(MORE_S, 6 * minutes)
+        minutes = math.inf if minutes is None else minutes
+        until = self.clock() + 60 * minutes
+        self.more_s = min(MORE_S, 6 * minutes)
         with Store(self.folder) as self.store:
-            there = [] if force else read(self.folder)
-            kept = [r for r in there if self._counts(r)]
-            disturbed = {r.group for r in kept if r.provenance.get("crowded")}
-            if disturbed and self._busy_now():
-                disturbed = set()
-            kept = [
-                r
-                for r in kept
-                if not (r.group in disturbed and r.provenance.get("crowded"))
-            ]
-            done = {(r.group, r.composition, r.point.id) for r in kept}
-            wanted = {
-                (g.name, g.composition(p), p.id) for g in groups for p in g.points
-            }
-            missing = [
-                (
-                    g,
-                    [
-                        p
-                        for p in g.points
-                        if (g.name, g.composition(p), p.id) not in done
-                    ],
+            stored = [] if force else read(self.folder)
+            kept = [r for r in stored if self._counts(r)]
+            crowded = [r for r in kept if r.provenance.get("crowded")]
+            disturbed = set()
+            if crowded and not self._busy_now():
+                disturbed = {r.group for r in crowded}
+                kept = [r for r in kept if not r.provenance.get("crowded")]
+            todo = missing_points(groups, kept)
+            count = sum(len(points) for _, points in todo)
+            if self.show:
+                self._say_what_counts(
+                    stored, kept, count, sum(len(g.points) for g in groups)
                 )
-                for g in groups
-            ]
-            todo = [(group, points) for group, points in missing if points]
-            apart = {
-                name
-                for r in there
-                for name in provenance.differs(r.provenance, self.here)
-            }
-            if self.show and todo and apart:
-                warn(
-                    f"rows that differ from this run in {', '.join(sorted(apart))} do not count: measuring anew"
-                )
-            elif self.show and not todo:
-                newest = max((r.provenance.get("utc", "") for r in kept), default="")
-                warn(
-                    f"all {len(wanted)} points are there, the newest measured {newest}: nothing to measure"
-                )
-            self.progress = Progress(
-                sum(len(points) for _, points in todo), self.show, self.clock
-            )
+            self.progress = Progress(count, self.show, self.clock)
             try:
-                for number, (group, points) in enumerate(todo):
-                    if number and self.clock() >= until:
-                        left = sum(len(p) for _, p in todo[number:])
-                        names = "; ".join(g.name for g, _ in todo[number:])
+                while todo:
+                    group, points = todo.pop(0)
+                    anew = force or group.name in disturbed
+                    run = None if anew else unfinished(self.folder, group, self.here)
+                    self._run_group(group, points, run)
+                    if todo and self.clock() >= until:
+                        left = sum(len(points) for _, points in todo)
+                        names = "; ".join(g.name for g, _ in todo)
                         warn(
                             f"{minutes:g} minutes are over: {left} points are left, of {names}; run again to go on"
                         )
                         break
-                    anew = force or group.name in disturbed
-                    earlier = (
-                        None if anew else unfinished(self.folder, group, self.here)
-                    )
-                    self._run_group(group, points, earlier)
             except KeyboardInterrupt:
-                said = f"{len(self.results)} whole points are kept, and the samples of those that were begun"
-                raise Interrupted(f"interrupted: {said}; run again to go on") from None
-        return latest(
-            [
-                r
-                for r in kept + self.results
-                if (r.group, r.composition, r.point.id) in wanted
-            ]
-        )
+                raise Interrupted(
+                    f"interrupted: {len(self.results)} whole points are kept, and the samples of those that "
+                    "were begun; run again to go on"
+                ) from None
+        requested = {key for g in groups for key in g.keys}
+        return latest([r for r in kept + self.results if r.key in requested])
+
+    def _say_what_counts(self, stored, kept, missing: int, requested: int) -> None:
+        """Say why rows that are there do not count, or that all are there."""
+        differing = [provenance.differs(r.provenance, self.here) for r in stored]
+        newest = max((r.provenance.get("utc", "") for r in kept), default="")
+        if not missing:
+            warn(
+                f"all {requested} points are there, the newest measured {newest}: nothing to measure"
+            )
+        elif names := sorted({name for each in differing for name in each}):
+            warn(
+                f"rows that differ from this run in {', '.join(names)} do not count: measuring anew"
+            )
 
     def _counts(self, result: Result) -> bool:
         """Whether a result of an earlier run counts: the same code on this machine, and
@@ -336,52 +321,38 @@ class Session:
         )
         if run is None:
             run = Run(uuid4().hex[:12])
-            about = {"members": group.id, "key": provenance.key(self.here)}
-            self.store.append(kind="run", run=run.name, group=group.name, **about)
-        most = (
-            len(points) if group.interleave else 1
-        )  # points whose processes live at the same time
-        if (
-            group.interleave
-            and self.device == "cuda"
-            and self.here["device_memory_bytes"]
-        ):
-            most = max(2, int(0.6 * self.here["device_memory_bytes"] / CONTEXT_BYTES))
+            origin = {"members": group.id, "key": provenance.key(self.here)}
+            self.store.append(kind="run", run=run.name, group=group.name, **origin)
+        most = 1  # points whose processes live at the same time
+        if group.interleave:
+            most, memory = len(points), self.here["device_memory_bytes"]
+            if self.device == "cuda" and memory:
+                most = max(2, int(0.6 * memory / CONTEXT_BYTES))
         cohorts = [points[i : i + most] for i in range(0, len(points), most)]
         if group.timed and group.interleave:
             cohorts[0] = [*cohorts[0], *self.anchors]
         elif group.timed:
             cohorts.insert(0, [*self.anchors])
         while cohorts:
-            members: list[Member] = []
-            try:
+            with ExitStack() as stack:
+                members = []
                 for point in cohorts.pop(0):
                     members.append(self._start(group, run, point))
-                cohorts += [
-                    [member.point] for member in self._run_together(group, run, members)
-                ]
-            finally:
-                for member in members:
-                    member.workers.close()
+                    stack.enter_context(members[-1].workers)
+                starved = self._run_together(group, run, members)
+            cohorts += [[member.point] for member in starved]
 
     def _start(self, group: Group, run: Run, point: Point) -> Member:
         """Start a point's processes; on a GPU, where it takes seconds, those of a group
         build their systems at once.
         """
-        early = self.device == "cuda" and point.world_size == 1
-        threads = max(1, self.threads // group.ranks)
-        settings = self.settings | {
-            "point": point.to_dict(),
-            "early": early,
-            "threads": threads,
-        }
-        workers = self.start(settings, point.world_size)
-        timed = (
-            group.timed and point.world_size <= self.threads
-        )  # no time without a core for each rank
-        return Member(
-            point, run.samples.setdefault(point.id, {}), timed, threads, workers
-        )
+        ranks, threads = point.world_size, max(1, self.threads // group.ranks)
+        early = self.device == "cuda" and ranks == 1
+        own = {"point": point.to_dict(), "early": early, "threads": threads}
+        workers = self.start(self.settings | own, ranks)
+        timed = group.timed and ranks <= self.threads  # with a core for each rank
+        samples = run.samples.setdefault(point.id, {})
+        return Member(point, samples, timed, threads, workers)
 
     def _run_together(
         self, group: Group, run: Run, members: list[Member]
@@ -389,26 +360,21 @@ class Session:
         """Prepare all members, take rounds in turn and store the results; return those
         to measure again, alone.
         """
-        origin = (
-            self.here | provenance.moment(self.device) | {"timeout_s": self.timeout_s}
-        )
+        origin = self.here | provenance.moment(self.device)
+        origin["timeout_s"] = self.timeout_s
         others = self.contention(self.threads if self.device == "cpu" else 0)
         for member in members:
-            known = self.tolerances.setdefault(
-                (*member.point.shape.values(), member.point.dtype), {}
-            )
-            known |= self._ask(member, "prepare", PREPARED, tolerance=known).get(
-                "known", {}
-            )
+            shape = *member.point.shape.values(), member.point.dtype
+            known = self.tolerances.setdefault(shape, {})
+            reply = self._ask(member, "prepare", PREPARED, tolerance=known)
+            known |= reply.get("known", {})
             if not member.timed:
                 member.workers.close()
-        self._take_rounds(
-            group, run, [m for m in members if m.timed and m.alive], others
-        )
+        timed = [m for m in members if m.timed and m.alive]
+        self._take_rounds(group, run, timed, others)
         starved = [m for m in members if m.row["status"] == "oom" and len(members) > 1]
-        self._conclude(
-            group, run, [m for m in members if m not in starved], origin, others
-        )
+        done = [m for m in members if m not in starved]
+        self._conclude(group, run, done, origin, others)
         return starved
 
     def _take_rounds(
@@ -417,35 +383,28 @@ class Session:
         for member in members:
             self._ask(member, "calibrate", 0.0)
         members = [m for m in members if m.alive]
-        for member, count in zip(
-            members, rounds_for([m.row["estimate"] for m in members], group.interleave)
-        ):
-            in_time = int(
-                self.timeout_s / 2 / member.row["estimate"]
-            )  # the rest is for its first call and its check
-            member.wanted = max(count, min(group.rounds, in_time))
+        estimates = [m.row["estimate"] for m in members]
+        counts = rounds_for(estimates, group.interleave)
+        for member, seconds, count in zip(members, estimates, counts):
+            # The rest of its time is for its first call and its check.
+            in_time = int(self.timeout_s / 2 / seconds)
+            member.rounds = max(count, min(group.rounds, in_time))
         while waiting := self._waiting(members):
-            more = len(waiting[0].samples) >= waiting[0].wanted
+            more = len(waiting[0].samples) >= waiting[0].rounds
             start = self.clock()
             turn = run.rounds % len(waiting)  # each comes first in some round
             for member in waiting[turn:] + waiting[:turn]:
-                number = len(member.samples) + 1
-                share = 0.0 if more else (1 - PREPARED) / member.wanted
-                text = f"{group.name}: {'more of what is unstable' if more else f'round {number} of {member.wanted}'}"
-                with others.watched(lambda member=member: member.row["cpu_s"]):
-                    self._ask(
-                        member, "sample", share, text, last=number == member.wanted
-                    )
+                row, number = member.row, len(member.samples) + 1
+                share = 0.0 if more else (1 - PREPARED) / member.rounds
+                text = f"{group.name}: {'more of what is unstable' if more else f'round {number} of {member.rounds}'}"
+                with others.watched(lambda row=row: row["cpu_s"]):
+                    last = number == member.rounds
+                    self._ask(member, "sample", share, text, last=last)
                 if member.alive:
-                    seconds = member.samples[run.rounds] = member.row["seconds"]
-                    sample = {
-                        "round": run.rounds,
-                        "seconds": seconds,
-                        "loops": member.row["loops"],
-                    }
-                    self.store.append(
-                        kind="sample", run=run.name, point=member.point.id, **sample
-                    )
+                    member.samples[run.rounds] = row["seconds"]
+                    sample = {"round": run.rounds, "point": member.point.id}
+                    sample |= {name: row[name] for name in ("seconds", "loops")}
+                    self.store.append(kind="sample", run=run.name, **sample)
             run.rounds += 1
             self.more_s -= (self.clock() - start) * more
         for member in members:
@@ -457,21 +416,19 @@ class Session:
         ones, with the anchors beside them, as time allows.
         """
         alive = [m for m in members if m.alive]
-        lacking = [m for m in alive if len(m.samples) < m.wanted]
+        lacking = [m for m in alive if len(m.samples) < m.rounds]
         if lacking or self.more_s <= 0:
             return lacking
 
-        def worth(m: Member) -> bool:
+        def worth_more(m: Member) -> bool:
             seconds = [*m.samples.values()]
-            cheap = (
-                m.row.get("loops", 1) * sum(seconds[m.wanted :]) < POINT_S
-                and m.spent < self.timeout_s / 2
-            )
-            return len(seconds) < MORE * m.wanted and cheap and unsteady(seconds)
+            more_s = m.row.get("loops", 1) * sum(seconds[m.rounds :])
+            in_time = more_s < POINT_S and m.spent < self.timeout_s / 2
+            return len(seconds) < MORE * m.rounds and in_time and is_unstable(seconds)
 
-        again = [m for m in alive if m.point not in self.anchors and worth(m)]
-        beside = [m for m in alive if m.point in self.anchors and again]
-        return again + beside
+        anchors = [m for m in alive if m.point in self.anchors]
+        unstable = [m for m in alive if m not in anchors and worth_more(m)]
+        return unstable and unstable + anchors
 
     def _ask(
         self, member: Member, command: str, share: float, text: str = "", **arguments
@@ -479,10 +436,8 @@ class Session:
         """Send one command to a point's processes; the reply goes into its row, and a
         failure ends the point.
         """
-        start = self.clock()
-        reply = member.workers.ask(
-            command, max(0.0, self.timeout_s - member.spent), **arguments
-        )
+        start, left = self.clock(), max(0.0, self.timeout_s - member.spent)
+        reply = member.workers.ask(command, left, **arguments)
         member.spent += self.clock() - start
         member.row |= reply
         self.progress.did(text or f"{command} {member.point.label()}", share)
@@ -502,16 +457,15 @@ class Session:
         with closing(self.start(self.settings | {"memory_bytes": None})) as worker:
             with others.watched(lambda: reply["cpu_s"]):
                 reply |= worker.ask("probe", self.timeout_s, dtypes=names)
-        why = (
-            f"others used {others.cores:g} cores meanwhile"
-            if others.high
-            else reply["reason"]
+        why = reply["reason"]
+        if others.high:
+            why = f"others used {others.cores:g} cores meanwhile"
+        if not why:
+            return reply["peaks"]
+        warn_once(
+            f"the CPU's rates could not be measured, so these rows have no lower bound: {why}"
         )
-        if why:
-            warn_once(
-                f"the CPU's rates could not be measured, so these rows have no lower bound: {why}"
-            )
-        return {} if why else reply["peaks"]
+        return {}
 
     def _conclude(
         self,
@@ -525,79 +479,58 @@ class Session:
         true becomes suspect.
         """
         self.bounds.need({m.point.dtype for m in members if m.alive and m.samples})
-        state = provenance.device_state(self.device)
-        origin |= {"others_cores": others.cores, "crowded": others.high} | (
-            {"gpu_after": state} if state else {}
-        )
+        origin |= {"others_cores": others.cores, "crowded": others.high}
+        if state := provenance.device_state(self.device):
+            origin["gpu_after"] = state
         if others.high:
             warn(
                 f"{group.name}: others used {others.cores:g} cores meanwhile, so that these times are too long"
             )
-        gemm = [
-            m for m in members if m.point.system == "sgemm" and m.samples and m.alive
+        rates = [
+            m.row["cost"]["flops"] / median(m.samples.values())
+            for m in members
+            if m.point.system == "sgemm" and m.samples and m.alive
         ]
-        rate = (
-            gemm[0].row["cost"]["flops"] / median(gemm[0].samples.values())
-            if gemm
-            else None
-        )
         for member in members:
-            row = {
-                k: v
-                for k, v in member.row.items()
-                if k not in ("cpu_s", "known", "estimate", "seconds")
-            }
+            point, row = member.point, member.row
             if group.ranks > 1:
-                oversubscribed = member.point.world_size > self.threads
-                row["ranks"] = {
-                    "threads": member.threads,
-                    "oversubscribed": oversubscribed,
-                } | row.get("ranks", {})
-            if member.alive:
-                row |= self._statistics(member, rate, others.high)
+                oversubscribed = point.world_size > self.threads
+                known = {"threads": member.threads, "oversubscribed": oversubscribed}
+                row["ranks"] = known | row.get("ranks", {})
+            if member.alive and member.samples:
+                row |= self._statistics(member, [*rates, None][0], others.high)
             samples = member.samples if row.get("median") is not None else {}
+            row |= {"seconds": tuple(samples.values()), "rounds": tuple(samples)}
             result = Result(
-                point=member.point,
+                point=point,
                 group=group.name,
                 run=run.name,
-                composition=group.composition(member.point),
+                composition=group.composition(point),
                 interleaved=group.interleave,
-                seconds=tuple(samples.values()),
-                rounds=tuple(samples),
                 final=row["status"] != "crashed",
-                provenance=origin | {"seed": member.point.id},
-                **row,
+                provenance=origin | {"seed": point.id},
+                **{name: x for name, x in row.items() if name not in PASSING},
             )
             if result.status == "ok" and (why := objection(result)):
                 status, _, reason = why.partition(": ")
                 result = replace(result, status=status, reason=reason)
             self.store.append(**result_row(result, member.spent))
-            if member.point not in self.anchors:
+            if point not in self.anchors:
                 self.results.append(result)
                 self.progress.result(result)
 
     def _statistics(self, member: Member, rate: float | None, crowded: bool) -> dict:
         """Of the samples of a point, with its roofline."""
-        cost = Cost(**member.row["cost"])
-        row = {}
-        if member.samples:
-            found = summary([*member.samples.values()])
-            gpus = (
-                member.point.world_size if self.device == "cuda" else 1
-            )  # a CPU has one rate for all
-            mine = replace(
-                cost,
-                folded_flops=cost.folded_flops // gpus,
-                floor_bytes=cost.floor_bytes // gpus,
-            )
-            bound, _ = self.bounds.below(mine, member.point.dtype, found.median)
-            share = cost.flops / found.median / rate if rate else None
-            row = asdict(found) | {
-                "bound_seconds": bound,
-                "share": share,
-                "unstable": found.unstable or crowded,
-            }
-        return row
+        cost, point = Cost(**member.row["cost"]), member.point
+        times = summary([*member.samples.values()])
+        gpus = point.world_size if self.device == "cuda" else 1  # a CPU has one rate
+        own = {x: getattr(cost, x) // gpus for x in ("folded_flops", "floor_bytes")}
+        bound, _ = self.bounds.below(replace(cost, **own), point.dtype, times.median)
+        return asdict(times) | {
+            "bound_seconds": bound,
+            "share": cost.flops / times.median / rate if rate else None,
+            "unstable": times.unstable or crowded,
+        }
 
 
 class Interrupted(KeyboardInterrupt):

@@ -90,7 +90,7 @@ def summary(seconds: Sequence[float]) -> Summary:
         min(low, middle),
         max(high, middle),
     )  # the median of logarithms may differ from the median's logarithm
-    return Summary(middle, q1, q3, ci, unsteady(seconds))
+    return Summary(middle, q1, q3, ci, is_unstable(seconds))
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:
@@ -100,7 +100,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
     return q1, q3
 
 
-def unsteady(values: Sequence[float]) -> bool:
+def is_unstable(values: Sequence[float]) -> bool:
     """The quartiles are too far apart, or the medians of the two halves; one value is
     never steady.
     """
@@ -159,7 +159,7 @@ def ratio(a, b) -> Ratio:
     if together and (rounds := sorted(x.keys() & y.keys())):
         logs = [math.log(x[number] / y[number]) for number in rounds]
         low, high = _interval(logs)
-        unstable = unsteady([math.exp(value) for value in logs])
+        unstable = is_unstable([math.exp(value) for value in logs])
         return Ratio(
             math.exp(median(logs)),
             math.exp(low),
@@ -185,5 +185,5 @@ def ratio(a, b) -> Ratio:
         high,
         min(len(x), len(y)),
         False,
-        unsteady(x) or unsteady(y),
+        is_unstable(x) or is_unstable(y),
     )

@@ -8,7 +8,7 @@ call once more, which shows the noise floor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -52,9 +52,28 @@ def by_size(profile: hardware.Profile, cpu: int, small: int, large: int) -> int:
     return large if (profile.memory_bytes or 0) > 16e9 else small
 
 
+def grid(point: Point, **values: Iterable) -> list[Point]:
+    """The point with every combination of values of some of its fields.
+
+    >>> [(p.seq_len, p.world_size) for p in grid(Point("ringlab", Dense()), seq_len=(8, 16), world_size=(1, 2))]
+    [(8, 1), (8, 2), (16, 1), (16, 2)]
+    """
+    return [point.but(**dict(zip(values, each))) for each in product(*values.values())]
+
+
 def dense(point: Point) -> Point:
     """Dense attention by torch on the same tensors."""
     return point.but(system="dense_sdpa", pattern=Dense(), options={})
+
+
+def beside_dense(points: Iterable[Point]) -> list[Point]:
+    """Each point, and dense attention after it."""
+    return [q for p in points for q in (p, dense(p))]
+
+
+def doubled(longest: int) -> list[int]:
+    """The powers of two from 1,024 tokens on, up to ``longest``."""
+    return [2**i for i in range(10, 20) if 2**i <= longest]
 
 
 def again(point: Point) -> Point:
@@ -79,13 +98,13 @@ def vary(groups: list[Group], *, longest: int = 0, **fields) -> list[Group]:
     fields = {name: value for name, value in fields.items() if value}
     if "heads" in fields:
         fields.setdefault("kv_heads", fields["heads"])
-    found = []
+    varied = []
     for group in groups:
-        kept = (p for p in group.points if not longest or p.seq_len <= longest)
-        points = (p.but(**fields) if p.system != "sgemm" else p for p in kept)
-        if points := tuple(dict.fromkeys(points)):
-            found.append(replace(group, points=points))
-    return found
+        points = [p for p in group.points if not longest or p.seq_len <= longest]
+        points = [p if p.system == "sgemm" else p.but(**fields) for p in points]
+        if points:
+            varied.append(replace(group, points=dict.fromkeys(points)))
+    return varied
 
 
 # --------------------------------------------------------------------------------------
@@ -130,94 +149,66 @@ def optimization(profile: hardware.Profile) -> list[Group]:
     plain = ours.but(options=PLAIN)
     flash = ours.but(system="RingDilatedAttentionV2Flash", options={})
     table = [ours, dense(ours), again(ours)]
-    bf16 = cpu or hardware.has_bf16(profile.capability)
-    for name in ("float32", "float16", "bfloat16") if bf16 else ("float32", "float16"):
-        # The document has no bfloat16 row and no V2Flash in float32; on a CPU they
-        # would repeat other rows.
-        repeats = (
-            {"bfloat16": (plain, flash), "float32": (flash,)}.get(name, ())
-            if cpu
-            else ()
-        )
-        table += [p.but(dtype=name) for p in (plain, ours, flash) if p not in repeats]
-        # On a CPU torch computes half-precision dense attention up to six times slower:
-        # a minute for one row.
-        table += [dense(ours).but(dtype=name)] if not cpu and name != "float32" else []
+    # The document has no bfloat16 row and no V2Flash in float32; on a CPU they would
+    # repeat other rows. There torch computes half-precision dense attention up to six
+    # times slower: a minute for one row.
+    rows = {
+        "float32": [plain, ours, flash],
+        "float16": [plain, ours, flash, dense(ours)],
+    }
+    if hardware.has_bf16(profile.capability):
+        rows["bfloat16"] = rows["float16"]
+    if cpu:
+        rows = {"float32": [plain, ours], "float16": [plain, ours, flash]}
+        rows["bfloat16"] = [ours]
+    table += [p.but(dtype=name) for name, points in rows.items() for p in points]
     table.append(
         ours.but(system="RingDilatedAttentionV2Collective", options=COLLECTIVE)
     )
-    table += [ours.but(options=FULL | {name: PLAIN[name]}) for name in FULL]
+    switched = [FULL | {name: PLAIN[name]} for name in FULL]
     if not cpu:  # where the plain path takes a second per call
-        table += [
-            ours.but(options=PLAIN | {name: FULL[name]})
-            for name in ("gather", "backend")
-        ]
-    kernel = [ours.but(options=FULL | {"backend": name}) for name in kernels.KERNELS]
+        switched += [PLAIN | {name: FULL[name]} for name in ("gather", "backend")]
     # Only gathered does this function borrow buffers, of the published threshold of
     # 16 MB.
-    table += [ours.but(options=FULL | {"gather": True, "pool": False}), *kernel]
+    switched.append(FULL | {"gather": True, "pool": False})
+    by_kernel = [FULL | {"backend": name} for name in kernels.KERNELS]
+    table += grid(ours, options=switched + by_kernel)
     if dtype != "float32":  # which most GPU kernels refuse
-        table += [p.but(dtype=dtype) for p in kernel]
+        table += grid(ours.but(dtype=dtype), options=by_kernel)
 
-    longest = by_size(profile, 4096, 32768, 65536)
-    growing = [
-        ours.but(seq_len=2**i, dtype=dtype) for i in range(10, 20) if 2**i <= longest
-    ]
-    growing = [p for each in growing for p in (each, dense(each))]
-    n = by_size(
-        profile, 4096, 8192, 32768
-    )  # forward and backward of dense attention take a second at most
+    growing = ours.but(dtype=dtype)
+    growing = beside_dense(
+        grid(growing, seq_len=doubled(by_size(profile, 4096, 32768, 65536)))
+    )
+    # Forward and backward of dense attention take a second at most.
+    n = by_size(profile, 4096, 8192, 32768)
     ours = ours.but(seq_len=n, dtype=dtype)
-    both = ours.but(passes="fwd+bwd")
-    passes = [p for each in (ours.but(causal=True), both) for p in (each, dense(each))]
+    passes = beside_dense([ours.but(causal=True), ours.but(passes="fwd+bwd")])
 
     build = Point("plan_build", DOCUMENT, seq_len=TOKENS)
-    plans = [
-        build.but(seq_len=1024),
-        build,
-        build.but(pattern=LADDER),
-        build.but(options={"gather": True}),
-    ]
+    gathered = build.but(options={"gather": True})
+    plans = [build.but(seq_len=1024), build, build.but(pattern=LADDER), gathered]
     reuse = [p.but(options=dict(p.options) | {"warm": False}) for p in plans]
     reuse += [p.but(options=dict(p.options) | {"warm": True}) for p in plans[1:]]
-    for tokens, thresholds in (
-        (4096, (4.0, 16.0, 64.0)),
-        (1024, (4.0,)),
-    ):  # accumulators of 16 MiB, and of 4 MiB
+    # Accumulators of 16 MiB, and of 4 MiB.
+    for tokens, thresholds in ((4096, (4.0, 16.0, 64.0)), (1024, (4.0,))):
         off = Point("ringlab", POOLED, batch=16, seq_len=tokens, heads=1, dtype=half)
-        reuse += [
-            off,
-            *(
-                off.but(options={"pool": True, "pool_threshold_mb": mb})
-                for mb in thresholds
-            ),
-        ]
-        reuse.append(again(off))
+        pools = [{"pool": True, "pool_threshold_mb": mb} for mb in thresholds]
+        reuse += [off, *grid(off, options=pools), again(off)]
 
     long = Point("ringlab", LONG, seq_len=(2 if cpu else 4) * n, dtype=dtype)
     ladder = long.but(pattern=LADDER)
-    others = ({}, {"system": "contiguous_segments"})
-    forward = [
-        long,
-        long.but(system="copying"),
-        long.but(**others[1]),
-        long.but(pattern=SHORT),
-    ]
+    segments = long.but(system="contiguous_segments")
+    forward = [long, long.but(system="copying"), segments, long.but(pattern=SHORT)]
     forward += [ladder, ladder.but(system="copying"), *([] if cpu else [dense(long)])]
-    backward = [long.but(seq_len=n, passes="fwd+bwd", **how) for how in others]
-    nested = [long.but(seq_len=16384, pattern=p) for p in (LONG, SHORT, LADDER, THREE)]
-    nested += [
-        nested[0].but(causal=True),
-        *(nested[i].but(passes="fwd+bwd") for i in (0, 2)),
-    ]
-    folding = [
-        sgemm(),
-        *(p.but(options=how) for p in nested for how in ({}, {"merge": "eager"})),
-    ]
+    backward = [p.but(seq_len=n, passes="fwd+bwd") for p in (long, segments)]
+    nested = grid(long.but(seq_len=16384), pattern=(LONG, SHORT, LADDER, THREE))
+    nested.append(nested[0].but(causal=True))
+    nested += [nested[i].but(passes="fwd+bwd") for i in (0, 2)]
+    folding = [q for p in nested for q in grid(p, options=({}, {"merge": "eager"}))]
     held = [long.but(dtype=half), long.but(seq_len=2 * n, dtype=half, passes="fwd+bwd")]
-    across = Point(
-        "ringlab", DOCUMENT, seq_len=16384, world_size=2
-    )  # where its own run on two GPUs failed
+    # Where its own run on two GPUs failed.
+    two_ranks = Point("ringlab", DOCUMENT, seq_len=16384, world_size=2)
     return [
         Group("implementations", dict.fromkeys(table)),
         Group("lengths", (*growing, again(growing[0]))),
@@ -225,9 +216,9 @@ def optimization(profile: hardware.Profile) -> list[Group]:
         Group("cache and pool", reuse),
         Group("engine forward", forward),
         Group("engine backward", backward),
-        *([Group("folding", folding)] if cpu else []),
+        *([Group("folding", (sgemm(), *folding))] if cpu else []),
         Group("memory", dict.fromkeys(held), timed=False),
-        Group("two ranks", (across,), timed=False),
+        Group("two ranks", (two_ranks,), timed=False),
     ]
 
 
@@ -258,17 +249,12 @@ def benchmark_summary(profile: hardware.Profile) -> list[Group]:
     first = Point(SDPA, RING_DOCUMENT)
     ns = (2048, 4096, 8192, 16384)
     second = first.but(seq_len=ns[1])
-    points = [first.but(seq_len=n, world_size=p) for n in ns for p in (1, 2, 4)]
-    points += [
-        second.but(system=system, world_size=p)
-        for system in (CORRECT, HILBERT)
-        for p in (1, 2, 4)
-    ]
-    points += [dense(second), *(second.but(world_size=p, options=TWIN) for p in (1, 2))]
+    points = grid(first, seq_len=ns, world_size=(1, 2, 4))
+    points += grid(second, system=(CORRECT, HILBERT), world_size=(1, 2, 4))
+    points += [dense(second), *grid(again(second), world_size=(1, 2))]
     simulated = first.but(seq_len=ns[-1], options={"simulated": 8})
-    million = first.but(
-        seq_len=MILLION, world_size=2, **(ONE_HEAD if profile.kind == "cpu" else {})
-    )
+    heads = ONE_HEAD if profile.kind == "cpu" else {}
+    million = first.but(seq_len=MILLION, world_size=2, **heads)
     return [
         Group("throughput", points),
         Group("simulated", (simulated,), timed=False),
@@ -284,20 +270,12 @@ def performance_comparison(profile: hardware.Profile) -> list[Group]:
     """
     first = Point(V2_COLLECTIVE, DOCUMENT)
     ns = (1024, 2048, 4096)
-    one = [
-        first.but(system=system, seq_len=n)
-        for n in ns
-        for system in (V2_COLLECTIVE, ROBUST)
-    ]
+    one = grid(first, seq_len=ns, system=(V2_COLLECTIVE, ROBUST))
     one += [*(p.but(causal=True) for p in one[-2:]), again(one[-1])]
-    ways = (
-        {},
-        {"system": ROBUST},
-        {"system": "ringlab", "options": {"scheme": "plan"}},
-    )
+    plan = first.but(system="ringlab", options={"scheme": "plan"})
+    ways = first, first.but(system=ROBUST), plan
     two, four = (
-        [first.but(seq_len=n, world_size=p, **way) for n in ns for way in ways]
-        for p in (2, 4)
+        [way.but(seq_len=n, world_size=p) for n in ns for way in ways] for p in (2, 4)
     )
     two += [p.but(causal=True) for p in two[-3:]]
     return [
@@ -311,16 +289,11 @@ def hybrid_summary(profile: hardware.Profile) -> list[Group]:
     ranks, untimed.
     """
     first = Point(HYBRID, RING_DOCUMENT, world_size=2)
-    ns = (1024, 2048, 4096, 8192, 16384)
-    points = [first.but(seq_len=n) for n in ns]
-    points += [
-        first.but(seq_len=n, world_size=p)
-        for n, p in ((ns[0], 1), (ns[-1], 1), (ns[-1], 4))
-    ]
-    long = [
-        first.but(seq_len=n, world_size=p)
-        for n, p in ((32768, 2), (32768, 4), (65536, 2))
-    ]
+    points = grid(first, seq_len=doubled(16384))
+    first_point, *_, last = points
+    points += [first_point.but(world_size=1), *grid(last, world_size=(1, 4))]
+    long = grid(first, seq_len=(32768,), world_size=(2, 4))
+    long.append(first.but(seq_len=65536))
     return [
         Group("hybrid", (*points, again(points[0]))),
         Group("long", long, timed=False),
@@ -387,28 +360,23 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
     # torch's sparse tensors exist in float32 only, so others are measured in float32
     # too.
     table = [original, optimized, ours, again(ours), dense(ours)]
-    table += [
-        p.but(dtype="float32") for p in (ours.but(system=TORCH_SPARSE), optimized, ours)
-    ]
+    exact = ours.but(dtype="float32")
+    table += grid(exact, system=(TORCH_SPARSE, OPTIMIZED, "ringlab"))
 
-    built = [
-        {"blocks": way, "warm": warm} for way in BLOCK_WAYS for warm in (False, True)
-    ]
-    ways = [{"blocks": way} for way in BLOCK_WAYS] + [
-        {"blocks": way, "cache": False} for way in ("rows", "views")
-    ]
-    journey = [ours.but(system="plan_build", options=how) for how in built]
-    journey += [ours.but(options=how) for how in (*ways, {"blocks": "views"} | TWIN)]
+    ways = [{"blocks": way} for way in BLOCK_WAYS]
+    built = [way | {"warm": warm} for way in ways for warm in (False, True)]
+    uncached = [way | {"cache": False} for way in (ways[0], ways[-1])]
+    journey = grid(ours.but(system="plan_build"), options=built)
+    journey += grid(ours, options=(*ways, *uncached, ways[-1] | TWIN))
 
     longest = by_size(profile, LONG_TOKENS, 32768, 65536)
-    growing = [ours.but(seq_len=2**i) for i in range(10, 20) if 2**i <= longest]
+    growing = grid(ours, seq_len=doubled(longest))
     growing += [dense(p) for p in growing if not cpu or p.seq_len <= SESSION_TOKENS]
-    growing += [
-        p.but(seq_len=longest // 2 if cpu else longest) for p in (original, optimized)
-    ]
+    long = ours.but(seq_len=longest // 2 if cpu else longest)
+    growing += grid(long, system=(ORIGINAL, OPTIMIZED))
 
-    chosen = ours.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
-    kinds = [*(ours.but(pattern=pattern) for pattern in KINDS.values()), chosen]
+    by_content = ours.but(system="adaptive", pattern=Dense(), options=ADAPTIVE)
+    kinds = [*grid(ours, pattern=KINDS.values()), by_content]
     groups = [
         Group(SPARSE_TABLE, dict.fromkeys(table)),
         Group(JOURNEY, journey),
@@ -426,25 +394,23 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
     # On a CPU results in fresh memory show the cost of page faults, a dense backward
     # takes a minute, and the landscape has FlexAttention, whose compiling takes as long
     # as all else.
-    gpu = [dense(long), dense(long).but(passes="fwd+bwd"), long.but(system="flex")]
+    gpu = [dense(long), dense(tenth[-1]), long.but(system="flex")]
     tenth += [long.but(options=FRESH), dense(long)] if cpu else gpu
     efficiency = Group(EFFICIENCY, tenth, rounds=10)
 
     # A CPU takes one of the eight heads, which are alike; all would take minutes.
     far = ours.but(pattern=FAR, **(ONE_HEAD if cpu else {}))
-    extreme = Group(
-        EXTREME_LENGTHS, [far.but(seq_len=n) for n in EXTREME_TOKENS], interleave=False
-    )
+    far = grid(far, seq_len=EXTREME_TOKENS)
+    extreme = Group(EXTREME_LENGTHS, far, interleave=False)
 
-    lookup = Point("cache_workload", WINDOW, seq_len=LOOKED_UP)
-    scratch = Point("pool_workload", Dense(), seq_len=1)
-    reuse = [
-        lookup.but(options={"max_mb": mb, "blocks": "batched"}) for mb in CACHES_MB
+    caches = [{"max_mb": mb, "blocks": "batched"} for mb in CACHES_MB]
+    caches.append(caches[-1] | {"blocks": "views"})
+    pools = [
+        {"size_mb": mb, "threads": threads, "pool": pool}
+        for mb, threads, pool in product(SCRATCH_MB, THREADS, (False, True))
     ]
-    reuse.append(lookup.but(options={"max_mb": CACHES_MB[-1], "blocks": "views"}))
-    for mb, threads in product(SCRATCH_MB, THREADS):
-        how = {"size_mb": mb, "threads": threads}
-        reuse += [scratch.but(options=how | {"pool": pool}) for pool in (False, True)]
+    reuse = grid(Point("cache_workload", WINDOW, seq_len=LOOKED_UP), options=caches)
+    reuse += grid(Point("pool_workload", Dense(), seq_len=1), options=pools)
     return [*groups, efficiency, extreme, Group(SESSION_REUSE, reuse)]
 
 
@@ -505,16 +471,14 @@ def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[G
     )
 
     def ways(point: Point, *names: str) -> list[Point]:
-        return [point.but(options=RUNG_WAYS[name]) for name in names]
+        return grid(point, options=[RUNG_WAYS[name] for name in names])
 
     groups = []
-    for head_dim, (name, how) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
-        point = first.but(head_dim=head_dim, **how)
+    segments = [{"backend": peer} for peer in RUNG_PEERS]
+    for head_dim, (name, passes) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
+        point = first.but(head_dim=head_dim, **passes)
         points = [*ways(point, *RUNG_WAYS), point.but(system="copying")]
-        points += [
-            point.but(system="contiguous_segments", options={"backend": peer})
-            for peer in RUNG_PEERS
-        ]
+        points += grid(point.but(system="contiguous_segments"), options=segments)
         points += [dense(point), again(point)] if point == first else []
         groups.append(Group(f"{RUNGS}, head_dim {head_dim}, {name}", points))
     shapes = ((RUNG_TOKENS, 128), (RUNG_TOKENS, 64), (RUNG_TOKENS // 4, 128))
@@ -525,45 +489,26 @@ def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[G
         groups.append(Group(f"{RUNGS_ON_A_LADDER}, {shape}, {name}", points))
     # Memory for q, k, v, out and their gradients twice: the last results are compared
     # with the first.
-    bytes_per_token = 16 * 2 * RUNG_HEADS * RUNG_HEAD_DIMS[0]
-    longer = [
-        n for n in RUNG_LONGER if bytes_per_token * n <= (profile.memory_bytes or 0)
-    ]
+    most = (profile.memory_bytes or 0) // (16 * 2 * RUNG_HEADS * RUNG_HEAD_DIMS[0])
+    longer = [n for n in RUNG_LONGER if n <= most]
     for n in (RUNG_TOKENS // 16, RUNG_TOKENS // 4, *longer):
         point = first.but(seq_len=n)
-        points = [
-            *ways(point, "default", "lists", "merged"),
-            point.but(system="copying"),
-        ]
-        points += (
-            [dense(point)] if n <= RUNG_TOKENS else []
-        )  # in less than a tenth of a second
-        turns = n < max(
-            RUNG_LONGER
-        )  # at that length the copying form needs the whole memory
-        groups.append(
-            Group(f"{RUNGS_BY_LENGTH}, {n:,} tokens", points, interleave=turns)
-        )
-    for name in (
-        "forward",
-        "forward and backward",
-    ):  # FlexAttention comes last, for the forward only
+        points = ways(point, "default", "lists", "merged")
+        points.append(point.but(system="copying"))
+        if n <= RUNG_TOKENS:  # in less than a tenth of a second
+            points.append(dense(point))
+        # At the longest the copying form needs the whole memory.
+        title, turns = f"{RUNGS_BY_LENGTH}, {n:,} tokens", n < max(RUNG_LONGER)
+        groups.append(Group(title, points, interleave=turns))
+    for name in ("forward", "forward and backward"):
         point = first.but(pattern=RUNG_MASK, **RUNG_PASSES[name])
-        flex = [point.but(system="flex")] if name == "forward" else []
-        groups.append(
-            Group(
-                f"{RUNGS_ON_BLOCKS}, {name}",
-                (*ways(point, "default", "lists"), dense(point), *flex),
-            )
-        )
+        points = [*ways(point, "default", "lists"), dense(point)]
+        if name == "forward":  # FlexAttention comes last, for the forward only
+            points.append(point.but(system="flex"))
+        groups.append(Group(f"{RUNGS_ON_BLOCKS}, {name}", points))
     training = first.but(seq_len=max(longer, default=RUNG_TOKENS), passes="fwd+bwd")
-    groups.append(
-        Group(
-            RUNGS_IN_MEMORY,
-            ways(training, "default", "lists", "merged"),
-            interleave=False,
-        )
-    )
+    points = ways(training, "default", "lists", "merged")
+    groups.append(Group(RUNGS_IN_MEMORY, points, interleave=False))
     newer = profile.capability is not None and profile.capability >= (9, 0)
     if newer and (packages or peers.version_of("flash-attn-4")):
         groups += _beside_fa4(first, ways)
@@ -573,17 +518,17 @@ def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[G
 def _beside_fa4(first: Point, ways: Callable) -> list[Group]:
     """The branches and the ladder by head_dim and pass, and dense attention."""
     groups, dense_calls = [], []
-    for head_dim, (name, how) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
-        for pattern in (RUNG_PATTERN, ladder(RUNG_TOKENS)):
-            point = first.but(pattern=pattern, head_dim=head_dim, **how)
-            points = ways(point, "lists", "merged")
-            points.append(point.but(options={"backend": FA4}))
-            kind = "branches" if pattern == RUNG_PATTERN else "a ladder"
+    patterns = {"branches": RUNG_PATTERN, "a ladder": ladder(RUNG_TOKENS)}
+    cudnn, fa4 = ({"backend": name} for name in ("cudnn", FA4))
+    for head_dim, (name, passes) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
+        call = first.but(head_dim=head_dim, **passes)
+        for kind, pattern in patterns.items():
+            point = call.but(pattern=pattern)
+            points = [*ways(point, "lists", "merged"), point.but(options=fa4)]
             title = f"{RUNGS_BESIDE_FA4}, {kind}, head_dim {head_dim}, {name}"
             groups.append(Group(title, points))
-        short = first.but(pattern=Dense(), head_dim=head_dim, **how)
-        short = short.but(seq_len=RUNG_TOKENS // 4)
-        dense_calls += [short.but(options={"backend": x}) for x in ("cudnn", FA4)]
+        short = call.but(pattern=Dense(), seq_len=RUNG_TOKENS // 4)
+        dense_calls += grid(short, options=(cudnn, fa4))
     return [*groups, Group(f"{RUNGS_BESIDE_FA4}, dense", dense_calls)]
 
 
@@ -680,17 +625,16 @@ def peer_groups(point: Point, half: int) -> list[Group]:
     causal = []
     for name, (pattern, times) in LANDSCAPE_PEERS.items():
         if version := peers.installed(name):
-            first = point.but(
-                system=name, pattern=pattern, options={"version": version}
-            )
-            theirs = [first.but(seq_len=half * x) for x in times]
-            theirs.append(theirs[0].but(passes="fwd+bwd"))
-            points = [
-                q for p in theirs for q in (p, p.but(system="ringlab", options={}))
-            ]
+            ours = grid(point.but(pattern=pattern), seq_len=[half * x for x in times])
+            ours.append(ours[0].but(passes="fwd+bwd"))
+            options = {"version": version}
+            theirs = [p.but(system=name, options=options) for p in ours]
+            points = [p for pair in zip(theirs, ours) for p in pair]
             groups.append(Group(f"{BESIDE} {peers.PEERS[name].package}", points))
             causal.append(theirs[-1].but(causal=True))
-    return groups + ([Group(BESIDE_CAUSAL, causal, timed=False)] if causal else [])
+    if causal:
+        groups.append(Group(BESIDE_CAUSAL, causal, timed=False))
+    return groups
 
 
 GENERATION = "generation"
@@ -701,27 +645,18 @@ def model_groups(point: Point, cpu: bool) -> list[Group]:
     """``generation``: a step from the cache over the position. ``packed documents``:
     uneven ones beside equal ones, few of them on a CPU.
     """
-    ns = (4096, 16384, 65536, *([] if cpu else [262_144]))
     step = point.but(system=GENERATION, causal=True)
-    kinds = (
-        (n, p)
-        for n in ns
-        for p in (Dense(), LANDSCAPE_WINDOW, landscape_ladder(n), ladder(n))
-    )
-    steps = [
-        step.but(seq_len=n - STEPS, pattern=p) for n, p in kinds
-    ]  # where segments are full
+    steps = []
+    for n in (4096, 16384, 65536, *([] if cpu else [262_144])):
+        kinds = Dense(), LANDSCAPE_WINDOW, landscape_ladder(n), ladder(n)
+        steps += grid(step.but(seq_len=n - STEPS), pattern=kinds)  # segments are full
     count = 40 if cpu else 1000
     one = point.but(system="packed", seq_len=sum(document_lengths(count)), causal=True)
     kinds = Dense(), landscape_ladder(4096), LANDSCAPE_WINDOW
     ways = {"documents": count}, {"documents": count, "equal": True}
     return [
         Group(GENERATION, (*steps, again(steps[0]))),
-        Group(
-            PACKED,
-            [one.but(pattern=p, options=way) for p in kinds for way in ways],
-            rounds=6,
-        ),
+        Group(PACKED, grid(one, pattern=kinds, options=ways), rounds=6),
     ]
 
 
@@ -762,33 +697,29 @@ def landscape(
         for name in systems
         if name in known and systems[name][0] not in ("dense_sdpa", "flex")
     ]
-    points = [dense(window.but(seq_len=n)) for n in ns]
+    each_dense = [dense(window.but(seq_len=n)) for n in ns]
+    points = [*each_dense]
     for n in ns:
         points += points_at(
             n, [x for x in ours if x not in (LONGNET, ADVISED) or n > NEIGHBOURS]
         )
+    trained = [p.but(passes="fwd+bwd") for p in points if p.seq_len in ns[:2]]
     points.append(window.but(seq_len=ns[0], options=TWIN))
     if "FlexAttention" in systems:
         # Its mask is made from all pairs: 4 GiB at 65,536.
         n = by_size(profile, ns[-1], ns[len(ns) > 1 and -2], ns[-1])
         points += points_at(n, ["FlexAttention"])
-    trained = [
-        p for p in points if p.seq_len in ns[:2] and p.system != "flex" and p == p.first
-    ]
-    trained = [p.but(passes="fwd+bwd") for p in trained]
     more = [name for name in systems if name not in known]
+    calls = {name: [points_at(n, [name]) for n in ns] for name in systems}
     for name, other in product(more, systems):
-        same = systems[name][0] == systems[other][0] and all(
-            systems[name][1](n) == systems[other][1](n) for n in ns
-        )
-        if same and name != other:
+        if name != other and calls[name] == calls[other]:
             raise ValueError(f"{name!r} and {other!r} are one system")
-    added = [p for n in ns for p in (dense(window.but(seq_len=n)), *points_at(n, more))]
-    half = 2048 if cpu else 8192
-    advised = [
-        window.but(seq_len=n, pattern=local(n))
-        for n in (8192, 32768, *([] if cpu else [131_072]))
+    added = [
+        p for first in each_dense for p in (first, *points_at(first.seq_len, more))
     ]
+    half = 2048 if cpu else 8192
+    ns = 8192, 32768, *([] if cpu else [131_072])
+    advised = [window.but(seq_len=n, pattern=local(n)) for n in ns]
     advised.append(advised[0].but(pattern=Dense()))
     # At the next length their checks take minutes.
     advised += [p.but(passes="fwd+bwd") for p in (advised[0], advised[-1])]
