@@ -75,7 +75,7 @@ def test_two_points_measured_run_rendered_and_then_left_alone(tmp_path, monkeypa
     """The real thing, end to end: foreign kernels and templates installed, a folder
     name with a space and braces.
     """
-    for name in ("python3", render.KERNEL):
+    for name in ("python3", "ringlab"):
         spec = tmp_path / "elsewhere" / "kernels" / name / "kernel.json"
         spec.parent.mkdir(parents=True)
         spec.write_text(

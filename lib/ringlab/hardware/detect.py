@@ -98,19 +98,10 @@ class Probe:
         """Ask nvidia-smi for CSV fields; None where it is absent, refuses or takes
         longer than 10 s.
         """
-        command = [
-            "nvidia-smi",
-            f"--query-gpu={','.join(fields)}",
-            "--format=csv,noheader,nounits",
-        ]
+        query = f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"
+        options = {"text": True, "timeout": SMI_TIMEOUT_S, "stderr": subprocess.PIPE}
         try:
-            return subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=SMI_TIMEOUT_S,
-                check=True,
-            ).stdout
+            return subprocess.check_output(["nvidia-smi", *query], **options)
         except (OSError, subprocess.SubprocessError):
             return None
 
@@ -125,13 +116,10 @@ class Probe:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                for i in range(
-                    torch.cuda.device_count() if torch.cuda.is_available() else 0
-                ):
-                    p = torch.cuda.get_device_properties(i)
-                    capability = (
-                        None if torch.version.hip else (p.major, p.minor)
-                    )  # AMD numbers mean something else
+                count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+                for p in map(torch.cuda.get_device_properties, range(count)):
+                    # AMD's numbers mean something else.
+                    capability = None if torch.version.hip else (p.major, p.minor)
                     gpus.append(Gpu(p.name, capability, p.total_memory))
             except (RuntimeError, AssertionError) as failure:
                 gpus, error = [], failure
@@ -169,23 +157,21 @@ def detect(probe: Probe | None = None) -> Machine:
     """
     probe = probe or Probe()
     opened, build = probe.torch_says()
-    capability, archs = opened[0].capability if opened else None, build["arch_list"]
+    archs = build["arch_list"]
     # torch lists a GPU that it has no kernels for; a capability that nobody names is
     # left to torch's word.
-    works = bool(opened) and (
-        capability is None or not archs or runs(archs, capability)
-    )
+    capabilities = {gpu.capability for gpu in opened[:1]}
+    works = any(x is None or not archs or runs(archs, x) for x in capabilities)
     listed = _smi_gpus(probe)
-    known = {
-        gpu.name: {"driver": gpu.driver, "clock_max_hz": gpu.clock_max_hz}
-        for gpu in listed
-    }
+    by_name = {gpu.name: gpu for gpu in listed}
+    gpus = []
+    for gpu in opened:
+        told = by_name.get(gpu.name, gpu)
+        gpus.append(replace(gpu, driver=told.driver, clock_max_hz=told.clock_max_hz))
     cores = probe.affinity()
     return Machine(
         device="cuda" if works else "cpu",
-        gpus=tuple(
-            [replace(gpu, **known.get(gpu.name, {})) for gpu in opened] or listed
-        ),
+        gpus=tuple(gpus or listed),
         cpu_model=_cpu_model(probe.read),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         cores=max(1, len(cores)),
@@ -206,13 +192,15 @@ def runs(arch_list: Iterable[str], capability: Capability) -> bool:
     (True, False, False, True)
     """
     for arch in arch_list:
-        if found := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch):
-            built = int(found[2]), int(found[3])
-            same_major = capability[0] == built[0] and capability >= built
-            exact, within = found[4] == "a", found[1] == "sm" or found[4] == "f"
-            if capability == built or (
-                not exact and (same_major if within else capability >= built)
-            ):
+        if name := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch):
+            built = int(name[2]), int(name[3])
+            if name[4] == "a":
+                fits = capability == built
+            elif name[1] == "sm" or name[4] == "f":
+                fits = capability[0] == built[0] and capability >= built
+            else:
+                fits = capability >= built
+            if fits:
                 return True
     return False
 
@@ -227,21 +215,11 @@ def _smi_gpus(probe: Probe) -> list[Gpu]:
         if len(cells) != len(SMI_FIELDS):
             continue
         name, capability, memory, uuid, driver, clock = cells
-        pair, mebibytes, megahertz = (
-            re.fullmatch(r"(\d+)\.(\d+)", capability),
-            _number(memory),
-            _number(clock),
-        )
-        if pair or mebibytes:  # text that is no answer must not become a GPU
+        pair = re.fullmatch(r"(\d+)\.(\d+)", capability)
+        nbytes, hertz = _number(memory, 2**20), _number(clock, 1e6)
+        if pair or nbytes:  # text that is no answer must not become a GPU
             pair = pair and (int(pair[1]), int(pair[2]))
-            gpu = Gpu(
-                name,
-                pair,
-                mebibytes and mebibytes * 2**20,
-                driver,
-                megahertz and megahertz * 1e6,
-            )
-            listed.append((uuid, gpu))
+            listed.append((uuid, Gpu(name, pair, nbytes, driver, hertz)))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [gpu for _, gpu in listed]
@@ -253,24 +231,17 @@ def _smi_gpus(probe: Probe) -> list[Gpu]:
     ]
 
 
-def _number(text: str) -> int | None:
-    first = text.partition(" ")[
-        0
-    ]  # "8192" or "8192 MiB"; "[N/A]" and "[Not Supported]" are no figures
-    return int(first) if first.isdecimal() else None
+def _number(text: str, unit: float) -> float | None:
+    # "8192" or "8192 MiB"; "[N/A]" and "[Not Supported]" are no figures
+    first = text.partition(" ")[0]
+    return int(first) * unit if first.isdecimal() else None
 
 
 def _cpu_model(read: Read) -> str:
-    found = re.search(
-        r"^(?:model name|Model|cpu model)\s*:\s*(.+)$",
-        read("/proc/cpuinfo") or "",
-        re.MULTILINE,
-    )
-    return (
-        " ".join(found[1].split())
-        if found
-        else platform.processor() or platform.machine() or "unknown CPU"
-    )
+    line = r"(?m)^(?:model name|Model|cpu model)\s*:\s*(.+)$"
+    if found := re.search(line, read("/proc/cpuinfo") or ""):
+        return " ".join(found[1].split())
+    return platform.processor() or platform.machine() or "unknown CPU"
 
 
 def _cgroup(
@@ -284,12 +255,11 @@ def _cgroup(
         if controllers and controller not in controllers.split(","):
             continue
         base, name = (
-            (f"/sys/fs/cgroup/{controllers}", v1_name)
-            if controllers
-            else ("/sys/fs/cgroup", v2_name)
+            f"/sys/fs/cgroup/{controllers}",
+            v1_name if controllers else v2_name,
         )
         for group in (Path(path), *Path(path).parents):
-            directory = f"{base}{group}".rstrip("/")
+            directory = f"{base.rstrip('/')}{group}".rstrip("/")
             if (text := read(f"{directory}/{name}")) is not None:
                 yield directory, text.strip()
 
@@ -298,16 +268,10 @@ def ram_bytes(read: Read) -> int | None:
     """Return the smaller of the memory and the limit of this process's control group,
     in bytes.
     """
-    limits = []
-    if found := re.search(
-        r"^MemTotal:\s*(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE
-    ):
-        limits.append(int(found[1]) * 1024)
-    group = [
-        text
-        for _, text in _cgroup(read, "memory", "memory.max", "memory.limit_in_bytes")
-    ]
-    limits += [int(text) for text in group if text.isdecimal()]  # "max": no limit
+    total = re.findall(r"(?m)^MemTotal:\s*(\d+) kB", read("/proc/meminfo") or "")
+    limits = [int(kib) * 1024 for kib in total]
+    group = _cgroup(read, "memory", "memory.max", "memory.limit_in_bytes")
+    limits += [int(text) for _, text in group if text.isdecimal()]  # "max": no limit
     return min(limits, default=None)
 
 
@@ -323,9 +287,8 @@ def _cpu_quota(read: Read) -> float | None:
 
 def _cache_bytes(read: Read, cores: set[int]) -> int | None:
     """Sum the last-level caches that the usable cores reach, each shared one once."""
-    last: dict[
-        int, tuple[str, int]
-    ] = {}  # (the cores that share it, KiB) of the last level that a core has
+    # (The cores that share it, KiB) of the last level that a core has.
+    last: dict[int, tuple[str, int]] = {}
     for core in cores:
         for index in range(8):
             folder = f"/sys/devices/system/cpu/cpu{core}/cache/index{index}"
@@ -354,17 +317,11 @@ class Peaks:
         An unknown cache size counts as large enough, so that the bound stays above the
         truth.
         """
-        working_set_bytes = max(working_set_bytes, 1)
-        cached = (
-            working_set_bytes
-            if self.cache_bytes is None
-            else min(working_set_bytes, self.cache_bytes)
-        )
-        seconds = (
-            cached / self.bytes_per_s_cache
-            + (working_set_bytes - cached) / self.bytes_per_s_dram
-        )
-        return working_set_bytes / seconds
+        total = cached = max(working_set_bytes, 1)
+        if self.cache_bytes is not None:
+            cached = min(total, self.cache_bytes)
+        seconds = cached / self.bytes_per_s_cache
+        return total / (seconds + (total - cached) / self.bytes_per_s_dram)
 
     def best(self, other: Peaks) -> Peaks:
         """Join two measurements of the same machine: the higher of each."""
@@ -383,21 +340,15 @@ def measure_cpu_peaks(dtype: str = "float32") -> Peaks:
     names = {dtype} if dtype in ("float32", "float64") else {"float32", dtype}
     # No cache holds the buffer for DRAM: it has four times the size of the last level,
     # at most 1/32 of the memory.
-    buffer = min(
-        4 * (machine.cache_bytes or 2**25), 2**28, (machine.ram_bytes or 2**33) // 32
-    )
+    cache, memory = machine.cache_bytes or 2**25, machine.ram_bytes or 2**33
+    buffer = min(4 * cache, 2**28, memory // 32)
+    each_s = MATMUL_S / len(names)
     with torch.no_grad():
-        flops = max(
-            _matmul_rate(getattr(torch, name), MATMUL_S / len(names)) for name in names
-        )
+        flops = max(_matmul_rate(getattr(torch, name), each_s) for name in names)
         if dtype != "float64":
+            how = torch.get_num_threads(), dtype == "bfloat16"
             shortest = partial(_best_seconds, budget_s=VECTOR_S)
-            flops = max(
-                flops,
-                native.multiply_rate(
-                    torch.get_num_threads(), dtype == "bfloat16", shortest
-                ),
-            )
+            flops = max(flops, native.multiply_rate(*how, shortest))
         dram = _bandwidth(max(buffer, 2**22), DRAM_S)
         in_cache = max(_bandwidth(size, CACHE_S / 3) for size in (2**18, 2**20, 2**22))
     return Peaks(flops, dram, max(in_cache, dram), machine.cache_bytes)
@@ -424,12 +375,8 @@ def _matmul_rate(dtype: torch.dtype, budget_s: float) -> float:
         a = torch.randn(size, size).to(dtype)  # (size, size)
         multiply = partial(torch.mm, a, a, out=torch.empty_like(a))
         multiply()  # the first call picks a kernel and touches the memory
-        best = max(
-            best,
-            2
-            * size**3
-            / _best_seconds(multiply, budget_s if size == SIZES[-1] else 0.01),
-        )
+        seconds = _best_seconds(multiply, budget_s if size == SIZES[-1] else 0.01)
+        best = max(best, 2 * size**3 / seconds)
     return best
 
 

@@ -67,19 +67,14 @@ class Profile:
 
         What the driver does not tell is not compared.
         """
-        if (
-            not self.match
-            or not re.search(self.match, gpu.name)
-            or gpu.capability not in (None, self.capability)
-        ):
+        named = self.match and re.search(self.match, gpu.name)
+        if not named or gpu.capability not in (None, self.capability):
             return None
-        gib = gpu.memory_bytes and gpu.memory_bytes / 2**30
-        fits = (
-            p
-            for p in (self, *self.variants)
-            if gib is None or p.memory_gib[0] <= gib <= p.memory_gib[1]
-        )
-        return next(fits, None)
+        for card in (self, *self.variants):
+            least, most = (gib * 2**30 for gib in card.memory_gib)
+            if gpu.memory_bytes is None or least <= gpu.memory_bytes <= most:
+                return card
+        return None
 
     def on(self, machine: Machine) -> Profile:
         """Return this profile for the machine at hand: its variant of the card, and
@@ -92,10 +87,9 @@ class Profile:
         if match(machine) != self.name:
             return self
         gpu = machine.gpus[0]
-        chosen = self.card(gpu) or replace(
-            self, title=gpu.name, capability=gpu.capability
-        )  # no card is "generic"
-        return replace(chosen, memory_bytes=gpu.memory_bytes or chosen.memory_bytes)
+        generic = replace(self, title=gpu.name, capability=gpu.capability)  # no card is
+        card = self.card(gpu) or generic
+        return replace(card, memory_bytes=gpu.memory_bytes or card.memory_bytes)
 
     def runnable(self, machine: Machine) -> tuple[bool, str]:
         """Say in one line whether this profile can be measured on a machine, and why or
@@ -141,36 +135,23 @@ class Profile:
         >>> p.peak("float16") == p.peak(torch.float32) == 8.873e12
         True
         """
-        rate = self.flops.get(self._arithmetic(dtype))
-        here = self.kind == "cuda" and machine and match(machine) == self.name
-        clock = machine.gpus[0].clock_max_hz if here else None
-        return (
-            rate * max(1.0, clock / self.clock_hz)
-            if rate and clock and self.clock_hz
-            else rate
-        )
-
-    def _arithmetic(self, dtype: torch.dtype | str) -> str:
-        """The dtype whose arithmetic serves a storage dtype: float32 where the hardware
-        has no unit for it.
-        """
         name = str(dtype).removeprefix("torch.")
         has_unit = {"float16": has_tensor_cores, "bfloat16": has_bf16}.get(name)
-        return (
-            "float32"
-            if has_unit and self.capability and not has_unit(self.capability)
-            else name
-        )
+        if has_unit and self.capability and not has_unit(self.capability):
+            name = "float32"
+        rate = self.flops.get(name)
+        here = self.kind == "cuda" and machine and match(machine) == self.name
+        clock = machine.gpus[0].clock_max_hz if here else None
+        if rate and clock and self.clock_hz:
+            rate *= max(1.0, clock / self.clock_hz)
+        return rate
 
     def bandwidth(self, working_set_bytes: float) -> float | None:
         """Return bytes/s of memory; None for a working set that fits the L2 cache,
         whose speed no sheet states.
         """
-        return (
-            None
-            if working_set_bytes <= (self.l2_bytes or -1)
-            else self.bandwidth_bytes_per_s
-        )
+        cached = working_set_bytes <= (self.l2_bytes or -1)
+        return None if cached else self.bandwidth_bytes_per_s
 
     def rates(
         self,
@@ -183,14 +164,10 @@ class Profile:
         """
         rate = self.peak(dtype, machine)
         if dtype == torch.float32 and rate and self.flops.get("tf32"):
-            rate = max(
-                rate, self.flops["tf32"] / 3
-            )  # fp32 out of three tf32 products, as CUTLASS does
-        return Rates(
-            rate,
-            self.bandwidth(working_set_bytes),
-            max(filter(None, self.links.values()), default=None),
-        )
+            # fp32 out of three tf32 products, as CUTLASS does
+            rate = max(rate, self.flops["tf32"] / 3)
+        link = max(filter(None, self.links.values()), default=None)
+        return Rates(rate, self.bandwidth(working_set_bytes), link)
 
 
 @dataclass(frozen=True)
@@ -206,12 +183,8 @@ class Rates:
 
 def measured_rates(peaks: Iterable[Peaks], working_set_bytes: float) -> Rates:
     """A CPU's rates from its measured peaks, the best of each, raised by ``MARGIN``."""
-    peaks = list(peaks)
-    flops, moved = (
-        max(p.flops_per_s for p in peaks),
-        max(p.bandwidth(working_set_bytes) for p in peaks),
-    )
-    return Rates(MARGIN * flops, MARGIN * moved)
+    rates = ((p.flops_per_s, p.bandwidth(working_set_bytes)) for p in peaks)
+    return Rates(*(MARGIN * max(each) for each in zip(*rates)))
 
 
 def load(path: Path) -> Profile:
@@ -248,16 +221,12 @@ def profiles() -> dict[str, Profile]:
     """Return all profiles by name: cpu first, then GPUs by compute capability, generic
     last.
     """
-    found = sorted(
-        map(load, FOLDER.glob("*.toml")),
-        key=lambda p: (
-            p.kind != "cpu",
-            p.name == "generic",
-            p.capability or (),
-            p.name,
-        ),
-    )
-    return {profile.name: profile for profile in found}
+
+    def order(p: Profile) -> tuple:
+        return p.kind != "cpu", p.name == "generic", p.capability or (), p.name
+
+    known = sorted(map(load, FOLDER.glob("*.toml")), key=order)
+    return {profile.name: profile for profile in known}
 
 
 def get_profile(name: str) -> Profile:
@@ -269,13 +238,10 @@ def get_profile(name: str) -> Profile:
     ...
     ringlab.hardware.profiles.UnknownProfile: unknown profile 'gtx180'; did you mean 'gtx1080'? known: auto, cpu, ...
     """
-    known = {
-        re.sub(r"[^a-z0-9]", "", key): profile for key, profile in profiles().items()
-    }
-    asked = re.sub(r"[^a-z0-9]", "", str(name).lower())
-    if asked in known:
-        return known[asked]
-    close = difflib.get_close_matches(asked, ("auto", *profiles()), n=1, cutoff=0.5)
+    requested = re.sub(r"[^a-z0-9]", "", str(name).lower())
+    if requested in profiles():
+        return profiles()[requested]
+    close = difflib.get_close_matches(requested, ("auto", *profiles()), n=1, cutoff=0.5)
     hint = f" did you mean {close[0]!r}?" if close else ""
     raise UnknownProfile(
         f"unknown profile {str(name)!r};{hint} known: auto, {', '.join(profiles())}"
@@ -425,18 +391,15 @@ def drivable(machine: Machine) -> str | None:
         return None
     (reason, remedy), gpu = found, machine.gpus[0]
     known = sm(gpu.capability) if gpu.capability else "compute capability unknown"
-    memory = (
-        f"{gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else "memory unknown"
-    )
+    gib = (gpu.memory_bytes or 0) / 2**30
+    memory = f"{gib:.1f} GiB" if gib else "memory unknown"
     cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
-    return "\n".join(
-        [
-            reason,
-            f"  found:   {gpu.name}, {known}, {memory}, driver {gpu.driver or 'unknown'}",
-            f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}",
-            f"  {remedy}",
-            "  or:      GPU=cpu measures the CPU of this machine instead",
-        ]
+    return (
+        f"{reason}\n"
+        f"  found:   {gpu.name}, {known}, {memory}, driver {gpu.driver or 'unknown'}\n"
+        f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}\n"
+        f"  {remedy}\n"
+        "  or:      GPU=cpu measures the CPU of this machine instead"
     )
 
 
@@ -446,34 +409,28 @@ def obstacle(machine: Machine) -> tuple[str, str] | None:
     """
     if not machine.gpus or machine.device == "cuda":
         return None
-    gpu, torch = machine.gpus[0], f"this torch ({machine.torch})"
+    gpu, torch, archs = (
+        machine.gpus[0],
+        f"this torch ({machine.torch})",
+        machine.arch_list,
+    )
     line, driver = install_line(gpu.capability, gpu.driver), driver_major(gpu.driver)
     remedy = line if line.startswith("no ") else f"install: {line}"
     if gpu.capability is None:
         remedy += f" (a card older than Turing: {install_line((7, 0))})"
+    cuda13 = int((machine.torch_cuda or "0").split(".")[0]) >= 13
+    needed = CUDA13_DRIVER if cuda13 else CUDA126_DRIVER
     if not machine.torch_cuda:
-        return (
-            f"{gpu.name} is here, but {torch} is a CPU build and drives no GPU",
-            remedy,
+        reason = f"is here, but {torch} is a CPU build and drives no GPU"
+    elif gpu.capability and archs and not runs(archs, gpu.capability):
+        reason = (
+            f"is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(archs)}"
         )
-    if (
-        gpu.capability
-        and machine.arch_list
-        and not runs(machine.arch_list, gpu.capability)
-    ):
-        return (
-            f"{gpu.name} is {sm(gpu.capability)}; {torch} has kernels only for {' '.join(machine.arch_list)}",
-            remedy,
-        )
-    needed = (
-        CUDA13_DRIVER if int(machine.torch_cuda.split(".")[0]) >= 13 else CUDA126_DRIVER
-    )
-    if driver < needed:
+    elif driver < needed:
+        reason = f"has driver {gpu.driver}; {torch} needs {needed} or newer"
         if "cu126" not in line or driver < CUDA126_DRIVER:
             remedy = f"install: an NVIDIA driver of version {needed} or newer"
-        return (
-            f"{gpu.name} has driver {gpu.driver}; {torch} needs {needed} or newer",
-            remedy,
-        )
-    cause = f": {machine.torch_error}" if machine.torch_error else ""
-    return f"{gpu.name} is here, but {torch} cannot start it{cause}", remedy
+    else:
+        cause = f": {machine.torch_error}" if machine.torch_error else ""
+        reason = f"is here, but {torch} cannot start it{cause}"
+    return f"{gpu.name} {reason}", remedy

@@ -338,7 +338,7 @@ class Session:
                 members = []
                 for point in cohorts.pop(0):
                     members.append(self._start(group, run, point))
-                    stack.enter_context(members[-1].workers)
+                    stack.callback(members[-1].workers.close)
                 starved = self._run_together(group, run, members)
             cohorts += [[member.point] for member in starved]
 

@@ -7,22 +7,25 @@ The stock templates fetch scripts from the network and know no alt text; the two
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import sys
 import tempfile
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from html import unescape
 from pathlib import Path
 
 import nbformat
-import papermill
-from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_core.paths import ENV_JUPYTER_PATH
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbconvert import HTMLExporter, MarkdownExporter
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 from traitlets.config import Config
 
 from . import theme
@@ -31,12 +34,7 @@ from .tables import FINDING, PAGE_HTML, inline_html
 from .templates import TEMPLATES
 
 PACKAGE = Path(__file__).resolve().parents[2]  # the folder that holds ringlab
-KERNEL = (
-    "ringlab-own"  # a name nobody else installs, so that no other kernel can shadow it
-)
-# What leads Jupyter to another's settings, and a kernel to another's figures.
-FOREIGN = ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "MPLBACKEND")
-ADDED_TAGS = {"injected-parameters", "papermill-error-cell-tag"}  # by papermill
+INJECTED = "injected-parameters"  # the tag of the cell that papermill adds
 MEASURED = "measured"  # of cells that show nothing without measurements
 DATA = ("samples.jsonl", "summary.csv", "manifest.json")
 for _logger in (
@@ -91,107 +89,70 @@ def execute(
     Raises NotebookFailed for a cell that raises, one that exceeds ``cell_timeout_s``
     seconds, or a kernel that dies; what the notebook got to is then kept as ``failed``.
     """
-    notebook = read(source)
+    read(source)
     failed.unlink(missing_ok=True)
-    with own_jupyter() as folder:
-        partial = folder / "notebook.ipynb"
+    notebook = parameterize_notebook(
+        load_notebook_node(str(source)), parameters, kernel_name="", language="python"
+    )
+    with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
+        kernel = AsyncKernelManager(
+            kernel_spec_manager=OwnKernel(), connection_file=f"{folder}/kernel.json"
+        )
+        client = NotebookClient(
+            notebook,
+            kernel,
+            timeout=cell_timeout_s,
+            resources={"metadata": {"path": str(cwd)}},
+        )
         try:
-            return papermill.execute_notebook(
-                notebook,
-                partial,
-                parameters,
-                kernel_name=KERNEL,
-                language="python",
-                cwd=cwd,
-                execution_timeout=cell_timeout_s,
-                progress_bar={
-                    "desc": source.stem,
-                    "leave": False,
-                    "disable": not sys.stderr.isatty(),
-                },
-            )
-        except papermill.PapermillExecutionError as error:
+            client.execute(env=_environment(folder), cleanup_kc=True)
+            return notebook
+        except CellExecutionError as error:
             failure = f"raised {error.ename}: {_line(error.evalue)}"
         except CellTimeoutError:
             failure = f"did not end within {cell_timeout_s} s"
         except DeadKernelError:
             failure = "killed its kernel (often: out of memory)"
-        except (
-            RuntimeError
-        ) as error:  # so says jupyter_client of a kernel that does not come up
+        except RuntimeError as error:  # of a kernel that does not come up
             raise NotebookFailed(f"{source.name}: {_line(error)}") from error
-        write(failed, partial.read_bytes())
-        raise NotebookFailed(f"{source.name}: {_where(read(partial))} {failure}")
+    write(failed, nbformat.writes(notebook))
+    raise NotebookFailed(f"{source.name}: {_where(notebook)} {failure}")
 
 
-@contextmanager
-def own_jupyter():
-    """Jupyter with a kernel of this interpreter, without what else is installed or set;
-    yields a temporary folder.
+class OwnKernel(KernelSpecManager):
+    """A kernel of this interpreter, whatever kernels are installed."""
 
-    Notebooks measure nothing in it: whoever runs them has done so.
+    def get_kernel_spec(self, name: str) -> KernelSpec:
+        options = "-f", "{connection_file}", "--log-level=CRITICAL"
+        argv = [sys.executable, "-m", "ipykernel_launcher", *options]
+        return KernelSpec(argv=argv, display_name="ringlab", language="python")
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """Of a kernel: this ringlab, wherever it starts, and no settings of others. It
+    measures nothing: whoever runs notebooks has done so.
     """
-    before = dict(os.environ)
-    with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
-        spec = Path(folder, "kernels", KERNEL, "kernel.json")
-        spec.parent.mkdir(parents=True)
-        argv = [
-            sys.executable,
-            "-m",
-            "ipykernel_launcher",
-            "-f",
-            "{connection_file}",
-            "--log-level=CRITICAL",
-        ]
-        spec.write_text(
-            json.dumps({"argv": argv, "display_name": "ringlab", "language": "python"})
-        )
-        paths = [
-            str(PACKAGE),
-            *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
-        ]
-        try:
-            for name in FOREIGN:
-                os.environ.pop(name, None)
-            os.environ.update(
-                JUPYTER_PREFER_ENV_PATH="1",
-                JUPYTER_PATH=folder,
-                JUPYTER_RUNTIME_DIR=f"{folder}/run",
-                IPYTHONDIR=f"{folder}/ipython",
-                PYDEVD_DISABLE_FILE_VALIDATION="1",
-                PYTHONPATH=os.pathsep.join(
-                    map(os.path.abspath, paths)
-                ),  # this ringlab, wherever the kernel starts
-            )
-            os.environ[NO_MEASURING] = "1"
-            yield Path(folder)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+    paths = [str(PACKAGE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    own = {
+        "IPYTHONDIR": f"{folder}/ipython",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, paths))),
+        NO_MEASURING: "1",
+    }
+    return {k: v for k, v in os.environ.items() if k != "MPLBACKEND"} | own
 
 
 def _where(notebook: nbformat.NotebookNode) -> str:
     """The last cell that ran, as a reader would name it: its number among the code
     cells, the nearest heading above.
     """
-    # papermill calls every cell completed, but only a started cell has a time.
-    started = [
-        i
-        for i, c in enumerate(notebook.cells)
-        if c.metadata.get("papermill", {}).get("start_time")
-    ]
-    cells = [
-        c
-        for c in notebook.cells[: max(started, default=0) + 1]
-        if not ADDED_TAGS & {*c.metadata.get("tags", ())}
-    ]
+    # Only a cell that started has a time.
+    started = [i for i, c in enumerate(notebook.cells) if c.metadata.get("execution")]
+    cells = notebook.cells[: max(started, default=0) + 1]
+    cells = [c for c in cells if INJECTED not in c.metadata.get("tags", ())]
     number = sum(c.cell_type == "code" for c in cells)
-    headings = [text for c in cells for _, text in _headings(c)]
-    return (
-        f"code cell {number} under {headings[-1]!r}"
-        if headings
-        else f"code cell {number}"
-    )
+    headings = [f" under {text!r}" for c in cells for _, text in _headings(c)]
+    return f"code cell {number}{''.join(headings[-1:])}"
 
 
 def _line(text: str, limit: int = 300) -> str:
@@ -215,50 +176,39 @@ def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Pa
         if any(map(_nameless, cell.get("outputs", ()))):
             why = f"cell {i} shows an image without alt text; use ringlab.report.figures.show"
             raise NotebookFailed(f"{page.name}.ipynb: {why}")
-    if page.computed:
-        cells = notebook.cells
-        notebook.cells = [
-            c for c in cells if MEASURED not in c.metadata.get("tags", ())
-        ]
-    title = title_of(notebook)
-    sections = [
-        c for c in notebook.cells if any(level == 2 for level, _ in _headings(c))
+    hidden = MEASURED if page.computed else INJECTED
+    notebook.cells = [
+        c for c in notebook.cells if hidden not in c.metadata.get("tags", ())
     ]
-    if sections:
-        sections[0].metadata["first_section"] = True  # the contents go before it
-    about = asdict(page) | {"title": title, "css": css()}
-    about["contents"] = [
-        (text, slug(text))
-        for c in sections
-        for level, text in _headings(c)
-        if level == 2
-    ]
-    about["files"] = [
-        ("This page as HTML", f"{page.name}.html"),
-        ("This page as Markdown", f"{page.name}.md"),
-    ]
-    about["files"] += [
-        (name, f"data/{name}") for name in (DATA[-1:] if page.computed else DATA)
-    ]
-    with own_jupyter():
-        html, _ = _exporter("html").from_notebook_node(
-            notebook, resources={"ringlab": about}
-        )
-        resources = {
-            "ringlab": about,
-            "output_files_dir": "figures",
-            "unique_key": page.name,
-        }
-        text, resources = _exporter("markdown").from_notebook_node(
-            notebook, resources=resources
-        )
-    figures = [
-        write(folder / name, data) for name, data in resources["outputs"].items()
-    ]
+    contents = []
+    for cell in notebook.cells:
+        sections = [text for level, text in _headings(cell) if level == 2]
+        # The contents go before the first section.
+        cell.metadata["first_section"] = bool(sections and not contents)
+        contents += [(text, slug(text)) for text in sections]
+    data = DATA[-1:] if page.computed else DATA
+    resources = {
+        "output_files_dir": "figures",
+        "unique_key": page.name,
+        "ringlab": asdict(page)
+        | {
+            "title": title_of(notebook),
+            "css": css(),
+            "contents": contents,
+            "files": [
+                ("This page as HTML", f"{page.name}.html"),
+                ("This page as Markdown", f"{page.name}.md"),
+                *((name, f"data/{name}") for name in data),
+            ],
+        },
+    }
+    html, _ = _exporter("html").from_notebook_node(notebook, resources)
+    text, resources = _exporter("markdown").from_notebook_node(notebook, resources)
+    figures = resources["outputs"].items()
     return [
         write(folder / f"{page.name}.html", html),
         write(folder / f"{page.name}.md", tidy(text)),
-        *figures,
+        *(write(folder / name, data) for name, data in figures),
     ]
 
 
@@ -361,31 +311,23 @@ def _exporter(kind: str):
     config.TemplateExporter.extra_template_basedirs = [str(TEMPLATES / kind)]
     config.TemplateExporter.exclude_input = True
     config.TagRemovePreprocessor.enabled = True
-    config.TagRemovePreprocessor.remove_cell_tags = {
-        "parameters",
-        "points",
-        *ADDED_TAGS,
-    }
+    config.TagRemovePreprocessor.remove_cell_tags = {"parameters", "points", INJECTED}
+    config.HTMLExporter.exclude_anchor_links = True
+    config.ExtractOutputPreprocessor.extract_output_types = {"image/png"}
+    shown = "text/markdown", "image/png", "text/plain"
+    if kind == "html":
+        shown = PAGE_HTML, "text/html", "image/svg+xml", "image/png", *shown[::2]
+    config.NbConvertBase.display_data_priority = [*shown]
     filters = {
         "named_headings": _named_headings,
         "inline": theme.inline,
         "marked": inline_html,
     }
-    if kind == "html":
-        config.HTMLExporter.exclude_anchor_links = True
-        config.NbConvertBase.display_data_priority = [
-            PAGE_HTML,
-            "text/html",
-            "image/svg+xml",
-            "image/png",
-            "text/markdown",
-            "text/plain",
-        ]
-        return HTMLExporter(config=config, template_name="report", filters=filters)
-    config.ExtractOutputPreprocessor.extract_output_types = {"image/png"}
-    config.NbConvertBase.display_data_priority = [
-        "text/markdown",
-        "image/png",
-        "text/plain",
-    ]
-    return MarkdownExporter(config=config, template_name="report", filters=filters)
+    exporter = {"html": HTMLExporter, "markdown": MarkdownExporter}[kind]
+
+    class Exporter(exporter):
+        def get_prefix_root_dirs(self) -> list[str]:
+            """Where the templates lie on which ours build: first beside nbconvert."""
+            return [*ENV_JUPYTER_PATH, *super().get_prefix_root_dirs()]
+
+    return Exporter(config=config, template_name="report", filters=filters)
