@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import product
@@ -22,11 +22,12 @@ from . import __version__, hardware, measure
 from .advise import NEEDS, SECONDS, advise, columns, dtype_name
 from .checks import check_choice, parse_bytes, parse_count, parse_counts, parse_dtype
 from .cost import PASSES, format_bytes, format_seconds
-from .estimate import NETWORK_REMOVED, SHAPE, Estimate, estimate, longest
+from .estimate import NETWORK_REMOVED, SHAPE, estimate, longest
 from .kernels import triton_config
 from .measure import suites
 from .patterns import Pattern, from_dict
 from .presets import NAMED, ladder, named
+from .report import templates
 from .report.evidence import learned, stored
 from .report.places import ReportError, UsageError, plan, reports_folder
 
@@ -586,59 +587,18 @@ def _estimate(given) -> None:
         f"{pattern}, {dtype_name(dtype)}{', causal' if given.causal else ''}, {given.passes}, on {profile.title}"
     )
     if found:
-        print(*_estimate_lines(found, given.seq_len, budget), sep="\n")
+        unknown = [name for name in ("compute", "memory") if name not in found.bounds]
+        unknown += ["network"] * (bool(found.sent) and "network" not in found.bounds)
+        templates.ENVIRONMENT.filters |= {
+            "bytes": format_bytes,
+            "seconds": format_seconds,
+        }
+        call = {"seq_len": given.seq_len, "budget": budget, "unknown": unknown}
+        print(*templates.lines_of("estimate", e=found, **call), sep="\n")
     if most:
         print(
             f"longest    {most:,} tokens in {format_bytes(budget)} a rank, of attention alone"
         )
-
-
-def _estimate_lines(found: Estimate, seq_len: int, budget: int | None) -> Iterator[str]:
-    """An Estimate for people; ``budget`` is the memory that there is, None where it is
-    not known.
-    """
-    ranks = f" on {found.ranks} ranks by {found.scheme}" if found.scheme else ""
-    cost, sent = found.cost, sorted(found.sent.items())
-    fits = ""
-    if budget is not None and (found.peak_bytes > budget or not found.at_least):
-        fits = f", which {'fits' if found.peak_bytes <= budget else 'does not fit'} {format_bytes(budget)}"
-    yield (
-        f"work       {seq_len:,} tokens{ranks}: {cost.flops / 1e9:,.1f} GFLOP of use, "
-        f"{cost.folded_flops / 1e9:,.1f} to compute, {format_bytes(cost.floor_bytes)} of inputs and results"
-    )
-    at_least = f", at least: {found.at_least}" if found.at_least else ""
-    yield f"memory     {format_bytes(found.peak_bytes)} a rank{fits}{at_least}"
-    yield from (
-        f"  {part:<10} {format_bytes(held):>10}"
-        for part, held in found.parts.items()
-        if held
-    )
-    if found.cache_bytes is not None:
-        yield f"cache      {format_bytes(found.cache_bytes)} a rank to generate, by ringlab.KVCache"
-    if found.ranks > 1:
-        total = format_bytes(sum(nbytes for _, nbytes in sent))
-        yield f"sent       {total} in all" + (
-            "" if sent else ": no rank needs rows of another"
-        )
-        yield from (
-            f"  {a} to {b:<5} {format_bytes(nbytes):>10}" for (a, b), nbytes in sent
-        )
-    known = ", ".join(
-        f"{name} {format_seconds(seconds)}" for name, seconds in found.bounds.items()
-    )
-    said = (
-        f"at least {format_seconds(found.bound_s)}, by {found.binds}: {known}"
-        if known
-        else "no bound"
-    )
-    unknown = [
-        name
-        for name in ("compute", "memory", *["network"] * bool(sent))
-        if name not in found.bounds
-    ]
-    yield f"time       {said}" + (
-        f"; no rate known for {', '.join(unknown)}" if unknown else ""
-    )
 
 
 def _advise(given) -> None:

@@ -41,6 +41,7 @@ from .places import UsageError, note
 from .rows import DEFAULTS
 from .study import Study, settle
 from .tables import Table, cell, interval, number, size
+from .templates import lines_of
 
 CAUSES = {  # what is said where rows of two runs differ in it
     "engine": "other code",
@@ -465,54 +466,29 @@ def _name(result) -> str:
     return point.label()
 
 
-def _summary(comparison: Comparison) -> Iterable[str]:
+def _summary(comparison: Comparison) -> list[str]:
     """The verdict in one line, then what it rests on."""
     sides, timed = (comparison.first, comparison.second), comparison.timed
-    first, second = (side.name for side in sides)
-    verdicts = Counter(pair.verdict for pair in timed)
     left = Counter(pair.reason for pair in comparison.pairs if pair.reason)
-    left += Counter(comparison.only)
-    counts = [f"{verdicts[x]} {x}" for x in ("slower", "faster", "within noise")]
-    why = "; ".join(f"{n} {reason}" for reason, n in left.most_common(SHOWN))
-    yield (
-        f"{first} beside {second}: {', '.join(counts)}, of {len(timed)} rows; "
-        f"{left.total()} left out{why and f' ({why})'}"
+    ratios = [pair.ratio.value for pair in timed]
+    return lines_of(
+        "comparison",
+        comparison=comparison,
+        first=sides[0].name,
+        second=sides[1].name,
+        rows=len(timed),
+        verdicts=Counter(pair.verdict for pair in timed),
+        left=left + Counter(comparison.only),
+        causes=[
+            f"{cause} ({' and '.join(', '.join(side.values(name)) for side in sides)})"
+            for name, cause in CAUSES.items()
+            if not alike(*sides, name)
+        ],
+        drifts=[math.exp(x) for x in sorted(comparison.drifts.values())],
+        known=comparison.df,
+        change=SEEN,
+        mean=geometric_mean(ratios or [1.0]),
     )
-    causes = [
-        f"{cause} ({' and '.join(', '.join(side.values(name)) for side in sides)})"
-        for name, cause in CAUSES.items()
-        if not alike(*sides, name)
-    ]
-    if causes:
-        yield f"Between the two: {'; '.join(causes)}."
-    else:
-        differ = verdicts["slower"] or verdicts["faster"]
-        rest = ": what differs is the machine's state, or chance" if differ else ""
-        yield f"The same code, machine, threads and versions{rest}."
-    if timed:
-        yield _known(comparison)
-        mean = geometric_mean(pair.ratio.value for pair in timed)
-        yield (
-            f"In {comparison.seen} of {len(timed)} rows a time {SEEN:g} times as long would be seen. "
-            f"Geometric mean of {first} / {second}: {number(mean)}."
-        )
-    if whole := comparison.whole:
-        value, low, high = whole
-        word = "within noise" if low <= 1 <= high else "slower" if low > 1 else "faster"
-        yield (
-            f"As a whole, beside the drift of each group, {first} took {number(value)} times as long "
-            f"({interval(low, high)}): {word}."
-        )
-
-
-def _known(comparison: Comparison) -> str:
-    """What counts as noise."""
-    drift = "drift unknown (no anchors of both), from group to group in its place"
-    if drifts := [number(math.exp(x)) for x in sorted(comparison.drifts.values())]:
-        drift = f"anchors took {drifts[0]} to {drifts[-1]} times as long"
-    scatter = number(100 * comparison.scatter, 2)
-    by = f"by {scatter} %" if comparison.df else "unknown"
-    return f"Within noise: {drift}; scatter of the same work {by}."
 
 
 def worse(
@@ -523,18 +499,18 @@ def worse(
     """
     if comparison.same:
         return "same rows: nothing checked"
-    base, count = comparison.second.name, len(comparison.pairs)
-    verdict = (
-        f"check passed: of {len(comparison.timed)} rows none is significantly slower than {base} by more than "
-        f"{100 * tolerance:.3g} %, of {count} none fails newly or needs more bytes"
+    named = [(f"{x.first.group}: {_name(x.first)}", why) for x, why in failures]
+    verdict = lines_of(
+        "check",
+        failures=named[:SHOWN],
+        worse=len({id(pair) for pair, _ in failures}),
+        count=len(comparison.pairs),
+        timed=len(comparison.timed),
+        base=comparison.second.name,
+        tolerance=tolerance,
     )
-    if rows := len({id(pair) for pair, _ in failures}):
-        verdict = f"check FAILED: {rows} of {count} rows are worse than {base}:"
-    lines = [
-        f"  {x.first.group}: {_name(x.first)}: {why}" for x, why in failures[:SHOWN]
-    ]
     more = _more(len(failures) - SHOWN)
-    return "\n".join([verdict, *lines, *more, *_summary(comparison)])
+    return "\n".join([*verdict, *more, *_summary(comparison)])
 
 
 def aligned(table: Table) -> str:

@@ -176,10 +176,11 @@ def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Pa
         if any(map(_nameless, cell.get("outputs", ()))):
             why = f"cell {i} shows an image without alt text; use ringlab.report.figures.show"
             raise NotebookFailed(f"{page.name}.ipynb: {why}")
-    hidden = MEASURED if page.computed else INJECTED
-    notebook.cells = [
-        c for c in notebook.cells if hidden not in c.metadata.get("tags", ())
-    ]
+    if page.computed:
+        cells = notebook.cells
+        notebook.cells = [
+            c for c in cells if MEASURED not in c.metadata.get("tags", ())
+        ]
     contents = []
     for cell in notebook.cells:
         sections = [text for level, text in _headings(cell) if level == 2]

@@ -331,3 +331,4 @@ def size(nbytes: float | None) -> str:
 
 
 ENVIRONMENT.filters |= {"marked": inline_html, "text": markdown_text, "some": some}
+ENVIRONMENT.filters |= {"number": number, "interval": interval}
