@@ -435,7 +435,8 @@ def _compare(given) -> int:
     """Print two sides, the verdict first; with a tolerance the rows that are worse, and
     FAILED if there is one.
     """
-    reports, tolerance = given.reports or reports_folder(), vars(given).get("tolerance")
+    reports = given.reports or reports_folder()
+    tolerance = vars(given).get("tolerance")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
     if find_spec("scipy") is None:
@@ -447,7 +448,9 @@ def _compare(given) -> int:
     first = hardware.match(hardware.detect()) if given.first == "auto" else given.first
     sides = compare.read_side(first, reports), compare.read_side(given.second, reports)
     if tolerance is None:
-        found, failures, parts = compare.compare(*sides), [], []
+        found = compare.compare(*sides)
+        failures = []
+        parts = []
     else:
         found, failures = compare.check(*sides, tolerance)
         parts = [compare.worse(found, failures, tolerance)]
@@ -458,7 +461,8 @@ def _compare(given) -> int:
 
 
 def _profiles(given) -> None:
-    machine, rows = hardware.detect(), []
+    machine = hardware.detect()
+    rows = []
     for name, profile in hardware.profiles().items():
         runnable, why = profile.runnable(machine)
         here = profile.on(machine)
@@ -491,7 +495,8 @@ def _profiles(given) -> None:
 def _measure(given) -> None:
     check_choice("suite", given.suite, ("all", *suites.SUITES))
     asked_for = suites.SUITES if given.suite == "all" else [given.suite]
-    machine, folders = hardware.detect(), (reports_folder(), given.data or "")
+    machine = hardware.detect()
+    folders = (reports_folder(), given.data or "")
     asked = plan(given.profile, machine, *folders, strict=True)
     groups = [g for name in asked_for for g in suites.SUITES[name](asked.profile)]
     if not groups:
@@ -511,7 +516,8 @@ def _measure(given) -> None:
 
 def _pattern_of(given) -> Pattern | str:
     """The pattern that the options name, or "auto"; ValueError for none."""
-    name, in_json = given.pattern, given.pattern.lstrip().startswith("{")
+    name = given.pattern
+    in_json = given.pattern.lstrip().startswith("{")
     options = {
         option: value
         for option in PATTERN_OPTIONS
@@ -636,7 +642,8 @@ def _tune(given) -> None:
         raise ValueError(
             f"the tile sizes for {profile.name} were measured: no need to tune"
         )
-    dtype, pattern = given.dtype or profile.default_dtype(), ladder(16384)
+    dtype = given.dtype or profile.default_dtype()
+    pattern = ladder(16384)
     form = {"device": "cuda", "dtype": dtype}
     for head_dim, causal, group in product((64, 128), (False, True), (1, 2, 4, 8)):
         q = torch.randn(1, 16384, 16, head_dim, **form)

@@ -122,7 +122,8 @@ class Probe:
                     capability = None if torch.version.hip else (p.major, p.minor)
                     gpus.append(Gpu(p.name, capability, p.total_memory))
             except (RuntimeError, AssertionError) as failure:
-                gpus, error = [], failure
+                gpus = []
+                error = failure
         if warned and not gpus:
             error = error or warned[-1].message
         return gpus, {
@@ -216,7 +217,8 @@ def _smi_gpus(probe: Probe) -> list[Gpu]:
             continue
         name, capability, memory, uuid, driver, clock = cells
         pair = re.fullmatch(r"(\d+)\.(\d+)", capability)
-        nbytes, hertz = _number(memory, 2**20), _number(clock, 1e6)
+        nbytes = _number(memory, 2**20)
+        hertz = _number(clock, 1e6)
         if pair or nbytes:  # text that is no answer must not become a GPU
             pair = pair and (int(pair[1]), int(pair[2]))
             listed.append((uuid, Gpu(name, pair, nbytes, driver, hertz)))
@@ -254,10 +256,8 @@ def _cgroup(
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        base, name = (
-            f"/sys/fs/cgroup/{controllers}",
-            v1_name if controllers else v2_name,
-        )
+        base = f"/sys/fs/cgroup/{controllers}"
+        name = v1_name if controllers else v2_name
         for group in (Path(path), *Path(path).parents):
             directory = f"{base.rstrip('/')}{group}".rstrip("/")
             if (text := read(f"{directory}/{name}")) is not None:
@@ -292,7 +292,8 @@ def _cache_bytes(read: Read, cores: set[int]) -> int | None:
     for core in cores:
         for index in range(8):
             folder = f"/sys/devices/system/cpu/cpu{core}/cache/index{index}"
-            size, shared = read(f"{folder}/size"), read(f"{folder}/shared_cpu_list")
+            size = read(f"{folder}/size")
+            shared = read(f"{folder}/shared_cpu_list")
             if not (size and shared):
                 break
             last[core] = shared, int(size.strip().removesuffix("K"))
@@ -340,7 +341,8 @@ def measure_cpu_peaks(dtype: str = "float32") -> Peaks:
     names = {dtype} if dtype in ("float32", "float64") else {"float32", dtype}
     # No cache holds the buffer for DRAM: it has four times the size of the last level,
     # at most 1/32 of the memory.
-    cache, memory = machine.cache_bytes or 2**25, machine.ram_bytes or 2**33
+    cache = machine.cache_bytes or 2**25
+    memory = machine.ram_bytes or 2**33
     buffer = min(4 * cache, 2**28, memory // 32)
     each_s = MATMUL_S / len(names)
     with torch.no_grad():
@@ -356,7 +358,8 @@ def measure_cpu_peaks(dtype: str = "float32") -> Peaks:
 
 def _best_seconds(call: Callable[[], object], budget_s: float) -> float:
     """Return the shortest of as many calls as fit the budget, at least one."""
-    best, end = math.inf, time.perf_counter() + budget_s
+    best = math.inf
+    end = time.perf_counter() + budget_s
     while best == math.inf or time.perf_counter() + best < end:
         start = time.perf_counter()
         call()

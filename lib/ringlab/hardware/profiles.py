@@ -409,12 +409,11 @@ def obstacle(machine: Machine) -> tuple[str, str] | None:
     """
     if not machine.gpus or machine.device == "cuda":
         return None
-    gpu, torch, archs = (
-        machine.gpus[0],
-        f"this torch ({machine.torch})",
-        machine.arch_list,
-    )
-    line, driver = install_line(gpu.capability, gpu.driver), driver_major(gpu.driver)
+    gpu = machine.gpus[0]
+    torch = f"this torch ({machine.torch})"
+    archs = machine.arch_list
+    line = install_line(gpu.capability, gpu.driver)
+    driver = driver_major(gpu.driver)
     remedy = line if line.startswith("no ") else f"install: {line}"
     if gpu.capability is None:
         remedy += f" (a card older than Turing: {install_line((7, 0))})"

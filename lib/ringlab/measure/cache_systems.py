@@ -54,7 +54,9 @@ class Plans(Output):
     """
 
     def __init__(self, plans, show: Callable[..., dict[str, Tensor]], **counted: int):
-        self.plans, self.show, self.counted = plans, show, counted
+        self.plans = plans
+        self.show = show
+        self.counted = counted
 
     def named(self) -> dict[str, Tensor]:
         return self.show(self.plans)
@@ -76,13 +78,15 @@ class PlanBuild(Uncosted):
         self.kernel = choose_kernel(point, device).kernel
         self.cache = PatternCache()
         self.key = self.pattern, point.seq_len, point.heads, point.kv_heads
-        self.make, self.execute = make_plan, execute.forward
+        self.make = make_plan
+        self.execute = execute.forward
         if isinstance(self.pattern, BlockSparse):
             self.key += point.causal, self.options.get("blocks", "views")
             self.make = blocks.make_plan
         elif self.options.get("gather"):
             self.key += (self.device,)
-            self.make, self.execute = gather.gather_indices, gather.forward
+            self.make = gather.gather_indices
+            self.execute = gather.forward
 
     def run(self, inputs) -> Output:
         if not self.options.get("warm", True):
@@ -146,7 +150,8 @@ class CacheWorkload(Uncosted):
     def run(self, inputs) -> Output:
         cache = PatternCache(int(self.options.get("max_mb", 64) * 2**20))
         plans = [cache.get(x, lambda x=x: blocks.make_plan(*x)) for x in self.lookups]
-        stats, names = cache.stats(), ("hits", "misses", "evictions", "bytes")
+        stats = cache.stats()
+        names = ("hits", "misses", "evictions", "bytes")
         counted = {f"cache_{name}": getattr(stats, name) for name in names}
         return Plans(plans, self.wrong, **counted)
 

@@ -51,7 +51,9 @@ class Generation(System):
         if not point.causal or point.passes != "fwd":
             raise Refused("generation is causal and has no backward")
         super().__init__(point, device)
-        b, n, d = point.batch, point.seq_len, point.head_dim
+        b = point.batch
+        n = point.seq_len
+        d = point.head_dim
         self.seen = visible(self.pattern, n, point.heads, point.kv_heads)
         pairs, distinct = (b * int(m.sum()) for m in (self.seen, self.seen > 0))
         # (kv_heads, group, STEPS, n + STEPS): a row is read if a head of the group sees it
@@ -78,7 +80,8 @@ class Generation(System):
         return [q, k, v]
 
     def run(self, inputs: list[Tensor]) -> Output:
-        n, call = self.point.seq_len, {"causal": True, "cache": self.cache}
+        n = self.point.seq_len
+        call = {"causal": True, "cache": self.cache}
         steps = zip(*(t[:, -STEPS:].split(1, 1) for t in inputs))  # q, k, v of each
         with torch.no_grad():
             out = torch.cat([attention(*qkv, self.pattern, **call) for qkv in steps], 1)

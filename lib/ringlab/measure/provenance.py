@@ -141,10 +141,8 @@ def machine_id() -> str:
     Its processor and GPUs are part of the name: machines started from one image share
     the rest.
     """
-    name, node = (
-        (hardware.Probe().read("/etc/machine-id") or "").strip(),
-        uuid.getnode(),
-    )
+    name = (hardware.Probe().read("/etc/machine-id") or "").strip()
+    node = uuid.getnode()
     if not name:  # getnode() without a network card is random, and then has its lowest bit of the first octet set
         name = f"{node:x}" if not node >> 40 & 1 else platform.node()
     found = hardware.detect()
@@ -182,7 +180,8 @@ def threads() -> int:
     """The physical cores that this process may run on, at most what its control group
     grants: one thread each.
     """
-    probe, quota = hardware.Probe(), hardware.detect().cpu_quota
+    probe = hardware.Probe()
+    quota = hardware.detect().cpu_quota
     path = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     siblings = {
         (probe.read(path.format(core)) or str(core)).strip()

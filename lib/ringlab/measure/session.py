@@ -75,7 +75,8 @@ class CpuContention:
         def others() -> float:
             return busy_seconds() - time.process_time() - workers()
 
-        begin, before = self.clock(), others()
+        begin = self.clock()
+        before = others()
         yield
         self.wall_s += self.clock() - begin
         self.others_s += others() - before
@@ -120,7 +121,8 @@ class Progress:
             warn(text)
 
     def left(self) -> str:
-        points, seconds = self.done + PRIOR_POINTS, self.clock() - self.start + PRIOR_S
+        points = self.done + PRIOR_POINTS
+        seconds = self.clock() - self.start + PRIOR_S
         left = max(0.0, self.total - self.done) * seconds / points
         return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
 
@@ -325,7 +327,8 @@ class Session:
             self.store.append(kind="run", run=run.name, group=group.name, **origin)
         most = 1  # points whose processes live at the same time
         if group.interleave:
-            most, memory = len(points), self.here["device_memory_bytes"]
+            most = len(points)
+            memory = self.here["device_memory_bytes"]
             if self.device == "cuda" and memory:
                 most = max(2, int(0.6 * memory / CONTEXT_BYTES))
         cohorts = [points[i : i + most] for i in range(0, len(points), most)]
@@ -346,7 +349,8 @@ class Session:
         """Start a point's processes; on a GPU, where it takes seconds, those of a group
         build their systems at once.
         """
-        ranks, threads = point.world_size, max(1, self.threads // group.ranks)
+        ranks = point.world_size
+        threads = max(1, self.threads // group.ranks)
         early = self.device == "cuda" and ranks == 1
         own = {"point": point.to_dict(), "early": early, "threads": threads}
         workers = self.start(self.settings | own, ranks)
@@ -394,7 +398,8 @@ class Session:
             start = self.clock()
             turn = run.rounds % len(waiting)  # each comes first in some round
             for member in waiting[turn:] + waiting[:turn]:
-                row, number = member.row, len(member.samples) + 1
+                row = member.row
+                number = len(member.samples) + 1
                 share = 0.0 if more else (1 - PREPARED) / member.rounds
                 text = f"{group.name}: {'more of what is unstable' if more else f'round {number} of {member.rounds}'}"
                 with others.watched(lambda row=row: row["cpu_s"]):
@@ -436,7 +441,8 @@ class Session:
         """Send one command to a point's processes; the reply goes into its row, and a
         failure ends the point.
         """
-        start, left = self.clock(), max(0.0, self.timeout_s - member.spent)
+        start = self.clock()
+        left = max(0.0, self.timeout_s - member.spent)
         reply = member.workers.ask(command, left, **arguments)
         member.spent += self.clock() - start
         member.row |= reply
@@ -492,7 +498,8 @@ class Session:
             if m.point.system == "sgemm" and m.samples and m.alive
         ]
         for member in members:
-            point, row = member.point, member.row
+            point = member.point
+            row = member.row
             if group.ranks > 1:
                 oversubscribed = point.world_size > self.threads
                 known = {"threads": member.threads, "oversubscribed": oversubscribed}
@@ -521,7 +528,8 @@ class Session:
 
     def _statistics(self, member: Member, rate: float | None, crowded: bool) -> dict:
         """Of the samples of a point, with its roofline."""
-        cost, point = Cost(**member.row["cost"]), member.point
+        cost = Cost(**member.row["cost"])
+        point = member.point
         times = summary([*member.samples.values()])
         gpus = point.world_size if self.device == "cuda" else 1  # a CPU has one rate
         own = {x: getattr(cost, x) // gpus for x in ("folded_flops", "floor_bytes")}

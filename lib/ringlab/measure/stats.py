@@ -178,7 +178,8 @@ def ratio(a, b) -> Ratio:
     # The interval of a difference from those of its parts: Zou and Donner 2008.
     down = math.hypot(median(top) - low, most - median(bottom))
     up = math.hypot(high - median(top), median(bottom) - least)
-    low, high = math.exp(value - down), math.exp(value + up)
+    low = math.exp(value - down)
+    high = math.exp(value + up)
     return Ratio(
         math.exp(value),
         low,

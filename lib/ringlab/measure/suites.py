@@ -498,7 +498,8 @@ def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[G
         if n <= RUNG_TOKENS:  # in less than a tenth of a second
             points.append(dense(point))
         # At the longest the copying form needs the whole memory.
-        title, turns = f"{RUNGS_BY_LENGTH}, {n:,} tokens", n < max(RUNG_LONGER)
+        title = f"{RUNGS_BY_LENGTH}, {n:,} tokens"
+        turns = n < max(RUNG_LONGER)
         groups.append(Group(title, points, interleave=turns))
     for name in ("forward", "forward and backward"):
         point = first.but(pattern=RUNG_MASK, **RUNG_PASSES[name])
@@ -517,7 +518,8 @@ def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[G
 
 def _beside_fa4(first: Point, ways: Callable) -> list[Group]:
     """The branches and the ladder by head_dim and pass, and dense attention."""
-    groups, dense_calls = [], []
+    groups = []
+    dense_calls = []
     patterns = {"branches": RUNG_PATTERN, "a ladder": ladder(RUNG_TOKENS)}
     cudnn, fa4 = ({"backend": name} for name in ("cudnn", FA4))
     for head_dim, (name, passes) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):

@@ -99,7 +99,8 @@ class System:
     divided_by = 1  # a documented factor, which the check undoes
 
     def __init__(self, point: Point, device, forward: Callable = None, pattern=None):
-        self.point, self.device = point, torch.device(device)
+        self.point = point
+        self.device = torch.device(device)
         if forward is not None:
             self.forward = forward
         self.dtype = getattr(torch, point.dtype)
@@ -164,7 +165,8 @@ class System:
             if t.shape != shapes[name] or name != "lse" and t.dtype != q.dtype
         }
         if not errors:
-            seed, lse = int(self.point.id[:8], 16), results.get("lse")
+            seed = int(self.point.id[:8], 16)
+            lse = results.get("lse")
             options = {"causal": causal, "samples": SAMPLED, "seed": seed}
             errors = reference.sampled_errors(
                 q, k, v, self.pattern, out=results["out"], lse=lse, **options
@@ -183,7 +185,8 @@ class System:
         softmax of many queries.
         """
         shape = {"heads": self.point.heads, "kv_heads": self.point.kv_heads}
-        group, kv_heads = shape["heads"] // shape["kv_heads"], shape["kv_heads"]
+        group = shape["heads"] // shape["kv_heads"]
+        kv_heads = shape["kv_heads"]
         few = min(GRADIENT_KV_HEADS, kv_heads)
         first = seed % (kv_heads - few + 1)
 
@@ -243,8 +246,10 @@ class Sharded:
     """
 
     def __init__(self, system: System):
-        self.system, self.point = system, system.point
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.system = system
+        self.point = system.point
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
         n = self.point.seq_len
         with refusing():
             named = dict(self.point.options).get("layout", "contiguous")
@@ -275,7 +280,8 @@ class Sharded:
 
     def check(self, inputs: list[Tensor], output: Output) -> Checked:
         """(errors, tolerance) of all ranks' output, gathered and checked on rank 0."""
-        outputs, checked = [None] * self.ranks if self.rank == 0 else None, [None]
+        outputs = [None] * self.ranks if self.rank == 0 else None
+        checked = [None]
         count_step()
         shards = {name: t.detach().cpu() for name, t in output.named().items()}
         dist.gather_object(shards, outputs)
@@ -304,7 +310,10 @@ class Sharded:
         """What this rank sent in its first call, and the bytes that its scheme plans
         (None without a scheme).
         """
-        system, scheme, planned, p = self.system, self.system.scheme, None, self.point
+        system = self.system
+        scheme = self.system.scheme
+        planned = None
+        p = self.point
         if scheme is not None:
             problem = Problem(
                 system.pattern, self.layout, p.causal, p.heads, p.kv_heads
@@ -409,7 +418,8 @@ def copying(point: Point, device) -> System:
     scatters, then mixes.
     """
     parse_options(point)
-    pattern, kernel = pattern_of(point), choose_kernel(point, device).kernel
+    pattern = pattern_of(point)
+    kernel = choose_kernel(point, device).kernel
 
     def forward(*qkv):
         return copying_attention(*qkv, pattern, point.causal, kernel), None
@@ -437,7 +447,8 @@ class ContiguousSegments(System):
                 )
             choose_kernel(point, device, backend)
             self.limited = partial(sdpa_kernel, TORCHS[backend])
-        pattern, m = pattern_of(point), point.seq_len
+        pattern = pattern_of(point)
+        m = point.seq_len
         if isinstance(pattern, patterns.Dilated):
             m = pattern.segment_lengths[0] // pattern.dilation_rates[0]
         if point.seq_len % m or point.kv_heads != point.heads:
@@ -537,7 +548,9 @@ def copying_attention(q, k, v, pattern, causal: bool, kernel) -> Tensor:
     """out (b, n, h, d) of q (b, n, h, d), k, v (b, n, h_kv, d); ``kernel`` from
     ringlab.kernels, scale 1 / sqrt(d).
     """
-    n, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+    n = q.shape[1]
+    heads = q.shape[2]
+    kv_heads = k.shape[2]
     each = pattern.branches(n, heads, kv_heads)
     branches = [calls_of(branch, n, heads) for branch in each]
     if kv_heads < heads:
@@ -549,8 +562,11 @@ class _Copying(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, branches, causal, kernel):
         b, n, h, d = q.shape
-        scale, wide = d**-0.5, torch.promote_types(q.dtype, torch.float32)
-        outs, lses, kept = [], [], []
+        scale = d**-0.5
+        wide = torch.promote_types(q.dtype, torch.float32)
+        outs = []
+        lses = []
+        kept = []
         for parts in branches:
             out = torch.zeros_like(q)
             lse = torch.full((b, n, h), UNSEEN, dtype=wide, device=q.device)
@@ -584,7 +600,8 @@ class _Copying(torch.autograd.Function):
             for part in parts:
                 *rows, l = kept[:4]
                 del kept[:4]
-                d_rows, out = _take(d_branch, part), _take(mixed, part)
+                d_rows = _take(d_branch, part)
+                out = _take(mixed, part)
                 parts = kernel.backward(d_rows, *rows, out, l, causal, scale)
                 for t, values in zip(full, parts):
                     _put(t, part, values)
@@ -608,7 +625,8 @@ def flex(point: Point, device) -> System:
         raise NotImplementedError(
             "flex is measured forward alone: its backward is that of views"
         )
-    d, dtype = point.head_dim, getattr(torch, point.dtype)
+    d = point.head_dim
+    dtype = getattr(torch, point.dtype)
     if why := torch_sparse.refusal(device, dtype, d, pattern.block_size):
         raise NotImplementedError(f"FlexAttention {why}")
     mask = torch_sparse.flex_prepare(pattern, point.seq_len, point.causal, device)
@@ -754,7 +772,8 @@ def published(point: Point, device) -> System:
             call = {"scheme": module.scheme, "layout": layout} | {
                 "group": dist.group.WORLD
             }
-            module._ranks, system.layout = lambda rows: call, layout
+            module._ranks = lambda rows: call
+            system.layout = layout
         positions = torch.cat([*map(layout.positions, range(layout.ranks))])
         system.as_bnhd = lambda t: t[:, positions.to(device)]
     return system

@@ -131,11 +131,9 @@ class Bounds:
     def __init__(
         self, device: str, profile: str | None, probe: Callable[[list[str]], dict]
     ):
-        self.machine, self.on_gpu, self.probe = (
-            hardware.detect(),
-            device == "cuda",
-            probe,
-        )
+        self.machine = hardware.detect()
+        self.on_gpu = device == "cuda"
+        self.probe = probe
         self.profile = (
             hardware.get_profile(profile).on(self.machine)
             if profile and self.on_gpu
@@ -197,7 +195,8 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
     a view, both without what a cache builds once. And what the system itself counted.
     """
     gc.collect()
-    floor, on_gpu = system.cost.floor_bytes, device.type == "cuda"
+    floor = system.cost.floor_bytes
+    on_gpu = device.type == "cuda"
     before = (
         torch.cuda.memory_allocated(device) if on_gpu else tracking.resident_bytes()
     )

@@ -35,10 +35,8 @@ def objection(result) -> str:
             return f"suspect: {name} was checked against no bound"
         if not error <= bound:
             return f"incorrect: {name} is off by {error:.1e}, allowed {bound:.1e}"
-    peak, floor = (
-        result.memory.get("tracked_peak_bytes"),
-        result.memory.get("floor_bytes"),
-    )
+    peak = result.memory.get("tracked_peak_bytes")
+    floor = result.memory.get("floor_bytes")
     if peak and floor and peak < floor:
         return f"suspect: a peak of {peak} bytes is smaller than its own tensors, {floor} bytes"
     if (
@@ -46,7 +44,8 @@ def objection(result) -> str:
         and result.median is not None
         and result.median < result.bound_seconds
     ):
-        median, bound = result.median * 1e3, result.bound_seconds * 1e3
+        median = result.median * 1e3
+        bound = result.bound_seconds * 1e3
         return f"suspect: {median:.3g} ms is below its bound of {bound:.3g} ms"
     return ""
 
@@ -83,10 +82,8 @@ def roofline_s(result) -> float | None:
     threads of the row.
     """
     # The rates under a stored roofline are those of all threads of the machine.
-    every, own = (
-        result.provenance.get("threads"),
-        (threads(result) or 0) * result.point.world_size,
-    )
+    every = result.provenance.get("threads")
+    own = (threads(result) or 0) * result.point.world_size
     share = (
         own / every if every and own and result.provenance.get("device") == "cpu" else 1
     )
@@ -97,7 +94,8 @@ def _judged(result, alone: Iterable):
     """A result on several ranks beside the rows ``alone`` on one that have at least the
     threads of each of them.
     """
-    own, ranks = threads(result), result.point.world_size
+    own = threads(result)
+    ranks = result.point.world_size
     times = [r.median for r in alone if None in (own, threads(r)) or threads(r) >= own]
     if (
         not times

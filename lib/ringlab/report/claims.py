@@ -145,7 +145,8 @@ def within(query: dict, found: list[Ratio | float]) -> bool | None:
     """Whether all values lie within the tolerance; None if noise hides it, or there is
     no value.
     """
-    low, high = query.get("low", -math.inf), query.get("high", math.inf)
+    low = query.get("low", -math.inf)
+    high = query.get("high", math.inf)
     ends = [
         (x.low / x.noise_floor, x.high * x.noise_floor)
         if isinstance(x, Ratio)
@@ -165,7 +166,8 @@ def amounts(query: dict, found: list[Ratio | float]) -> str:
     ('1.31 to 2.00×', '0.0674 GB')
     """
     sizes = [x.value if isinstance(x, Ratio) else x for x in found]
-    low, high = number(min(sizes)), number(max(sizes))
+    low = number(min(sizes))
+    high = number(max(sizes))
     unit = f" {query['unit']}" if "unit" in query else "×"
     return (low if low == high else f"{low} to {high}") + unit
 

@@ -382,13 +382,15 @@ def with_noise(pair: Pair, comparison: Comparison) -> Pair:
     """
     if pair.ratio is None:
         return pair
-    ratio, drifts = pair.ratio, comparison.drifts
+    ratio = pair.ratio
+    drifts = comparison.drifts
     value, low, high = map(math.log, (ratio.value, *ratio.ci))
     drift = drifts.get(pair.first.group, fmean(drifts.values() or [0.0]))
     beyond = abs(value) - max(0.0, drift if value > 0 else -drift)
     df = min(ratio.rounds - 1, comparison.df or math.inf)
     scatter = quantile(df) * comparison.scatter
-    down, up = math.hypot(value - low, scatter), math.hypot(high - value, scatter)
+    down = math.hypot(value - low, scatter)
+    up = math.hypot(high - value, scatter)
 
     def p_value(distance: float, reach: float) -> float:
         return 2 * float(t.sf(quantile(df) * max(0.0, distance) / (reach or 1e-9), df))
@@ -424,7 +426,8 @@ def sections(comparison: Comparison, everything: bool = False) -> list[Table | s
     """The verdict, then the rows that differ, the largest differences first, and how
     many more there are; ``everything``: all rows.
     """
-    first, second = comparison.first.name, comparison.second.name
+    first = comparison.first.name
+    second = comparison.second.name
     if comparison.same:
         return [f"{first} and {second} are the same rows: nothing compared"]
     differ = sorted((x for x in comparison.pairs if x.size), key=lambda x: -x.size)
@@ -443,7 +446,8 @@ def _more(count: int) -> list[str]:
 
 def _line(pair: Pair, first: str, second: str) -> dict:
     """A row of the table, by column."""
-    ratio, rows = pair.ratio, (pair.first, pair.second)
+    ratio = pair.ratio
+    rows = (pair.first, pair.second)
     times = [ratio and number(median(r.seconds) * 1e3) for r in rows]
     return {
         f">{first} (ms)": times[0],
@@ -468,7 +472,8 @@ def _name(result) -> str:
 
 def _summary(comparison: Comparison) -> list[str]:
     """The verdict in one line, then what it rests on."""
-    sides, timed = (comparison.first, comparison.second), comparison.timed
+    sides = (comparison.first, comparison.second)
+    timed = comparison.timed
     left = Counter(pair.reason for pair in comparison.pairs if pair.reason)
     ratios = [pair.ratio.value for pair in timed]
     return lines_of(

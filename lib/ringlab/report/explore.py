@@ -194,7 +194,9 @@ def seen(choice: Choice) -> Figure:
     """Which keys one head sees: of the whole sequence by samples, and of some positions
     one by one.
     """
-    pattern, n, head = choice.pattern, choice.n, choice.head
+    pattern = choice.pattern
+    n = choice.n
+    head = choice.head
     start = parse_count(choice.at, "the position")
     if not 0 <= head < choice.heads:
         raise ValueError(
@@ -282,7 +284,8 @@ def variants(choice: Choice) -> dict[str, patterns.Pattern]:
 
 def compared(choice: Choice) -> Table:
     """All variants at the chosen length, shape, hardware and number of ranks."""
-    profile, lines = choice.hardware, []
+    profile = choice.hardware
+    lines = []
     for name, pattern in variants(choice).items():
         line = [Cell(name, str(pattern))]
         try:

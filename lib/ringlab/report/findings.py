@@ -129,7 +129,9 @@ def trust_lines(study: Study) -> list[str]:
     ]
     slow = {r.point.world_size for r in study.good if r.ranks.get("oversubscribed")}
     ranks = " and ".join(map(str, sorted(slow)))
-    missing, failed, rows = missing_points(study), study.failed, len(study.results)
+    missing = missing_points(study)
+    failed = study.failed
+    rows = len(study.results)
     gaps = {
         "any GPU": study.device_type == "cpu",
         f"times on {ranks} ranks, for which there are too few cores": slow,
@@ -254,7 +256,8 @@ def provenance(study: Study) -> Table:
     for key, name in STATES.items():
         values[name] = _states([x.get(key) or {} for x in origins])
     times = sorted(str(x["utc"]) for x in origins if x.get("utc"))
-    missing, points = len(missing_points(study)), len(suite_points(study))
+    missing = len(missing_points(study))
+    points = len(suite_points(study))
     counts = sorted({len(r.seconds) for r in study.good if r.seconds})
     samples = " to ".join(map(str, dict.fromkeys(counts[:1] + counts[-1:])))
     values |= {

@@ -91,7 +91,8 @@ def _section(folder: Path) -> dict:
     """What the index says of one profile's folder; links are (text, path below
     reports/) of files that are there.
     """
-    manifest, state = read_manifest(folder), ""
+    manifest = read_manifest(folder)
+    state = ""
     if not manifest and (folder / "data" / "manifest.json").exists():
         state = "its manifest.json cannot be read: run it again to write a new one"
     elif not manifest:

@@ -69,7 +69,8 @@ def rows_of(profile: Profile, groups: Iterable) -> list[Result]:
 def row_of(name: str, point: Point) -> Result:
     """The row of one point on the GPU of a profile, in no group."""
     profile = get_profile(name)
-    dtype, ranks = getattr(torch, point.dtype), point.world_size
+    dtype = getattr(torch, point.dtype)
+    ranks = point.world_size
     origin = {"profile": name, "device": profile.kind, "device_name": profile.title}
     row = Result(point, "", "computed", provenance=origin)
     if point.system in OTHER_WORK:

@@ -33,7 +33,8 @@ def is_optimised(result) -> bool:
 
 def label(result) -> str:
     """What a reader calls a row."""
-    point, options = result.point, dict(result.point.options)
+    point = result.point
+    options = dict(result.point.options)
     names = {
         "dense_sdpa": "Dense SDPA",
         "copying": "Copying form",

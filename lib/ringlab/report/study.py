@@ -67,7 +67,8 @@ def source(profile: str = "auto", data: str = "", measure: bool = True) -> Sourc
     folder without rows, and one with those of another profile.
     """
     planned = plan(profile, hardware.detect(), reports_folder(), data)
-    device, folder = planned.profile, planned.data
+    device = planned.profile
+    folder = planned.data
     there = folder.is_dir() if planned.computed else (folder / store.NAME).is_file()
     if data and not there:
         raise UsageError(f"there is no {store.NAME} in the folder {data}")
@@ -361,7 +362,8 @@ class Study:
         for place, row in enumerate(rows, 1):
             ratio = head and self.ratio(row, head)
             if head is None or ratio and ratio.significantly_slower:
-                rank, head = place, row
+                rank = place
+                head = row
             known = ratio is None or ratio.high < math.inf
             ranks.append(rank if known else None)
         return ranks

@@ -48,7 +48,8 @@ def spread(results: Iterable) -> float:
     """
     logs = defaultdict(lambda: defaultdict(list))  # by call, by run of a group
     for r in filter(_steady, results):
-        call, run = (r.point.first.id, threads(r)), (r.group, r.run)
+        call = (r.point.first.id, threads(r))
+        run = (r.group, r.run)
         logs[call][run].append(math.log(r.median))
     pairs = [combinations(map(mean, runs.values()), 2) for runs in logs.values()]
     sizes = [abs(a - b) for each in pairs for a, b in each]
