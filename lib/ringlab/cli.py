@@ -29,7 +29,7 @@ from .patterns import Pattern, from_dict
 from .presets import NAMED, ladder, named
 from .report import templates
 from .report.evidence import learned, stored
-from .report.places import ReportError, UsageError, plan, reports_folder
+from .report.places import ReportError, UsageError, reports_folder, run_target
 
 GONE = {  # former commands, and where they went
     "network": NETWORK_REMOVED,
@@ -497,7 +497,7 @@ def _measure(given) -> None:
     asked_for = suites.SUITES if given.suite == "all" else [given.suite]
     machine = hardware.detect()
     folders = (reports_folder(), given.data or "")
-    asked = plan(given.profile, machine, *folders, strict=True)
+    asked = run_target(given.profile, machine, *folders, strict=True)
     groups = [g for name in asked_for for g in suites.SUITES[name](asked.profile)]
     if not groups:
         raise ValueError(

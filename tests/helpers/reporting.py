@@ -452,7 +452,7 @@ def shows_no_marks(number: str, change):
     marked = [r for r in about.results if r.median == FAST or r.memory == LEAN]
     assert (
         len(marked) > 10
-        and all(map(validity.objection, marked))
+        and all(map(validity.why_not_quotable, marked))
         and len(about.failed) >= len(marked)
     )
     said = [x for x in found.texts if "rows are not shown" not in x]

@@ -248,7 +248,9 @@ def test_every_timed_group_has_rows_of_the_anchors(measured):
         assert ratio(row, beside).paired, "they took turns with the points"
     assert {r.group for r in alone} == {"alone"}
     assert not any(r.option(ANCHOR) for r in [*results, *store.read(folder)])
-    assert ANCHORS[0].first == Point("dense_sdpa", patterns.Dense(), seq_len=1024)
+    assert ANCHORS[0].without_control == Point(
+        "dense_sdpa", patterns.Dense(), seq_len=1024
+    )
 
 
 @pytest.mark.usefixtures("no_anchors")

@@ -23,7 +23,7 @@ from ringlab.measure.points import ANCHOR, ANCHORS
 from ringlab.measure.stats import Ratio
 from ringlab.patterns import Dilated
 from ringlab.report import compare
-from ringlab.report.study import Study, settle
+from ringlab.report.study import Study, select_newest_run
 from started import make
 
 PATTERN = Dilated([64, 128], [1, 2])
@@ -479,7 +479,9 @@ def session(seed: int, slow=1.0, rounds=20, anchors=ANCHORS) -> compare.Side:
             row = made_up(point, group, False, run=f"run {seed}", bound_seconds=None)
             about = row.provenance | {"threads": 2, "method": "m", "engine": "e"}
             found.append(replace(sampled(row, taken), provenance=about))
-    return compare.Side(f"run {seed}", Study(None, folder=Path("run"), **settle(found)))
+    return compare.Side(
+        f"run {seed}", Study(None, folder=Path("run"), **select_newest_run(found))
+    )
 
 
 def test_one_code_measured_four_times_differs_in_at_most_two_rows_of_a_hundred():

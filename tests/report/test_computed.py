@@ -112,7 +112,9 @@ def test_a_computed_row_enters_no_ratio_no_noise_floor_and_no_evidence(planted):
         ]
     found = study_of(rows, "gtx1080")
     assert found.computed and not found.good and not found.failed
-    assert not any(validity.timed(r) or validity.objection(r) == "" for r in rows)
+    assert not any(
+        validity.timed(r) or validity.why_not_quotable(r) == "" for r in rows
+    )
     for row in rows:
         assert found.ratio(row, good[0]) is found.ratio(good[0], row) is None
         assert cells.time(row).text.startswith("≥ ") and cells.rate(row) is None
@@ -120,7 +122,9 @@ def test_a_computed_row_enters_no_ratio_no_noise_floor_and_no_evidence(planted):
         assert cells.error(row) is None
     assert found.controls == [] and found.noise_floor == 1.0
     assert evidence(found) == ()
-    assert trust.spread(rows * 4) == 0.0 and trust.earlier(rows, rows) == []
+    assert (
+        trust.between_group_sd(rows * 4) == 0.0 and trust.earlier_runs(rows, rows) == []
+    )
     assert cells.pair_cost(found, *rows[:2]) is None
     frame = found.frame()
     assert not frame.timed.any() and {*frame.status} == {"computed"}
@@ -153,7 +157,7 @@ def test_a_source_of_an_absent_gpu_computes_and_measures_nothing(tmp_path, monke
     with pytest.raises(
         places.UsageError, match="cannot be measured here: needs NVIDIA"
     ):
-        places.plan("gtx1080", CPU, tmp_path, strict=True)
+        places.run_target("gtx1080", CPU, tmp_path, strict=True)
     write_rows(tmp_path, [made_up(p, PAIR) for p in PAIR.points])
     assert not study.source("gtx1080", str(tmp_path)).computed, "recorded elsewhere"
 

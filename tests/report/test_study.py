@@ -78,7 +78,7 @@ def test_newer_rows_of_another_origin_take_nothing_from_a_page(here):
     later = row.provenance | {"engine": "newer", "utc": "9"}
     write_rows(source.folder, [replace(row, provenance=later)])
     found = study.measured(source, [LISTED])
-    assert len(found.results) == 2 and len(asked) == 1 and found.left_out == 0
+    assert len(found.results) == 2 and len(asked) == 1 and found.excluded == 0
     assert {r.group for r in found.whole.results} == {"listed"}
     study.measured(source, [Group("listed", [TINY.but(heads=4)])])
     assert len(study.measured(source, [LISTED]).whole.results) == 2

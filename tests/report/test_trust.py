@@ -35,9 +35,9 @@ def rows_at(paces, calls=CALLS):
 def test_spread_is_that_of_the_pace():
     noise = random.Random(1)
     paces = [math.exp(noise.gauss(0, 0.1)) for _ in range(60)]
-    assert trust.spread(rows_at(paces)) == pytest.approx(0.1, rel=0.15)
-    assert trust.spread(rows_at([1.0, 1.0])) == pytest.approx(0.0, abs=1e-12)
-    assert trust.spread(rows_at([1.0, 1.2])) == pytest.approx(
+    assert trust.between_group_sd(rows_at(paces)) == pytest.approx(0.1, rel=0.15)
+    assert trust.between_group_sd(rows_at([1.0, 1.0])) == pytest.approx(0.0, abs=1e-12)
+    assert trust.between_group_sd(rows_at([1.0, 1.2])) == pytest.approx(
         math.log(1.2) / math.sqrt(2) / trust.MIDDLE
     )
 
@@ -56,21 +56,21 @@ def test_only_the_same_call_in_another_group_counts():
         *(replace(r, point=r.point.but(options={"twin": True})) for r in same[3:]),
     ]
     assert (
-        trust.spread(other_threads)
-        == trust.spread(refused)
-        == trust.spread(same[:3])
+        trust.between_group_sd(other_threads)
+        == trust.between_group_sd(refused)
+        == trust.between_group_sd(same[:3])
         == 0.0
     )
     assert (
-        trust.spread(same[:2] + same[3:5]) == 0.0
+        trust.between_group_sd(same[:2] + same[3:5]) == 0.0
     )  # two pairs say nothing of the rest
-    assert trust.spread(twins) == trust.spread(same)
+    assert trust.between_group_sd(twins) == trust.between_group_sd(same)
 
 
 def test_an_interval_is_widened_by_both_errors_together():
     one = row(CALLS[0], "group", 1.0)
     one = replace(one, ci=(one.median * math.exp(-0.03), one.median * math.exp(0.03)))
-    (wide,) = trust.widened([one], 0.04 / trust.NORMAL)
+    (wide,) = trust.widen_times([one], 0.04 / trust.NORMAL)
     assert [abs(math.log(end / one.median)) for end in wide.ci] == pytest.approx(
         [0.05, 0.05]
     )
@@ -81,8 +81,8 @@ def test_a_study_shows_them_and_ratios_of_rows_that_took_turns_do_not(tmp_path):
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
     between = math.log(1.2) / math.sqrt(2) / trust.MIDDLE
     assert (
-        found.pace == pytest.approx(between)
-        and found.of("optimization").pace == found.pace
+        found.between_group_sd == pytest.approx(between)
+        and found.of("optimization").between_group_sd == found.between_group_sd
     )
     for r in found.results:
         assert math.log(r.ci[1] / r.median) == pytest.approx(1.96 * between, rel=0.01)
@@ -91,7 +91,7 @@ def test_a_study_shows_them_and_ratios_of_rows_that_took_turns_do_not(tmp_path):
     assert not apart.paired and apart.low < 1 < apart.high
     assert measure.ratio(b, a).low > 1.19
     turns = measure.ratio([2.0, 2.1, 2.0], [1.0, 1.0, 1.1])
-    assert turns.paired and trust.apart(turns, between) == turns
+    assert turns.paired and trust.widen_ratio(turns, between) == turns
 
 
 def test_a_ratio_of_calls_that_took_turns_holds_what_two_runs_differ_by(tmp_path):
@@ -110,16 +110,25 @@ def test_a_ratio_of_calls_that_took_turns_holds_what_two_runs_differ_by(tmp_path
         ]
         for run, slow in (("one", 1.0), ("two", 1.7))
     ]
-    assert trust.turns(runs[1], runs[0]) == pytest.approx(0.05 * math.sqrt(2), rel=0.2)
-    assert trust.turns(runs[1][:2], runs[0]) == trust.turns(runs[1], []) == 0.0
+    assert trust.paired_ratio_sd(runs[1], runs[0]) == pytest.approx(
+        0.05 * math.sqrt(2), rel=0.2
+    )
+    assert (
+        trust.paired_ratio_sd(runs[1][:2], runs[0])
+        == trust.paired_ratio_sd(runs[1], [])
+        == 0.0
+    )
     write_rows(tmp_path, [r for rows in runs for r in rows])
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
-    assert found.turns == pytest.approx(trust.turns(runs[1], runs[0]))
+    assert found.paired_ratio_sd == pytest.approx(
+        trust.paired_ratio_sd(runs[1], runs[0])
+    )
     once, again = (
         [measure.ratio(a, b) for a, b in zip(rows, rows[1:])] for rows in runs
     )
     wide = [
-        [trust.apart(x, 0.0, found.turns) for x in ratios] for ratios in (once, again)
+        [trust.widen_ratio(x, 0.0, found.paired_ratio_sd) for x in ratios]
+        for ratios in (once, again)
     ]
 
     def meet(*sides) -> float:
@@ -136,7 +145,7 @@ def test_a_ratio_of_calls_that_took_turns_holds_what_two_runs_differ_by(tmp_path
 def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
     now = [replace(r, run="now") for r in rows_at([1.0])]
     before = [replace(r, run="before") for r in now]
-    assert trust.earlier([*before, *now], now) == before
+    assert trust.earlier_runs([*before, *now], now) == before
     for change in (
         {"provenance": {"engine": "other"}},
         {"provenance": {"crowded": True}},
@@ -145,13 +154,19 @@ def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
         {"group": "other"},
         {"run": "now"},
     ):
-        assert trust.earlier([replace(r, **change) for r in before], now) == [], change
-    assert trust.spread([*now, *before]) == pytest.approx(0.0, abs=1e-12)
+        assert trust.earlier_runs([replace(r, **change) for r in before], now) == [], (
+            change
+        )
+    assert trust.between_group_sd([*now, *before]) == pytest.approx(0.0, abs=1e-12)
     assert (
-        trust.earlier(before, [replace(r, provenance={"crowded": True}) for r in now])
+        trust.earlier_runs(
+            before, [replace(r, provenance={"crowded": True}) for r in now]
+        )
         == []
     )
-    assert trust.earlier(before, [replace(r, status="incorrect") for r in now]) == []
+    assert (
+        trust.earlier_runs(before, [replace(r, status="incorrect") for r in now]) == []
+    )
     assert trust.reproduced(now, before, 0.01) == {
         (r.group, r.point.id): True for r in now
     }
@@ -187,14 +202,16 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
     assert not any(r.unstable for r in rows) and {r.run for r in found.results} == {
         "two"
     }
-    assert found.repeats[0] == count and found.pace < 0.05
+    assert found.repeats[0] == count and found.between_group_sd < 0.05
     marked = [r.point.seq_len for r in found.results if r.unstable]
     assert 64 in marked and len(marked) <= 1 + count // 5
     side = compare.read_side(str(tmp_path), tmp_path)
     assert [r.point.seq_len for r in side.study.results if r.unstable] == marked
     shown = "\n".join([*findings.trust_lines(found), *findings.limits(found).lines])
     assert f"{count - len(marked)} of {count} times agree with an earlier run" in shown
-    twice = [r.point.seq_len for r in found.results if found.again[r.group, r.point.id]]
+    twice = [
+        r.point.seq_len for r in found.results if found.reproduced[r.group, r.point.id]
+    ]
     first = found.results[[r.point.seq_len for r in found.results].index(64)]
     assert all(
         found.ratio(r, first).unstable
@@ -214,14 +231,14 @@ def test_a_row_of_a_wide_interval_is_unstable_and_a_lone_run_says_so(tmp_path):
     )
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
     assert (
-        trust.wide(broad)
-        and not trust.wide(rows[0])
-        and not trust.wide(replace(broad, ci=(0.0, math.inf)))
+        trust.interval_too_wide(broad)
+        and not trust.interval_too_wide(rows[0])
+        and not trust.interval_too_wide(replace(broad, ci=(0.0, math.inf)))
     )
     assert [r.unstable for r in found.results] == [True, False, False]
     lone = "from run to run"
     assert lone in findings.limits(found).markdown
-    assert lone not in findings.limits(replace(found, turns=0.1)).markdown
+    assert lone not in findings.limits(replace(found, paired_ratio_sd=0.1)).markdown
 
 
 def test_a_ratio_is_of_the_rows_that_are_asked_for(tmp_path):

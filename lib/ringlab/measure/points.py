@@ -108,7 +108,7 @@ class Point:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def first(self) -> Point:
+    def without_control(self) -> Point:
         """The point without the marks of an A/A control or an anchor."""
         marks = ("twin", ANCHOR)
         return self.but(options={k: v for k, v in self.options if k not in marks})

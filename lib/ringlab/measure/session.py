@@ -26,7 +26,7 @@ from .points import ANCHORS, ANCHORS_ON_GPU, Group, Point, Result
 from .stats import is_unstable, summary
 from .store import Run, Store, latest, read, result_row, unfinished, warn, warn_once
 from .timing import POINT_S, Bounds, available_bytes, rounds_for
-from .validity import objection
+from .validity import why_not_quotable
 from .workers import Workers
 
 TIMEOUT_S = 120.0  # that one point may take, all its rounds included
@@ -518,7 +518,7 @@ class Session:
                 provenance=origin | {"seed": point.id},
                 **{name: x for name, x in row.items() if name not in PASSING},
             )
-            if result.status == "ok" and (why := objection(result)):
+            if result.status == "ok" and (why := why_not_quotable(result)):
                 status, _, reason = why.partition(": ")
                 result = replace(result, status=status, reason=reason)
             self.store.append(**result_row(result, member.spent))

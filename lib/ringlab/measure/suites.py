@@ -76,7 +76,7 @@ def doubled(longest: int) -> list[int]:
     return [2**i for i in range(10, 20) if 2**i <= longest]
 
 
-def again(point: Point) -> Point:
+def aa_control(point: Point) -> Point:
     """The A/A control of a point."""
     return point.but(options=dict(point.options) | TWIN)
 
@@ -148,7 +148,7 @@ def optimization(profile: hardware.Profile) -> list[Group]:
     ours = Point("ringlab", DOCUMENT, seq_len=TOKENS, options=FULL)
     plain = ours.but(options=PLAIN)
     flash = ours.but(system="RingDilatedAttentionV2Flash", options={})
-    table = [ours, dense(ours), again(ours)]
+    table = [ours, dense(ours), aa_control(ours)]
     # The document has no bfloat16 row and no V2Flash in float32; on a CPU they would
     # repeat other rows. There torch computes half-precision dense attention up to six
     # times slower: a minute for one row.
@@ -194,7 +194,7 @@ def optimization(profile: hardware.Profile) -> list[Group]:
     for tokens, thresholds in ((4096, (4.0, 16.0, 64.0)), (1024, (4.0,))):
         off = Point("ringlab", POOLED, batch=16, seq_len=tokens, heads=1, dtype=half)
         pools = [{"pool": True, "pool_threshold_mb": mb} for mb in thresholds]
-        reuse += [off, *grid(off, options=pools), again(off)]
+        reuse += [off, *grid(off, options=pools), aa_control(off)]
 
     long = Point("ringlab", LONG, seq_len=(2 if cpu else 4) * n, dtype=dtype)
     ladder = long.but(pattern=LADDER)
@@ -211,7 +211,7 @@ def optimization(profile: hardware.Profile) -> list[Group]:
     two_ranks = Point("ringlab", DOCUMENT, seq_len=16384, world_size=2)
     return [
         Group("implementations", dict.fromkeys(table)),
-        Group("lengths", (*growing, again(growing[0]))),
+        Group("lengths", (*growing, aa_control(growing[0]))),
         Group("passes", passes),
         Group("cache and pool", reuse),
         Group("engine forward", forward),
@@ -251,7 +251,7 @@ def benchmark_summary(profile: hardware.Profile) -> list[Group]:
     second = first.but(seq_len=ns[1])
     points = grid(first, seq_len=ns, world_size=(1, 2, 4))
     points += grid(second, system=(CORRECT, HILBERT), world_size=(1, 2, 4))
-    points += [dense(second), *grid(again(second), world_size=(1, 2))]
+    points += [dense(second), *grid(aa_control(second), world_size=(1, 2))]
     simulated = first.but(seq_len=ns[-1], options={"simulated": 8})
     heads = ONE_HEAD if profile.kind == "cpu" else {}
     million = first.but(seq_len=MILLION, world_size=2, **heads)
@@ -271,7 +271,7 @@ def performance_comparison(profile: hardware.Profile) -> list[Group]:
     first = Point(V2_COLLECTIVE, DOCUMENT)
     ns = (1024, 2048, 4096)
     one = grid(first, seq_len=ns, system=(V2_COLLECTIVE, ROBUST))
-    one += [*(p.but(causal=True) for p in one[-2:]), again(one[-1])]
+    one += [*(p.but(causal=True) for p in one[-2:]), aa_control(one[-1])]
     plan = first.but(system="ringlab", options={"scheme": "plan"})
     ways = first, first.but(system=ROBUST), plan
     two, four = (
@@ -280,7 +280,7 @@ def performance_comparison(profile: hardware.Profile) -> list[Group]:
     two += [p.but(causal=True) for p in two[-3:]]
     return [
         Group("one device", one),
-        Group("schemes", (*two, again(two[-1]), *four[-3:])),
+        Group("schemes", (*two, aa_control(two[-1]), *four[-3:])),
     ]
 
 
@@ -295,7 +295,7 @@ def hybrid_summary(profile: hardware.Profile) -> list[Group]:
     long = grid(first, seq_len=(32768,), world_size=(2, 4))
     long.append(first.but(seq_len=65536))
     return [
-        Group("hybrid", (*points, again(points[0]))),
+        Group("hybrid", (*points, aa_control(points[0]))),
         Group("long", long, timed=False),
     ]
 
@@ -359,7 +359,7 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
     original, optimized = (ours.but(system=system) for system in (ORIGINAL, OPTIMIZED))
     # torch's sparse tensors exist in float32 only, so others are measured in float32
     # too.
-    table = [original, optimized, ours, again(ours), dense(ours)]
+    table = [original, optimized, ours, aa_control(ours), dense(ours)]
     exact = ours.but(dtype="float32")
     table += grid(exact, system=(TORCH_SPARSE, OPTIMIZED, "ringlab"))
 
@@ -479,7 +479,7 @@ def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[G
         point = first.but(head_dim=head_dim, **passes)
         points = [*ways(point, *RUNG_WAYS), point.but(system="copying")]
         points += grid(point.but(system="contiguous_segments"), options=segments)
-        points += [dense(point), again(point)] if point == first else []
+        points += [dense(point), aa_control(point)] if point == first else []
         groups.append(Group(f"{RUNGS}, head_dim {head_dim}, {name}", points))
     shapes = ((RUNG_TOKENS, 128), (RUNG_TOKENS, 64), (RUNG_TOKENS // 4, 128))
     for (n, head_dim), name in product(shapes, ("forward", "forward and backward")):
@@ -657,7 +657,7 @@ def model_groups(point: Point, cpu: bool) -> list[Group]:
     kinds = Dense(), landscape_ladder(4096), LANDSCAPE_WINDOW
     ways = {"documents": count}, {"documents": count, "equal": True}
     return [
-        Group(GENERATION, (*steps, again(steps[0]))),
+        Group(GENERATION, (*steps, aa_control(steps[0]))),
         Group(PACKED, grid(one, pattern=kinds, options=ways), rounds=6),
     ]
 

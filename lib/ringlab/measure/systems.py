@@ -822,5 +822,5 @@ def build(point: Point, device) -> System | Sharded:
         raise Refused(
             f"{point.system} runs on one device, not on {point.world_size} ranks"
         )
-    system = builder(point.first, device)
+    system = builder(point.without_control, device)
     return system if point.world_size == 1 else Sharded(system)

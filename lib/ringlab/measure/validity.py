@@ -21,7 +21,7 @@ PLACEMENT = (
 )  # options that say how ranks share a point's work, not which work it is
 
 
-def objection(result) -> str:
+def why_not_quotable(result) -> str:
     """Why a row may not be quoted, or an empty string."""
     if result.status != "ok":
         return f"{result.status}: {result.reason}" if result.reason else result.status
@@ -50,17 +50,19 @@ def objection(result) -> str:
     return ""
 
 
-def judged(results: Iterable) -> list:
+def mark_superlinear(results: Iterable) -> list:
     """The results, those that are superlinear marked as suspect: nobody who reads them
     can quote one by oversight.
     """
     results = list(results)
     alone: dict[str, list] = {}
     for r in results:
-        if r.point.world_size == 1 and r.median and not objection(r):
+        if r.point.world_size == 1 and r.median and not why_not_quotable(r):
             alone.setdefault(_on_one(r.point), []).append(r)
     return [
-        _judged(r, alone.get(_on_one(r.point), ())) if r.point.world_size > 1 else r
+        _superlinear(r, alone.get(_on_one(r.point), ()))
+        if r.point.world_size > 1
+        else r
         for r in results
     ]
 
@@ -90,7 +92,7 @@ def roofline_s(result) -> float | None:
     return result.bound_seconds and result.bound_seconds / min(share, 1)
 
 
-def _judged(result, alone: Iterable):
+def _superlinear(result, alone: Iterable):
     """A result on several ranks beside the rows ``alone`` on one that have at least the
     threads of each of them.
     """
@@ -100,7 +102,7 @@ def _judged(result, alone: Iterable):
     if (
         not times
         or not result.median
-        or objection(result)
+        or why_not_quotable(result)
         or min(times) / result.median <= SUPERLINEAR * ranks
     ):
         return result
@@ -118,7 +120,7 @@ def reason(result) -> str:
     """Why a row is not quoted, without its status and without what its own name says
     already.
     """
-    said = objection(result).partition(": ")[2] or objection(result)
+    said = why_not_quotable(result).partition(": ")[2] or why_not_quotable(result)
     backend = result.option("backend")
     return (
         said.rpartition(f": {backend}: ")[2]
@@ -129,7 +131,7 @@ def reason(result) -> str:
 
 def status(result) -> str:
     """The word for a row that is not quoted."""
-    return objection(result).partition(":")[0]
+    return why_not_quotable(result).partition(":")[0]
 
 
 def is_row(x) -> bool:
@@ -143,7 +145,7 @@ def computed(row) -> bool:
 
 
 def shown(row) -> bool:
-    return is_row(row) and (computed(row) or not objection(row))
+    return is_row(row) and (computed(row) or not why_not_quotable(row))
 
 
 def simulated(row) -> bool:
@@ -155,7 +157,7 @@ def timed(row) -> bool:
     """It has a time to compare: a process and a core for each rank, and a passed check."""
     return (
         is_row(row)
-        and not objection(row)
+        and not why_not_quotable(row)
         and bool(row.median)
         and not simulated(row)
         and not row.ranks.get("oversubscribed")

@@ -16,7 +16,8 @@ from importlib import import_module
 NAMES = {  # by the module where they are documented
     "report.study": "source listed measured",
     "report.tables": "table Text Code Cell number percent size interval counted",
-    "report.cells": "time roofline rate peak error times beyond calls on_ranks peak_bytes sent_bytes density pair_cost",
+    "report.cells": "time roofline rate peak error times significance calls on_ranks "
+    "peak_bytes sent_bytes density pair_cost",
     "report.figures": "in_ms palette lines Bar bars show",
     "report.rows": "pass_of label dense_beside begins",
     "report.findings": "Finding finding fits bounds limits failures provenance",

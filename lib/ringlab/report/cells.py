@@ -12,13 +12,13 @@ from ..adaptive import Adaptive
 from ..measure.validity import (
     computed,
     is_row,
-    objection,
     roofline_s,
     shown,
     simulated,
     status,
     threads,
     timed,
+    why_not_quotable,
 )
 from .rows import pass_of
 from .study import Study, cost_of, pattern_of
@@ -131,7 +131,7 @@ def time(row, scale: float = 1e3) -> Cell:
     if computed(row):
         bound = row.bound_seconds
         return Cell(f"≥ {number(bound * scale)}", "computed") if bound else cell(None)
-    if objection(row):
+    if why_not_quotable(row):
         return Cell(status(row), kind="bad")
     if not timed(row):
         why = (
@@ -173,13 +173,13 @@ def error(row) -> Cell | None:
     """The error that is nearest to what is allowed, among output, log-sum-exp and
     gradients.
     """
-    if not is_row(row) or objection(row) or not row.errors:
+    if not is_row(row) or why_not_quotable(row) or not row.errors:
         return None
     name = max(row.errors, key=lambda k: row.errors[k] / row.tolerance[k])
     return Cell(f"{row.errors[name]:.1e}", f"{name} ≤ {row.tolerance[name]:.1e}")
 
 
-def beyond(ratio) -> int:
+def significance(ratio) -> int:
     """1 where the second row of a ratio is faster beyond noise, -1 where it is slower,
     0 where neither is known.
     """
@@ -195,7 +195,7 @@ def times(ratio) -> Cell | None:
     if ratio is None:
         return None
     doubts = (
-        [] if beyond(ratio) or ratio.high == math.inf else ["within noise"]
+        [] if significance(ratio) or ratio.high == math.inf else ["within noise"]
     )  # not said without an interval
     doubts += ["unstable"] * ratio.unstable + ["unpaired"] * (not ratio.paired)
     return Cell(f"{number(ratio.value)}×", "; ".join([interval(*ratio.ci), *doubts]))

@@ -11,7 +11,7 @@ it at all. The *scatter* is that of A/A controls within either run and of anchor
 the drift.
 
 Runs without anchors, or of two machines, know no drift; one call from group to group
-(``Study.pace``) then tells how far a machine scatters. p-values are corrected for the
+(``Study.between_group_sd``) then tells how far a machine scatters. p-values are corrected for the
 number of rows (Benjamini and Hochberg 1995): of those called different at most 2 % are so
 by chance.
 """
@@ -36,10 +36,10 @@ from ..measure import stats, store
 from ..measure.points import ANCHOR, Result
 from ..measure.stats import Ratio
 from ..measure.store import NAME
-from ..measure.validity import objection, status, threads
+from ..measure.validity import status, threads, why_not_quotable
 from .places import UsageError, note
 from .rows import DEFAULTS
-from .study import Study, settle
+from .study import Study, select_newest_run
 from .tables import Table, cell, interval, number, size
 from .templates import lines_of
 
@@ -120,7 +120,7 @@ def read_side(text: str, reports: Path) -> Side:
         raise UsageError(f"{text}: no complete row in it")
     for message in skipped:
         note(f"ringlab: {message.replace(str(path), text)}")
-    return Side(text, Study(None, folder=Path(text), **settle(everything)))
+    return Side(text, Study(None, folder=Path(text), **select_newest_run(everything)))
 
 
 def _in_files(text: str, reports: Path) -> bytes:
@@ -178,7 +178,7 @@ class Pair:
 
     def bytes(self, what: str) -> tuple[int, int] | None:
         """Bytes of ``what`` of the first and of the second; None if not known of both."""
-        if objection(self.first) or objection(self.second):
+        if why_not_quotable(self.first) or why_not_quotable(self.second):
             return None
         known = tuple(map(BYTES[what][1], (self.first, self.second)))
         return None if None in known else known
@@ -292,8 +292,9 @@ def _noise(sides: Sequence[Side], anchors: Iterable) -> tuple[dict, float, int]:
     df = len(rests) - len(drifts)
     scatter = math.sqrt(sum(x * x for x in rests) / df) if df else 0.0
     if not drifts:
-        pace = math.hypot(*(side.study.pace for side in sides))
-        scatter, df = max(scatter, pace), df or FEW * bool(pace)
+        between = math.hypot(*(side.study.between_group_sd for side in sides))
+        scatter = max(scatter, between)
+        df = df or FEW * bool(between)
     return drifts, scatter, df
 
 
@@ -338,7 +339,7 @@ def _worse(pair: Pair, tolerance: float) -> Iterable[str]:
         if (pair.growth(name) or 1) > 1 + GROWTH:
             now, was = pair.bytes(name)
             yield f"{grown}, {size(was)} to {size(now)} ({now - was:+,} bytes)"
-    if pair.first.status not in BY_CHANCE and not objection(pair.second):
+    if pair.first.status not in BY_CHANCE and not why_not_quotable(pair.second):
         yield f"now {pair.first.status}: {pair.first.reason or 'no reason given'}"
 
 

@@ -21,7 +21,7 @@ from ..measure import provenance, suites
 from . import index, render
 from .evidence import learned
 from .first_screen import first_screen
-from .places import Plan, ReportError, home, locked, note, plan
+from .places import ReportError, RunTarget, home, locked, note, run_target
 from .published import DOCUMENTS
 from .study import Study, read_study
 
@@ -70,7 +70,7 @@ def run(
     with a message of one line.
     """
     reports = home() / "reports" if reports is None else Path(reports)
-    asked = plan(name, machine or hardware.detect(), reports, strict=strict)
+    asked = run_target(name, machine or hardware.detect(), reports, strict=strict)
     names = [*REPORTS]
     if not (asked.data / TRAININGS).is_file():  # this command trains nothing
         names.remove("quality")
@@ -130,7 +130,7 @@ class Pages:
     at a time.
     """
 
-    asked: Plan
+    asked: RunTarget
     notebooks: Sequence[Path]
     first_screen: bool  # of the index
     cell_timeout_s: int

@@ -14,7 +14,7 @@ from ..advise import dtype_name
 from ..estimate import longest
 from ..measure import suites
 from ..measure.peers import PEERS
-from ..measure.validity import objection, reason, status
+from ..measure.validity import reason, status, why_not_quotable
 from .rows import SHORT, label, pass_of
 from .study import Study
 from .tables import FINDING, Cell, Table, Text, counted, number, size
@@ -104,7 +104,7 @@ def facts(study: Study) -> dict:
     repeated, agreed = study.repeats
     return {
         "checked": [len(study.good), len(ran)],
-        "rejected": Counter(map(rejected, filter(objection, ran))),
+        "rejected": Counter(map(rejected, filter(why_not_quotable, ran))),
         "noise": number(study.noise_floor) if study.controls else None,
         "unstable": [sum(r.unstable for r in timed), len(timed)],
         "again": [agreed, repeated],
@@ -163,7 +163,7 @@ def limits(study: Study, *more: str) -> Text:
         "limits",
         study=study,
         on_one=on_one,
-        one_run=timed and not study.turns,
+        one_run=timed and not study.paired_ratio_sd,
         more=more,
         missing=[p.label() for p in missing_points(study)],
         unbound=len(unbound),
@@ -186,7 +186,7 @@ def _shape(point) -> str:
 def suite_points(study: Study) -> list:
     """(group, point) of all that is asked for on this profile."""
     names = [study.suite] if study.suite else suites.SUITES
-    groups = study.groups or [g for name in names for g in study.asked(name)]
+    groups = study.groups or [g for name in names for g in study.groups_of(name)]
     return [(g.name, p) for g in groups for p in g.points]
 
 
@@ -264,8 +264,8 @@ def provenance(study: Study) -> Table:
         "Groups begun (UTC)": times and f"{times[0]} to {times[-1]}",
         "Points": f"{len(study.results)} measured, {len(study.good)} quoted",
         "Complete": f"no, {missing} of {points} are missing" if missing else "yes",
-        "Left out": study.left_out
-        and f"{study.left_out} rows of another engine, machine or device",
+        "Left out": study.excluded
+        and f"{study.excluded} rows of another engine, machine or device",
         "Samples of one point, least to most": samples
         and f"{samples}, warm-up discarded; 95 % intervals",
     }

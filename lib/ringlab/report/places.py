@@ -102,7 +102,7 @@ def note(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunTarget:
     """What a request for a profile comes to on this machine: measuring into ``data``,
     or, with a reason ``why`` it cannot be measured here, showing the rows that lie
     there; without any, rows are ``computed``.
@@ -114,15 +114,15 @@ class Plan:
     computed: bool = False
 
 
-def plan(
+def run_target(
     name: str,
     machine: hardware.Machine,
     reports: Path,
     data: str | Path = "",
     *,
     strict: bool = False,
-) -> Plan:
-    """The Plan for a profile, whose rows lie in ``data`` or else below ``reports``.
+) -> RunTarget:
+    """The RunTarget for a profile, whose rows lie in ``data`` or else below ``reports``.
 
     Raises UnknownProfile, and UsageError for a GPU that is here but that torch cannot
     drive (one screen with the install line), for an absent one of unknown capability
@@ -135,8 +135,8 @@ def plan(
         raise UsageError(screen)
     runnable, why = profile.runnable(machine)
     if runnable:
-        return Plan(profile.on(machine), data)
+        return RunTarget(profile.on(machine), data)
     computed = not (data / "samples.jsonl").is_file()
     if strict or computed and profile.capability is None:
         raise UsageError(f"profile {profile.name!r} cannot be measured here: {why}")
-    return Plan(profile, data, why, computed)
+    return RunTarget(profile, data, why, computed)

@@ -30,7 +30,7 @@ from ..measure.systems import (
     ringlab_call,
 )
 from ..measure.timing import WARM_TOKENS
-from ..measure.validity import objection, threads
+from ..measure.validity import threads, why_not_quotable
 from .study import Study, cost_of, pattern_of
 from .tables import Text, counted
 
@@ -59,7 +59,7 @@ def rows_of(profile: Profile, groups: Iterable) -> list[Result]:
     the peak of memory, the bytes that ranks send, and in its provenance the kernel.
     """
     return [
-        replace(row_of(profile.name, p.first), point=p, group=g.name)
+        replace(row_of(profile.name, p.without_control), point=p, group=g.name)
         for g in groups
         for p in g.points
     ]
@@ -127,7 +127,7 @@ def predict(
         # By rule that kernel may not run on the GPU, and yet it did.
         with suppress(NotImplementedError):
             if row.memory.get("tracked_peak_bytes"):
-                found = estimate_of(row.point.first, threads(row), profile)
+                found = estimate_of(row.point.without_control, threads(row), profile)
                 pairs += [(row, found)] * (found is not None)
     return pairs
 
@@ -196,7 +196,9 @@ def compared(study: Study) -> tuple[list[tuple[Result, float]], int]:
     def peak(row) -> int | None:
         return row.memory.get("tracked_peak_bytes")
 
-    rows = (r for r in study.rows(system=[*ENGINE]) if not objection(r) and peak(r))
+    rows = (
+        r for r in study.rows(system=[*ENGINE]) if not why_not_quotable(r) and peak(r)
+    )
     rows = sorted(rows, key=operators)
     kept = [
         r

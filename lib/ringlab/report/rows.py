@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .. import patterns
-from ..measure.validity import objection
+from ..measure.validity import why_not_quotable
 from .study import Study, best, together
 
 DEFAULTS = {"gather": False, "cache": True, "pool": False, "backend": "auto"}
@@ -53,7 +53,7 @@ def label(result) -> str:
         return "Naive (ours)"
     s = switches(point)
     if "twin" in s:
-        return f"{label(replace(result, point=point.first))}, once more"
+        return f"{label(replace(result, point=point.without_control))}, once more"
     if s == DEFAULTS:
         return "ringlab.attention as called"
     if not s.get("results", True):
@@ -108,9 +108,9 @@ def dense_beside(study: Study, row):
     found = study.rows(
         system="dense_sdpa", dtype=p.dtype, world_size=p.world_size, **p.shape
     )
-    return best([r for r in found if together(r, row) and not objection(r)]) or best(
-        found
-    )
+    return best(
+        [r for r in found if together(r, row) and not why_not_quotable(r)]
+    ) or best(found)
 
 
 def begins(found: list[tuple]) -> int | None:

@@ -19,14 +19,14 @@ from ..measure.points import pattern_of
 from ..measure.provenance import key
 from ..measure.validity import (
     computed,
-    judged,
-    objection,
+    mark_superlinear,
     reason,
     roofline_s,
     shown,
     status,
     threads,
     timed,
+    why_not_quotable,
 )
 from .places import (
     NO_MEASURING,
@@ -34,11 +34,19 @@ from .places import (
     UsageError,
     locked,
     note,
-    plan,
     reports_folder,
+    run_target,
     short_commit,
 )
-from .trust import apart, earlier, reproduced, spread, turns, wide, widened
+from .trust import (
+    between_group_sd,
+    earlier_runs,
+    interval_too_wide,
+    paired_ratio_sd,
+    reproduced,
+    widen_ratio,
+    widen_times,
+)
 
 # Columns of a frame, whatever the rows have.
 ALWAYS = ["floor_bytes", "tracked_peak_bytes", *(f.name for f in fields(cost.Cost))]
@@ -66,7 +74,7 @@ def source(profile: str = "auto", data: str = "", measure: bool = True) -> Sourc
     Raises UnknownProfile, and UsageError for a GPU that torch cannot drive here, a
     folder without rows, and one with those of another profile.
     """
-    planned = plan(profile, hardware.detect(), reports_folder(), data)
+    planned = run_target(profile, hardware.detect(), reports_folder(), data)
     device = planned.profile
     folder = planned.data
     there = folder.is_dir() if planned.computed else (folder / store.NAME).is_file()
@@ -85,7 +93,7 @@ def source(profile: str = "auto", data: str = "", measure: bool = True) -> Sourc
 
 def measured(here: Source, points: Iterable) -> Study:
     """The rows of these groups and points, of which those without a row are measured
-    first, with a line of progress for each; its ``whole`` has all rows of the folder.
+    first, with a line of progress for each; its ``all_suites`` has all rows of the folder.
     For a device that is absent the rows are computed, and nothing is measured.
 
     Rows of points that no page lists go to a folder of their own. Points by themselves
@@ -133,12 +141,12 @@ def measured(here: Source, points: Iterable) -> Study:
     if rows:
         same = key(rows[0].provenance)
         beside = [r for r in beside if key(r.provenance) == same]
-    known = settle([*rows, *(r for r in beside if r.group not in names)])
+    known = select_newest_run([*rows, *(r for r in beside if r.group not in names)])
     own = [r for r in known["results"] if r.group in names]
-    whole = _study(here.profile, here.folder, settle(beside))
-    left_out = len({r.key for r in everything}) - len(own)
-    known |= {"results": own, "left_out": left_out, "whole": whole, "groups": groups}
-    return _study(here.profile, here.folder, known)
+    all_suites = _study(here.profile, here.folder, select_newest_run(beside))
+    excluded = len({r.key for r in everything}) - len(own)
+    known |= {"results": own, "excluded": excluded, "groups": groups}
+    return _study(here.profile, here.folder, known | {"all_suites": all_suites})
 
 
 def _measure(here: Source, groups: Iterable) -> None:
@@ -180,32 +188,35 @@ def read_study(profile, folder: Path) -> Study:
     """The rows in ``folder`` of its newest machine, device and engine: a page never
     mixes two of them.
     """
-    return _study(profile, folder, settle(store.read(folder)))
+    return _study(profile, folder, select_newest_run(store.read(folder)))
 
 
 def _study(profile, folder: Path, known: dict) -> Study:
     # Before intervals are widened.
-    rows = [replace(r, unstable=r.unstable or wide(r)) for r in known["results"]]
-    known = known | {"results": widened(rows, known["pace"])}
+    rows = [
+        replace(r, unstable=r.unstable or interval_too_wide(r))
+        for r in known["results"]
+    ]
+    known = known | {"results": widen_times(rows, known["between_group_sd"])}
     return Study(profile, folder=folder, **known)
 
 
-def settle(everything: Sequence) -> dict:
+def select_newest_run(everything: Sequence) -> dict:
     """Of all rows of a folder the fields of a Study: which rows count, how evenly the
-    machine ran, what came again.
+    machine ran, which times an earlier run reproduced.
     """
     newest = store.latest(everything)
     kept = newest_origin(newest)
-    before = earlier(everything, kept)
-    pace = spread([*kept, *before])
-    again = reproduced(kept, before, pace)
-    kept = [replace(r, unstable=r.unstable or again.get(r.id) is False) for r in kept]
+    before = earlier_runs(everything, kept)
+    between = between_group_sd([*kept, *before])
+    agreed = reproduced(kept, before, between)
+    kept = [replace(r, unstable=r.unstable or agreed.get(r.id) is False) for r in kept]
     return {
         "results": kept,
-        "left_out": len(newest) - len(kept),
-        "pace": pace,
-        "turns": turns(kept, before),
-        "again": again,
+        "excluded": len(newest) - len(kept),
+        "between_group_sd": between,
+        "paired_ratio_sd": paired_ratio_sd(kept, before),
+        "reproduced": agreed,
     }
 
 
@@ -219,30 +230,33 @@ def newest_origin(results: Sequence) -> list:
 
 @dataclass(eq=False)
 class Study:
-    """Everything a document's tables are filled from. ``computed``: nothing was
-    measured, because the device is absent.
+    """Everything a document's tables are filled from.
+
+    ``suite``: the one that these rows answer; empty: all that lie in the ``folder``.
+    ``all_suites``: all rows of the folder, where these are some of them. ``groups``: of
+    points that a page asked for; empty: those of its suite. ``excluded``: how many rows
+    there are of another machine, device or engine. ``between_group_sd``: how far the
+    machine's pace varied from group to group, in the intervals of all times already;
+    ``paired_ratio_sd``: how far a ratio of calls that took turns is from that of an
+    earlier run, both standard deviations of logarithms. ``reproduced``: by the ``id`` of
+    a row, whether it agreed with an earlier run. ``computed``: nothing was measured,
+    because the device is absent.
     """
 
     profile: object
     results: Sequence
     folder: Path
-    left_out: int = 0  # rows of another machine, device or engine in the same folder
-    suite: str = (
-        ""  # the suite of points that these rows answer; empty: all that lie there
-    )
-    pace: float = 0.0  # how far the machine's pace varied from group to group, in the intervals of all times already
-    whole: Study | None = None  # all rows of the folder, where these are some of them
-    groups: Sequence = ()  # of points that a page asked for; empty: those of its suite
-    turns: float = (
-        0.0  # how far a ratio of calls that took turns is from that of an earlier run
-    )
-    again: dict[tuple[str, str], bool] = field(
-        default_factory=dict
-    )  # (group, point) -> agreed with an earlier run
+    excluded: int = 0
+    suite: str = ""
+    between_group_sd: float = 0.0
+    all_suites: Study | None = None
+    groups: Sequence = ()
+    paired_ratio_sd: float = 0.0
+    reproduced: dict[tuple[str, str], bool] = field(default_factory=dict)
     computed: bool = False
 
     def __post_init__(self):
-        self.results = judged(self.results)
+        self.results = mark_superlinear(self.results)
         self.computed = self.computed or any(map(computed, self.results))
         # By the ids of two rows, with these rows, or others could get their ids.
         self._ratios: dict[tuple[int, int], tuple] = {}
@@ -250,13 +264,14 @@ class Study:
     def of(self, suite: str) -> Study:
         """The rows of one suite: all but those of groups that belong to another."""
         groups = {
-            name: {group.name for group in self.asked(name)} for name in suites.SUITES
+            name: {group.name for group in self.groups_of(name)}
+            for name in suites.SUITES
         }
         foreign = set().union(*groups.values()) - groups[suite]
         kept = [r for r in self.results if r.group not in foreign]
-        return replace(self, results=kept, suite=suite, whole=self)
+        return replace(self, results=kept, suite=suite, all_suites=self)
 
-    def asked(self, suite: str) -> list:
+    def groups_of(self, suite: str) -> list:
         """The groups of points that a suite asks for on the machine that these rows
         come from.
         """
@@ -318,7 +333,7 @@ class Study:
 
     @property
     def good(self) -> list:
-        return [r for r in self.results if not objection(r)]
+        return [r for r in self.results if not why_not_quotable(r)]
 
     @property
     def failed(self) -> list:
@@ -343,9 +358,9 @@ class Study:
             if ratio.paired and ratio.high == math.inf:
                 # Too few rounds in common: each by itself may have enough.
                 ratio = measure.ratio(replace(slow, run=""), fast)
-            doubted = False in (self.again.get(r.id) for r in (slow, fast))
+            doubted = False in (self.reproduced.get(r.id) for r in (slow, fast))
             ratio = replace(
-                apart(ratio, self.pace, self.turns),
+                widen_ratio(ratio, self.between_group_sd, self.paired_ratio_sd),
                 noise_floor=self.noise_floor,
                 unstable=ratio.unstable or doubted,
             )
@@ -377,7 +392,7 @@ class Study:
             for control in timed
             if control.option("twin")
             for r in timed
-            if r.point == control.point.first and together(r, control)
+            if r.point == control.point.without_control and together(r, control)
         ]
 
     @cached_property
@@ -392,7 +407,9 @@ class Study:
         """How many of these rows an earlier run of the same code measured too, and how
         many of them it agrees with.
         """
-        agreed = [self.again[r.id] for r in self.results if r.id in self.again]
+        agreed = [
+            self.reproduced[r.id] for r in self.results if r.id in self.reproduced
+        ]
         return len(agreed), sum(agreed)
 
     def frame(self, systems: Mapping | None = None):
@@ -459,7 +476,7 @@ def best(results):
     """The fastest row that may be quoted, else a failed one, else None."""
     return min(
         results,
-        key=lambda r: (bool(objection(r)), r.median or float("inf")),
+        key=lambda r: (bool(why_not_quotable(r)), r.median or float("inf")),
         default=None,
     )
 
@@ -491,7 +508,7 @@ def _flat(result) -> dict:
     origin = result.provenance
     return _fields(result.group, result.point) | {
         "status": status(result) or "ok",
-        "not_quoted_because": objection(result),
+        "not_quoted_because": why_not_quotable(result),
         "why": reason(result),
         "timed": timed(result),
         "shown_s": result.bound_seconds if computed(result) else time,

@@ -16,7 +16,7 @@ from itertools import combinations
 from statistics import mean, median
 
 from ..measure.provenance import key
-from ..measure.validity import objection, threads
+from ..measure.validity import threads, why_not_quotable
 
 WIDEST = 0.25  # the widest interval of a stable time, within its run, as a part of its median
 FEWEST = 3  # pairs of groups, below which they say nothing of the rest
@@ -32,12 +32,12 @@ def _steady(result) -> bool:
     """Its time may be quoted, and no other work disturbed it."""
     return (
         bool(result.median)
-        and not objection(result)
+        and not why_not_quotable(result)
         and not result.provenance.get("crowded")
     )
 
 
-def spread(results: Iterable) -> float:
+def between_group_sd(results: Iterable) -> float:
     """Standard deviation, between groups, of the logarithm of a call's median time; 0.0
     where too few calls repeat.
 
@@ -48,7 +48,7 @@ def spread(results: Iterable) -> float:
     """
     logs = defaultdict(lambda: defaultdict(list))  # by call, by run of a group
     for r in filter(_steady, results):
-        call = (r.point.first.id, threads(r))
+        call = (r.point.without_control.id, threads(r))
         run = (r.group, r.run)
         logs[call][run].append(math.log(r.median))
     pairs = [combinations(map(mean, runs.values()), 2) for runs in logs.values()]
@@ -56,7 +56,7 @@ def spread(results: Iterable) -> float:
     return median(sizes) / (MIDDLE * math.sqrt(2)) if len(sizes) >= FEWEST else 0.0
 
 
-def earlier(results: Iterable, kept: Iterable) -> list:
+def earlier_runs(results: Iterable, kept: Iterable) -> list:
     """The quotable results that were measured as one of ``kept`` was, but in a run
     before: by the same code on the same machine, beside the same calls, and
     undisturbed.
@@ -70,7 +70,7 @@ def earlier(results: Iterable, kept: Iterable) -> list:
     ]
 
 
-def turns(kept: Iterable, before: Iterable) -> float:
+def paired_ratio_sd(kept: Iterable, before: Iterable) -> float:
     """Standard deviation, from run to run, of the logarithm of a ratio of calls that
     took turns; 0.0 if not known.
 
@@ -81,7 +81,7 @@ def turns(kept: Iterable, before: Iterable) -> float:
     earliest = {r.id: r for r in before}
     logs = defaultdict(list)  # by group
     for r in kept:
-        if r.id in earliest and r.median and not objection(r):
+        if r.id in earliest and r.median and not why_not_quotable(r):
             logs[r.group].append(math.log(r.median / earliest[r.id].median))
     groups = (each for each in logs.values() if len(each) >= FEWEST)
     rests = [abs(x - median(each)) for each in groups for x in each]
@@ -99,9 +99,9 @@ def reproduced(
     """
     if not between:
         return {}
-    newest = {r.id: r.ci for r in widened(filter(_has_interval, kept), between)}
+    newest = {r.id: r.ci for r in widen_times(filter(_has_interval, kept), between)}
     agreed: dict[tuple[str, str], bool] = {}
-    for r in widened(filter(_has_interval, before), between):
+    for r in widen_times(filter(_has_interval, before), between):
         if r.id in newest:
             (low, high), (least, most) = r.ci, newest[r.id]
             meets = low <= most and least <= high
@@ -114,7 +114,7 @@ def _has_interval(result) -> bool:
     return bool(result.median and result.ci) and result.ci[1] < math.inf
 
 
-def wide(result) -> bool:
+def interval_too_wide(result) -> bool:
     """Whether its own interval is too wide for a stable time."""
     if not _has_interval(result):
         return False
@@ -122,30 +122,30 @@ def wide(result) -> bool:
     return high - low > WIDEST * result.median
 
 
-def widened(results: Iterable, between: float) -> list:
+def widen_times(results: Iterable, between: float) -> list:
     """The results with intervals of their times that also hold ``between`` (of
     logarithms), as independent errors.
     """
     return [
-        replace(r, ci=_wider(r.median, r.ci, NORMAL * between))
+        replace(r, ci=_widen(r.median, r.ci, NORMAL * between))
         if r.median and r.ci
         else r
         for r in results
     ]
 
 
-def apart(ratio, between: float, turns: float = 0.0):
+def widen_ratio(ratio, between: float, turns: float = 0.0):
     """A ratio whose interval also holds what two runs differ by: ``turns`` of rows that
     took turns, else ``between`` on both sides.
     """
     by = turns if ratio.paired else math.sqrt(2) * between
     if not by:
         return ratio
-    low, high = _wider(ratio.value, ratio.ci, NORMAL * by)
+    low, high = _widen(ratio.value, ratio.ci, NORMAL * by)
     return replace(ratio, low=low, high=high)
 
 
-def _wider(
+def _widen(
     middle: float, interval: tuple[float, float], reach: float
 ) -> tuple[float, float]:
     low, high = interval
