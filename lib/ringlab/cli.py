@@ -448,14 +448,14 @@ def _compare(given) -> int:
     first = hardware.match(hardware.detect()) if given.first == "auto" else given.first
     sides = compare.read_side(first, reports), compare.read_side(given.second, reports)
     if tolerance is None:
-        found = compare.compare(*sides)
+        comparison = compare.compare(*sides)
         failures = []
         parts = []
     else:
-        found, failures = compare.check(*sides, tolerance)
-        parts = [compare.worse(found, failures, tolerance)]
+        comparison, failures = compare.check(*sides, tolerance)
+        parts = [compare.worse(comparison, failures, tolerance)]
     if tolerance is None or given.all:
-        parts += compare.sections(found, given.all)
+        parts += compare.sections(comparison, given.all)
     print(compare.text(parts, given.markdown))
     return FAILED if failures else OK
 
@@ -484,24 +484,24 @@ def _profiles(given) -> None:
     lines = [("profile", "device", "sm", "memory", "dtype", "runnable here")]
     for row in rows:
         memory = row["memory_bytes"] and f"{row['memory_bytes'] / 2**30:.0f} GiB"
-        told = f"{'yes' if row['runnable'] else 'no'}: {row['why']}"
+        runs_here = f"{'yes' if row['runnable'] else 'no'}: {row['why']}"
         marked = row["profile"] + " *" * row["here"]
         lines.append(
-            (marked, row["device"], row["sm"], memory or "-", row["dtype"], told)
+            (marked, row["device"], row["sm"], memory or "-", row["dtype"], runs_here)
         )
     print(*columns(lines), "", "* matches this machine (GPU=auto)", sep="\n")
 
 
 def _measure(given) -> None:
     check_choice("suite", given.suite, ("all", *suites.SUITES))
-    asked_for = suites.SUITES if given.suite == "all" else [given.suite]
+    names = suites.SUITES if given.suite == "all" else [given.suite]
     machine = hardware.detect()
     folders = (reports_folder(), given.data or "")
-    asked = run_target(given.profile, machine, *folders, strict=True)
-    groups = [g for name in asked_for for g in suites.SUITES[name](asked.profile)]
+    target = run_target(given.profile, machine, *folders, strict=True)
+    groups = [g for name in names for g in suites.SUITES[name](target.profile)]
     if not groups:
         raise ValueError(
-            f"suite {given.suite!r} has no points for {asked.profile.name!r} here: it is for a GPU"
+            f"suite {given.suite!r} has no points for {target.profile.name!r} here: it is for a GPU"
         )
     known = [g.name for g in groups]
     if unknown := [name for name in given.group or () if name not in known]:
@@ -509,9 +509,13 @@ def _measure(given) -> None:
             f"unknown group {unknown[0]!r}; known here: {'; '.join(known)}"
         )
     groups = [g for g in groups if not given.group or g.name in given.group]
-    how = {"profile": asked.profile, "force": given.force, "minutes": given.minutes}
-    measure.run(groups, asked.data, progress=True, **how)
-    _show([asked.data])
+    options = {
+        "profile": target.profile,
+        "force": given.force,
+        "minutes": given.minutes,
+    }
+    measure.run(groups, target.data, progress=True, **options)
+    _show([target.data])
 
 
 def _pattern_of(given) -> Pattern | str:
@@ -549,14 +553,14 @@ def _estimate(given) -> None:
     pattern = _pattern_of(given)
     call = _options(given, "scheme", "layout", "backend")
     call |= {"dtype": dtype, "profile": profile}
-    found = (
+    estimated = (
         None
         if given.seq_len is None
         else estimate(pattern, seq_len=given.seq_len, **call)
     )
     budget = profile.memory_bytes if given.memory is None else given.memory
     most = None
-    if found is None or given.memory is not None:  # it takes many runs without data
+    if estimated is None or given.memory is not None:  # it takes many runs without data
         if budget is None:
             raise ValueError(
                 f"profile {profile.name!r} states no memory; give --memory"
@@ -564,7 +568,7 @@ def _estimate(given) -> None:
         try:
             most = longest(pattern, budget, **call)
         except ValueError:  # an estimate says itself that it does not fit
-            if found is None or budget < 1:
+            if estimated is None or budget < 1:
                 raise
     if given.json:
         about = {
@@ -577,30 +581,34 @@ def _estimate(given) -> None:
             "longest": most,
             "estimate": None,
         }
-        if found:
+        if estimated:
             sent = [
                 {"from": a, "to": b, "bytes": nbytes}
-                for (a, b), nbytes in sorted(found.sent.items())
+                for (a, b), nbytes in sorted(estimated.sent.items())
             ]
-            about["estimate"] = asdict(found) | {
+            about["estimate"] = asdict(estimated) | {
                 "sent": sent,
-                "bound_s": found.bound_s,
-                "binds": found.binds,
+                "bound_s": estimated.bound_s,
+                "binds": estimated.binds,
             }
         print(json.dumps(about, indent=1))
         return
     print(
         f"{pattern}, {dtype_name(dtype)}{', causal' if given.causal else ''}, {given.passes}, on {profile.title}"
     )
-    if found:
-        unknown = [name for name in ("compute", "memory") if name not in found.bounds]
-        unknown += ["network"] * (bool(found.sent) and "network" not in found.bounds)
+    if estimated:
+        unknown = [
+            name for name in ("compute", "memory") if name not in estimated.bounds
+        ]
+        unknown += ["network"] * (
+            bool(estimated.sent) and "network" not in estimated.bounds
+        )
         templates.ENVIRONMENT.filters |= {
             "bytes": format_bytes,
             "seconds": format_seconds,
         }
         call = {"seq_len": given.seq_len, "budget": budget, "unknown": unknown}
-        print(*templates.lines_of("estimate", e=found, **call), sep="\n")
+        print(*templates.lines_of("estimate", e=estimated, **call), sep="\n")
     if most:
         print(
             f"longest    {most:,} tokens in {format_bytes(budget)} a rank, of attention alone"
@@ -648,6 +656,6 @@ def _tune(given) -> None:
     for head_dim, causal, group in product((64, 128), (False, True), (1, 2, 4, 8)):
         q = torch.randn(1, 16384, 16, head_dim, **form)
         k, v = torch.randn(2, 1, 16384, 16 // group, head_dim, **form)
-        for found in tune(q, k, v, pattern, causal=causal):
-            print(found, flush=True)
+        for line in tune(q, k, v, pattern, causal=causal):
+            print(line, flush=True)
     print(triton_config.path(q.device))

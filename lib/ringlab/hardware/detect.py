@@ -241,8 +241,8 @@ def _number(text: str, unit: float) -> float | None:
 
 def _cpu_model(read: Read) -> str:
     line = r"(?m)^(?:model name|Model|cpu model)\s*:\s*(.+)$"
-    if found := re.search(line, read("/proc/cpuinfo") or ""):
-        return " ".join(found[1].split())
+    if model := re.search(line, read("/proc/cpuinfo") or ""):
+        return " ".join(model[1].split())
     return platform.processor() or platform.machine() or "unknown CPU"
 
 

@@ -105,8 +105,8 @@ class Profile:
             return False, f"needs {self.title}; no GPU here, only {machine.cpu_model}"
         if self.name not in (here, "generic"):
             return False, f"needs {self.title}; here is {machine.name} (profile {here})"
-        if found := obstacle(machine):
-            return False, "; ".join(found)
+        if why := obstacle(machine):
+            return False, "; ".join(why)
         return True, f"{machine.name} is here"
 
     def default_dtype(self) -> torch.dtype:
@@ -379,17 +379,17 @@ def driver_major(driver: str | None) -> float:
     """The first number of a driver's version; infinite where the version is not known,
     as of a new driver.
     """
-    found = re.match(r"\d+", driver or "")
-    return int(found[0]) if found else math.inf
+    digits = re.match(r"\d+", driver or "")
+    return int(digits[0]) if digits else math.inf
 
 
 def drivable(machine: Machine) -> str | None:
     """Return None where torch can use the machine's GPU or there is none; else one
     screen that says what to install.
     """
-    if (found := obstacle(machine)) is None:
+    if (problem := obstacle(machine)) is None:
         return None
-    (reason, remedy), gpu = found, machine.gpus[0]
+    (reason, remedy), gpu = problem, machine.gpus[0]
     known = sm(gpu.capability) if gpu.capability else "compute capability unknown"
     gib = (gpu.memory_bytes or 0) / 2**30
     memory = f"{gib:.1f} GiB" if gib else "memory unknown"

@@ -59,15 +59,15 @@ def version_of(package: str) -> str | None:
     it is absent.
     """
     try:
-        found = metadata.distribution(package)
+        distribution = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         return None
     commit = (
-        json.loads(found.read_text("direct_url.json") or "{}")
+        json.loads(distribution.read_text("direct_url.json") or "{}")
         .get("vcs_info", {})
         .get("commit_id", "")
     )
-    return found.version + (f"+{commit[:7]}" if commit else "")
+    return distribution.version + (f"+{commit[:7]}" if commit else "")
 
 
 def _module(point: Point, name: str):
@@ -75,11 +75,11 @@ def _module(point: Point, name: str):
     imported.
     """
     (package, how, _), version = PEERS[point.system], installed(point.system)
-    wanted = parse_options(point, "version").get("version", version)
+    requested = parse_options(point, "version").get("version", version)
     if version is None:
         raise NotImplementedError(f"{package} is not installed: {how}")
-    if wanted != version:
-        raise Refused(f"{package} {wanted} was asked for, {version} is installed")
+    if requested != version:
+        raise Refused(f"{package} {requested} was asked for, {version} is installed")
     try:
         return importlib.import_module(name)
     except ImportError as error:

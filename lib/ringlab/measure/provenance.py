@@ -145,8 +145,8 @@ def machine_id() -> str:
     node = uuid.getnode()
     if not name:  # getnode() without a network card is random, and then has its lowest bit of the first octet set
         name = f"{node:x}" if not node >> 40 & 1 else platform.node()
-    found = hardware.detect()
-    parts = [found.cpu_model, os.cpu_count(), *(g.name for g in found.gpus)]
+    machine = hardware.detect()
+    parts = [machine.cpu_model, os.cpu_count(), *(g.name for g in machine.gpus)]
     return hashlib.sha256(f"{SALT}:{name}:{parts}".encode()).hexdigest()[:12]
 
 
@@ -170,8 +170,8 @@ def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
     tracked = git("ls-files", "--error-unmatch", "patterns.py") is not None
     commit = git("rev-parse", "HEAD") if tracked else None
     if commit is None:
-        told = re.fullmatch(r"[0-9a-f]{7,40}", os.environ.get("RINGLAB_COMMIT", ""))
-        return told[0] if told else "unknown", "unknown"
+        named = re.fullmatch(r"[0-9a-f]{7,40}", os.environ.get("RINGLAB_COMMIT", ""))
+        return named[0] if named else "unknown", "unknown"
     changed = git("status", "--porcelain", "--", ":/", ":(exclude,top)reports")
     return commit, "unknown" if changed is None else bool(changed)
 
@@ -237,13 +237,13 @@ def moment(device: str) -> dict:
     clocks = [
         float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")
     ]  # not on every architecture
-    found = {
+    values = {
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load_average": round(os.getloadavg()[0], 2),
     }
-    found["cpu_mhz"] = round(mean(clocks)) if clocks else None
+    values["cpu_mhz"] = round(mean(clocks)) if clocks else None
     state = device_state(device)
-    return found | ({"gpu_before": state} if state else {})
+    return values | ({"gpu_before": state} if state else {})
 
 
 GPU_STATE = {  # fields of nvidia-smi --query-gpu, by our names

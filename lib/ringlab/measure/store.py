@@ -145,19 +145,19 @@ class Run:
 
 def unfinished(folder: Path | str, group: Group, here: dict) -> Run | None:
     """The newest run of exactly these points by this engine, torch, device and machine."""
-    found: Run | None = None
+    run: Run | None = None
     same = {"group": group.name, "members": group.id, "key": list(key(here))}
     for _, row in _rows(folder, []):
         if row.get("kind") == "run" and same.items() <= row.items():
-            found = Run(row["run"])
-        elif found is None or row.get("run") != found.name:
+            run = Run(row["run"])
+        elif run is None or row.get("run") != run.name:
             continue
         elif row["kind"] == "sample":
-            found.samples.setdefault(row["point"], {})[row["round"]] = row["seconds"]
-            found.rounds = max(found.rounds, row["round"] + 1)
+            run.samples.setdefault(row["point"], {})[row["round"]] = row["seconds"]
+            run.rounds = max(run.rounds, row["round"] + 1)
         elif row["kind"] == "result":
-            found.samples.pop(row["point"], None)
-    return found
+            run.samples.pop(row["point"], None)
+    return run
 
 
 def load(
@@ -171,12 +171,12 @@ def load(
 
 def latest(results: list[Result]) -> list[Result]:
     newest = {r.group: r.composition for r in results if r.interleaved}
-    found: dict[tuple, Result] = {}
+    results_by_id: dict[tuple, Result] = {}
     for r in results:
         if not r.interleaved or r.composition == newest[r.group]:
-            found.pop((r.group, r.point.id), None)
-            found[r.group, r.point.id] = r
-    return list(found.values())
+            results_by_id.pop(r.id, None)
+            results_by_id[r.id] = r
+    return list(results_by_id.values())
 
 
 OTHERWISE = (
@@ -208,19 +208,19 @@ def _result(row: dict, taken: dict[int, float]) -> Result:
     )  # the samples of a point that failed do not count
     if point.id != row["point"] or len(rounds) != row["samples"]:
         raise ValueError("incomplete")
-    given = {
+    values = {
         f.name: row[f.name]
         for f in fields(Result)
         if f.name in row and f.name not in OTHERWISE
     }
     for k in ("errors", "tolerance"):
-        given[k] = {name: float(x) for name, x in given[k].items()}
-    given["ci"] = tuple(map(float, given["ci"])) if given["ci"] else None
+        values[k] = {name: float(x) for name, x in values[k].items()}
+    values["ci"] = tuple(map(float, values["ci"])) if values["ci"] else None
     return Result(
         point=point,
         seconds=tuple(taken[r] for r in rounds),
         rounds=tuple(rounds),
-        **given,
+        **values,
     )
 
 

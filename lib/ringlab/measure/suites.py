@@ -339,8 +339,8 @@ KINDS: dict[str, BlockSparse] = {
 
 def a_tenth(block_size: int, seq_len: int) -> BlockSparse:
     """A window and global blocks whose density at so many positions is about a tenth."""
-    some = seq_len // (64 * block_size)
-    return local_global(some, 2 * some, block_size=block_size)
+    count = seq_len // (64 * block_size)
+    return local_global(count, 2 * count, block_size=block_size)
 
 
 def session_summary(profile: hardware.Profile) -> list[Group]:
@@ -590,11 +590,14 @@ def windows(tokens: Sequence[int]) -> dict[str, tuple[str, Callable[[int], Patte
     >>> list(windows([1024]))
     ['Window of 1,024 each way']
     """
-    found = {}
+    systems = {}
     for n in check_ints("windows", tokens) if tokens else ():
         window = sliding_window(tokens=n)
-        found[f"Window of {n:,} each way"] = "ringlab", lambda _, window=window: window
-    return found
+        systems[f"Window of {n:,} each way"] = (
+            "ringlab",
+            lambda _, window=window: window,
+        )
+    return systems
 
 
 BESIDE = "beside"

@@ -145,10 +145,10 @@ class Bounds:
         """Measure the rates of these dtypes once, and of fp32, in which half precision
         may be computed.
         """
-        wanted = {*dtypes, "float32"} if dtypes and not self.on_gpu else set()
-        wanted = sorted(wanted if again else wanted - self.peaks.keys())
-        for name, found in (self.probe(wanted) if wanted else {}).items():
-            self.peaks[name] = found.best(self.peaks.get(name, found))
+        names = {*dtypes, "float32"} if dtypes and not self.on_gpu else set()
+        names = sorted(names if again else names - self.peaks.keys())
+        for name, peaks in (self.probe(names) if names else {}).items():
+            self.peaks[name] = peaks.best(self.peaks.get(name, peaks))
 
     def seconds(self, cost: Cost, dtype: str) -> float | None:
         peaks = [self.peaks[name] for name in {"float32", dtype} & self.peaks.keys()]
@@ -212,7 +212,7 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
         seconds = time.perf_counter() - start
     if on_gpu:
         torch.cuda.synchronize(device)
-    found = {
+    measured = {
         "floor_bytes": floor,
         "tracked_peak_bytes": tracker.peak_bytes,
         "high_water_bytes": tracking.high_water_bytes() - before if mark else None,
@@ -222,7 +222,7 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
         "operator_calls": tracker.operators,
         "view_calls": tracker.views,
     }
-    return inputs, output, found | output.counted, seconds
+    return inputs, output, measured | output.counted, seconds
 
 
 def warm(point: Point, device: torch.device) -> None:
@@ -273,10 +273,10 @@ def available_bytes(ram_bytes: int | None) -> int | None:
     """Memory that a process may still take, by the system's estimate and at most
     ``ram_bytes``; None: unknown.
     """
-    found = re.search(
+    line = re.search(
         r"^MemAvailable: +(\d+) kB",
         hardware.Probe().read("/proc/meminfo") or "",
         re.MULTILINE,
     )
-    available = int(found[1]) * 1024 if found else None
+    available = int(line[1]) * 1024 if line else None
     return min(available, ram_bytes) if available and ram_bytes else available

@@ -120,12 +120,12 @@ def reason(result) -> str:
     """Why a row is not quoted, without its status and without what its own name says
     already.
     """
-    said = why_not_quotable(result).partition(": ")[2] or why_not_quotable(result)
+    text = why_not_quotable(result).partition(": ")[2] or why_not_quotable(result)
     backend = result.option("backend")
     return (
-        said.rpartition(f": {backend}: ")[2]
-        if backend and said.startswith("backend ")
-        else said
+        text.rpartition(f": {backend}: ")[2]
+        if backend and text.startswith("backend ")
+        else text
     )
 
 

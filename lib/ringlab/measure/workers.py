@@ -43,20 +43,20 @@ from .timing import (
 )
 
 
-def died(code: int, said: str) -> dict:
-    """The reply for a process that ended with exit code ``code`` and ``said`` as its
+def died(code: int, message: str) -> dict:
+    """The reply for a process that ended with exit code ``code`` and ``message`` as its
     last line on stderr.
     """
     if code < 0:
         name = signal_name(-code)
         hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
         return {"status": "crashed", "reason": f"the worker was ended by {name}{hint}"}
-    if any(words in said.lower() for words in ("memoryerror", *OUT_OF_MEMORY)):
-        return {"status": "oom", "reason": said}
+    if any(words in message.lower() for words in ("memoryerror", *OUT_OF_MEMORY)):
+        return {"status": "oom", "reason": message}
     return {
         "status": "crashed",
         "reason": f"the worker ended with exit code {code}"
-        + (f": {said}" if said else ""),
+        + (f": {message}" if message else ""),
     }
 
 
@@ -101,21 +101,21 @@ class Workers(ExitStack):
         several = len(self.processes) > 1
         ends = launch.collect(self.processes, timeout_s)
         progress = launch.progress_of(self.folder, self.processes)
-        found = culprit(ends, progress)
-        if found is None:
+        cause = culprit(ends, progress)
+        if cause is None:
             return _merged([ends[rank].value for rank in range(len(ends))])
-        rank, kind = found
+        rank, kind = cause
         if rank is None:  # ranks differ, and each that ended says in what
             rank = next((rank for rank, end in ends.items() if end.kind != "ok"), None)
         if rank not in ends:
-            said = f"took more than {self.settings['timeout_s']:g} s"
+            text = f"took more than {self.settings['timeout_s']:g} s"
             if several and rank is not None:
                 begun = [max(0, each.begun) for each in progress]
-                said += (
+                text += (
                     f": rank {rank} is {'stopped' if kind == 'stopped' else 'behind'}, "
                 )
-                said += f"{begun[rank]} steps begun, others {max(begun)}"
-            return {"status": "timeout", "reason": said}
+                text += f"{begun[rank]} steps begun, others {max(begun)}"
+            return {"status": "timeout", "reason": text}
         reply = (
             ends[rank].value
             if kind != "died"
@@ -223,9 +223,9 @@ class Worker:
     def _join(self, rank: int) -> None:
         backend = "gloo"
         if self.device.type == "cuda":
-            if (found := torch.cuda.device_count()) < self.ranks:
+            if (count := torch.cuda.device_count()) < self.ranks:
                 raise NotImplementedError(
-                    f"{self.ranks} ranks need a GPU each, this machine has {found}"
+                    f"{self.ranks} ranks need a GPU each, this machine has {count}"
                 )
             self.device = torch.device("cuda", rank)
             backend = "nccl"
@@ -284,10 +284,10 @@ class Worker:
         """The largest of all ranks' seconds."""
         if self.ranks == 1:
             return seconds
-        found = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        slowest = torch.tensor([seconds], dtype=torch.float64, device=self.device)
         count_step()
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return float(found)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
 
     def sample(self, last: bool) -> dict:
         self.keep = last
@@ -314,10 +314,10 @@ class Worker:
         for name, limit in self.tolerance.items():
             # dout is standard normal, so a gradient below this counts as zero
             floor = 1.0 if name in ("out", "lse") else 0.01 * was["out"].numel() ** 0.5
-            apart = reference.error(now[name], was[name], floor)
-            if not apart <= 2 * limit:
-                said = f"{name} changed by {apart:.1e} between the checked and the last call"
-                return {"status": "incorrect", "reason": said}
+            distance = reference.error(now[name], was[name], floor)
+            if not distance <= 2 * limit:
+                reason = f"{name} changed by {distance:.1e} between the checked and the last call"
+                return {"status": "incorrect", "reason": reason}
         return {}
 
     def answer(self, command: str, **arguments) -> dict:

@@ -110,12 +110,12 @@ def pair_cost(study: Study, row, dense):
 def calls(rows) -> str:
     """What rows compute and with how many threads, in words, each call once."""
     points = [(row.point, threads(row)) for row in filter(is_row, rows)]
-    said = [
+    texts = [
         f"batch {p.batch}, {p.heads} heads of {p.head_dim}, {p.dtype}, {pattern_of(p)}, "
         f"{pass_of(p)}{f', threads of a rank: {n}' if n else ''}"
         for p, n in points
     ]
-    return " or ".join(dict.fromkeys(said))
+    return " or ".join(dict.fromkeys(texts))
 
 
 # --------------------------------------------------------------------------------------
@@ -142,10 +142,10 @@ def time(row, scale: float = 1e3) -> Cell:
             else ""
         )
         return Cell(why or "not timed", kind="none")
-    said = interval(*(row.ci or (None, None)), scale) + (
+    interval_text = interval(*(row.ci or (None, None)), scale) + (
         "; unstable" if row.unstable else ""
     )
-    return Cell(number(row.median * scale), said)
+    return Cell(number(row.median * scale), interval_text)
 
 
 def rate(row) -> str | None:

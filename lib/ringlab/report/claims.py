@@ -62,7 +62,7 @@ def verdict(study: Study, claim: dict) -> Verdict:
     if "verdict" in claim:
         return Verdict(claim["verdict"], claim["reason"])
     results = [(query, values(study, query)) for query in claim["rows"]]
-    met = [within(query, found) for query, found in results]
+    met = [within(query, measured) for query, measured in results]
     needs = hardware.get_profile(claim.get("needs", study.profile.name))
     if study.computed or needs.capability != study.profile.capability:
         word = "not reproduced here" if any(x for _, x in results) else "untested"
@@ -73,7 +73,7 @@ def verdict(study: Study, claim: dict) -> Verdict:
         word = "untested"
     else:
         word = "holds as an upper limit" if claim.get("limit") else "holds"
-    results = [(query, found) for query, found in results if found]
+    results = [(query, measured) for query, measured in results if measured]
     why = [in_words(*x) for x in results] + [claim.get("why", "")]
     here = [amounts(*x) for x in results]
     return Verdict(
@@ -90,25 +90,25 @@ def values(study: Study, query: dict) -> list[Ratio | float]:
     first, second = (_rows(study, query, side) for side in ("first", "second"))
     named = query["first"].keys() | query.get("second", {}).keys()
     same = [name for name in SAME if name not in named]
-    found = {}
+    by_shape = {}
     for a in sorted(first, key=lambda r: r.median or math.inf):
-        alike = [
+        candidates = [
             b
             for b in second
             if all(getattr(a.point, name) == getattr(b.point, name) for name in same)
         ]
-        value = _value(study, query, a, best(alike))
+        value = _value(study, query, a, best(candidates))
         if value is not None:
-            found.setdefault((a.point.seq_len, a.point.world_size), value)
-    return [*found.values()]
+            by_shape.setdefault((a.point.seq_len, a.point.world_size), value)
+    return [*by_shape.values()]
 
 
 def _rows(study: Study, query: dict, side: str) -> list:
     if side not in query:
         return []
-    wanted = {"passes": "fwd", "causal": False, **query["points"], **query[side]}
-    options = wanted.pop("options", {})
-    return [r for r in study.rows(**wanted) if dict(r.point.options) == options]
+    fields = {"passes": "fwd", "causal": False, **query["points"], **query[side]}
+    options = fields.pop("options", {})
+    return [r for r in study.rows(**fields) if dict(r.point.options) == options]
 
 
 def _value(study: Study, query: dict, a, b) -> Ratio | float | None:
@@ -141,7 +141,7 @@ QUANTITIES = {  # besides the time
 }
 
 
-def within(query: dict, found: list[Ratio | float]) -> bool | None:
+def within(query: dict, measured: list[Ratio | float]) -> bool | None:
     """Whether all values lie within the tolerance; None if noise hides it, or there is
     no value.
     """
@@ -151,7 +151,7 @@ def within(query: dict, found: list[Ratio | float]) -> bool | None:
         (x.low / x.noise_floor, x.high * x.noise_floor)
         if isinstance(x, Ratio)
         else (x, x)
-        for x in found
+        for x in measured
     ]
     if any(most < low or least > high for least, most in ends):
         return False
@@ -159,38 +159,38 @@ def within(query: dict, found: list[Ratio | float]) -> bool | None:
     return True if ends and inside else None
 
 
-def amounts(query: dict, found: list[Ratio | float]) -> str:
+def amounts(query: dict, measured: list[Ratio | float]) -> str:
     """The values of a query in its unit, of several the ends.
 
     >>> amounts({}, [1.31, 2.0, 1.5]), amounts({"unit": "GB"}, [0.0674])
     ('1.31 to 2.00×', '0.0674 GB')
     """
-    sizes = [x.value if isinstance(x, Ratio) else x for x in found]
+    sizes = [x.value if isinstance(x, Ratio) else x for x in measured]
     low = number(min(sizes))
     high = number(max(sizes))
     unit = f" {query['unit']}" if "unit" in query else "×"
     return (low if low == high else f"{low} to {high}") + unit
 
 
-def in_words(query: dict, found: list[Ratio | float]) -> str:
+def in_words(query: dict, measured: list[Ratio | float]) -> str:
     """What a query compares, its values, of one ratio the interval, and what was to be
     met; rows that only had to pass say no more.
 
     >>> in_words({"what": "peak", "low": 1.8, "high": 2.2}, [1.31, 2.0])
     'peak: 1.31 to 2.00×, claimed 1.8 to 2.2'
     """
-    said = amounts(query, found)
-    if len(found) == 1 and isinstance(found[0], Ratio):
-        said = times(found[0]).plain
+    text = amounts(query, measured)
+    if len(measured) == 1 and isinstance(measured[0], Ratio):
+        text = times(measured[0]).plain
     if query.get("quantity") == "passed":
-        asked = ""
+        claimed = ""
     elif "low" not in query:
-        asked = f", claimed at most {query['high']:,}"
+        claimed = f", claimed at most {query['high']:,}"
     elif "high" not in query:
-        asked = f", claimed at least {query['low']:,}"
+        claimed = f", claimed at least {query['low']:,}"
     else:
-        asked = f", claimed {query['low']:,} to {query['high']:,}"
-    return f"{query['what']}: {said}{asked}"
+        claimed = f", claimed {query['low']:,} to {query['high']:,}"
+    return f"{query['what']}: {text}{claimed}"
 
 
 def counted(words: Iterable[str]) -> str:
@@ -199,7 +199,7 @@ def counted(words: Iterable[str]) -> str:
     >>> counted(["untested", "holds", "holds"])
     '2 hold, 1 is untested'
     """
-    found = Counter(words)
+    counts = Counter(words)
     return ", ".join(
-        f"{n} {WORDS[word][n > 1]}" for word in WORDS if (n := found[word])
+        f"{n} {WORDS[word][n > 1]}" for word in WORDS if (n := counts[word])
     )

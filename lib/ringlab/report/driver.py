@@ -226,19 +226,19 @@ class Pages:
         )
 
     def _report(
-        self, source: Path, study: Study, about: dict
+        self, source: Path, study: Study, manifest: dict
     ) -> tuple[dict, list[Path], list[dict]]:
         """(entry for the manifest, files, figures) of one notebook, run and rendered."""
         trainings = self.asked.data / TRAININGS
         if source.stem == "quality" and trainings.is_file():  # it has rows of its own
             newest = _newest(trainings)
-            about = about | {
+            manifest = manifest | {
                 "measured": newest.get("utc"),
                 "device": newest.get("device_name"),
                 **{key: newest.get(key) for key in ("commit", "dirty", "torch")},
             }
-        subtitle = " · ".join([study.profile.name, *index.facts(about)])
-        by = about["made_by"]
+        subtitle = " · ".join([study.profile.name, *index.facts(manifest)])
+        by = manifest["made_by"]
         made = (
             f"Page made {by['utc'][:16].replace('T', ' ')} UTC by ringlab {by['ringlab']}, commit "
             f"{index.short_commit(by)}, torch {by['torch']}, Python {by['python']}."
@@ -269,7 +269,7 @@ class Pages:
         package = Path(__file__).resolve().parents[1]
         versions = [f"{p} {version(p)}" for p in MAKERS]
         code = provenance.code_hash(package.rglob("*.py"), package)
-        said = json.dumps(
+        texts = json.dumps(
             [study.origin, torch.__version__, sys.version, *versions, code, self.given]
         )
         other = (
@@ -288,7 +288,7 @@ class Pages:
             if notebook.parent.name == notebook.stem
             for module in sorted(notebook.parent.glob("*.py"))
         ]
-        return _digest(said, [*rows, *self.notebooks, *beside, *sorted(other)])
+        return _digest(texts, [*rows, *self.notebooks, *beside, *sorted(other)])
 
     def _made(self) -> str:
         """Digest of the pages that are there, so that one edited or removed by hand is

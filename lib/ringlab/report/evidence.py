@@ -64,12 +64,12 @@ def learned(reports: Sequence[dict] = ()) -> dict[str, str]:
     page of quality among these ``reports`` of a manifest, else from a stored manifest;
     empty where there is none.
     """
-    for found in (r["facts"] for r in reports if r.get("facts")):
+    for facts in (r["facts"] for r in reports if r.get("facts")):
         return {
-            kind: f"trained small, with windows of {found['window']}: recalls "
-            f"{found['recalled'][name]:,} of {found['tokens']:,} tokens back"
+            kind: f"trained small, with windows of {facts['window']}: recalls "
+            f"{facts['recalled'][name]:,} of {facts['tokens']:,} tokens back"
             for kind, name in TRAINED.items()
-            if name in found["recalled"]
+            if name in facts["recalled"]
         }
     if reports:
         return learned()

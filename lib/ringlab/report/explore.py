@@ -128,35 +128,37 @@ class Choice:
                 )
         return estimate(pattern, seq_len=self.n, **self.call)
 
-    def share(self, found: Estimate) -> str:
+    def share(self, estimated: Estimate) -> str:
         """The pairs that a call sees, as a part of all."""
         pairs = self.batch * self.heads * self.n**2
-        return f"{100 * found.cost.distinct_pairs / pairs:.3g} %"
+        return f"{100 * estimated.cost.distinct_pairs / pairs:.3g} %"
 
 
 # --------------------------------------------------------------------------------------
 # one call
 
 
-def facts(choice: Choice, found: Estimate) -> Table:
+def facts(choice: Choice, estimated: Estimate) -> Table:
     """What the call costs, and what the chosen hardware makes of it."""
     profile = choice.hardware
-    bounds = [f"{x} {format_seconds(seconds)}" for x, seconds in found.bounds.items()]
+    bounds = [
+        f"{x} {format_seconds(seconds)}" for x, seconds in estimated.bounds.items()
+    ]
     roofline = f"no rate is known of {profile.name}"
     if bounds:
-        roofline = Cell(format_seconds(found.bound_s), "; ".join(bounds))
+        roofline = Cell(format_seconds(estimated.bound_s), "; ".join(bounds))
     lines = [
-        ["Pairs of n² that a head sees", choice.share(found)],
-        ["Work", f"{number(found.cost.folded_flops / 1e9)} GFLOP"],
-        ["Peak memory of a rank", size(found.peak_bytes)],
-        ["Fits", _fits(found.peak_bytes, profile.memory_bytes)],
+        ["Pairs of n² that a head sees", choice.share(estimated)],
+        ["Work", f"{number(estimated.cost.folded_flops / 1e9)} GFLOP"],
+        ["Peak memory of a rank", size(estimated.peak_bytes)],
+        ["Fits", _fits(estimated.peak_bytes, profile.memory_bytes)],
         ["Longest sequence that fits", _longest(choice)],
         ["Roofline", roofline],
     ]
     if choice.ranks > 1:
         lines += [
-            ["Scheme", found.scheme],
-            ["Sent in all", size(sum(found.sent.values()))],
+            ["Scheme", estimated.scheme],
+            ["Sent in all", size(sum(estimated.sent.values()))],
         ]
     note = (
         "A call is attention alone, of one layer: a model needs more memory and time."
@@ -230,33 +232,35 @@ def seen(choice: Choice) -> Figure:
         return Figure.of(fig, "seen", caption, alt)
 
 
-def traffic(found: Estimate) -> Table | Text:
+def traffic(estimated: Estimate) -> Table | Text:
     """Bytes of one call from rank to rank."""
-    if not any(found.sent.values()):
+    if not any(estimated.sent.values()):
         why = (
             "one rank has all rows"
-            if found.ranks == 1
+            if estimated.ranks == 1
             else "every rank has the rows that its queries see"
         )
         return Text([f"Nothing is sent: {why}."])
-    ranks = range(found.ranks)
-    sent = [[found.sent.get((a, b), 0) for b in ranks] for a in ranks]
+    ranks = range(estimated.ranks)
+    sent = [[estimated.sent.get((a, b), 0) for b in ranks] for a in ranks]
     lines = [
         [f"rank {a}", size(sum(row)), *(size(x) if x else None for x in row)]
         for a, row in enumerate(sent)
     ]
-    caption = f"Sent between {found.ranks} ranks by {found.scheme}: {size(sum(found.sent.values()))}"
+    caption = f"Sent between {estimated.ranks} ranks by {estimated.scheme}: {size(sum(estimated.sent.values()))}"
     return Table(caption, ["From", ">To all", *(f">To rank {b}" for b in ranks)], lines)
 
 
-def memory(found: Estimate) -> Table:
+def memory(estimated: Estimate) -> Table:
     """What fills the memory of the rank that needs most, at its peak."""
-    parts = sorted(found.parts.items(), key=lambda part: -part[1])
+    parts = sorted(estimated.parts.items(), key=lambda part: -part[1])
     lines = [
-        [name, size(x), f"{100 * x / found.peak_bytes:.0f} %"] for name, x in parts if x
+        [name, size(x), f"{100 * x / estimated.peak_bytes:.0f} %"]
+        for name, x in parts
+        if x
     ]
     return Table(
-        f"Peak memory of a rank: {size(found.peak_bytes)}",
+        f"Peak memory of a rank: {size(estimated.peak_bytes)}",
         ["Part", ">Size", ">Share"],
         lines,
     )
@@ -289,13 +293,13 @@ def compared(choice: Choice) -> Table:
     for name, pattern in variants(choice).items():
         line = [Cell(name, str(pattern))]
         try:
-            found = choice.estimate(pattern)
+            estimated = choice.estimate(pattern)
             line += [
-                choice.share(found),
-                format_seconds(found.bound_s) if found.bound_s else None,
-                size(found.peak_bytes),
-                size(sum(found.sent.values())),
-                _fits(found.peak_bytes, profile.memory_bytes),
+                choice.share(estimated),
+                format_seconds(estimated.bound_s) if estimated.bound_s else None,
+                size(estimated.peak_bytes),
+                size(sum(estimated.sent.values())),
+                _fits(estimated.peak_bytes, profile.memory_bytes),
             ]
         except (ValueError, NotImplementedError) as error:
             line += [*[None] * 4, Cell("cannot run", str(error), kind="bad")]
@@ -313,18 +317,18 @@ def compared(choice: Choice) -> Table:
 def over_length(choice: Choice) -> Figure:
     """Rooflines of the variants over length, as on the first screen of a report."""
     choice = replace(choice, kind="dense")  # whose longest sequence is soon found
-    found = {}
+    advised = {}
     for n in LENGTHS:
         try:
-            found[n] = advise(choice.hardware, n, **choice.shape)
+            advised[n] = advise(choice.hardware, n, **choice.shape)
         except ValueError:  # not even the inputs fit
             break
-    if not found:
+    if not advised:
         raise ValueError(
             f"{choice.hardware.title} holds none of the lengths from {LENGTHS[0]:,} tokens on"
         )
     end = _longest(choice)
-    return rooflines(choice.hardware, found, end if isinstance(end, int) else None)
+    return rooflines(choice.hardware, advised, end if isinstance(end, int) else None)
 
 
 # --------------------------------------------------------------------------------------
@@ -385,8 +389,8 @@ def page(choice: Choice) -> str:
 
 
 def _one_call(choice: Choice) -> str:
-    found = choice.estimate()
-    tables = [facts(choice, found), memory(found), traffic(found)]
+    estimated = choice.estimate()
+    tables = [facts(choice, estimated), memory(estimated), traffic(estimated)]
     return (
         f'{_html(seen(choice))}<div class="row">{"".join(x.html for x in tables)}</div>'
         f"{_folded('This call as code', code(choice))}"

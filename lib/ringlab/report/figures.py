@@ -355,12 +355,12 @@ def show(
     from IPython.display import display
 
     figure = Figure.of(fig, name, caption, alt)
-    about = {"alt": alt, "caption": caption}
+    texts = {"alt": alt, "caption": caption}
     bundle = {
         "image/svg+xml": figure.svg,
         "image/png": base64.b64encode(figure.png).decode("ascii"),
     }
-    metadata = {"filename": name, "image/png": about, "image/svg+xml": about}
+    metadata = {"filename": name, "image/png": texts, "image/svg+xml": texts}
     display(bundle | {"text/plain": alt}, metadata=metadata, raw=True)
     # Stock templates know no alt text: there it is read as a line under the figure.
     display(

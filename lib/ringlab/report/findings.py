@@ -62,20 +62,20 @@ def fits(study: Study, pattern, seq_len: int, ranks=(1,), **shape) -> str:
         bound = f" Over {seq_len:,} tokens in {dtype}, on one device, {pattern} takes {least}."
     if not study.memory_bytes:
         return f"**How long a sequence fits**: not known, because the size of the memory is not.{bound}"
-    how = {"dtype": gpu.default_dtype(), "profile": gpu.name, **HEADS, **shape}
+    call = {"dtype": gpu.default_dtype(), "profile": gpu.name, **HEADS, **shape}
 
     def tokens(**more) -> str:
-        return f"{_longest(pattern, study.memory_bytes, **how, **more):,}"
+        return f"{_longest(pattern, study.memory_bytes, **call, **more):,}"
 
     if ranks == [1]:
-        said = f"hold {tokens(ranks=1)} tokens in a forward call, {tokens(passes='fwd+bwd')} in training"
+        text = f"hold {tokens(ranks=1)} tokens in a forward call, {tokens(passes='fwd+bwd')} in training"
     else:
         each = " or ".join(
             f"{tokens(ranks=n)} tokens on {counted(n, 'rank')}" for n in ranks
         )
-        said = f"a rank hold {each} in a forward call"
+        text = f"a rank hold {each} in a forward call"
     held = size(study.memory_bytes)
-    return f"**How long a sequence fits**: {held} {said}, by `ringlab.longest` for attention alone.{bound}"
+    return f"**How long a sequence fits**: {held} {text}, by `ringlab.longest` for attention alone.{bound}"
 
 
 def bounds(profile: hardware.Profile, pattern, seq_len: int, **shape) -> str:
@@ -87,9 +87,9 @@ def bounds(profile: hardware.Profile, pattern, seq_len: int, **shape) -> str:
     bandwidth = profile.bandwidth_bytes_per_s
     if not rate or not bandwidth:
         return ""
-    how = {"batch": 1, "dtype": dtype, "seq_len": seq_len, **HEADS, **shape}
-    ours = cost.count(pattern, **how).seconds(rate, bandwidth)
-    dense = cost.count(patterns.Dense(), **how).seconds(rate, bandwidth)
+    call = {"batch": 1, "dtype": dtype, "seq_len": seq_len, **HEADS, **shape}
+    ours = cost.count(pattern, **call).seconds(rate, bandwidth)
+    dense = cost.count(patterns.Dense(), **call).seconds(rate, bandwidth)
     return f"at least {number(ours * 1e3)} ms, dense attention {number(dense * 1e3)} ms"
 
 

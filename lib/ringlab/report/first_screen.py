@@ -105,9 +105,9 @@ def first_screen(
 def _title(study: Study) -> str:
     if study.computed:
         return f"{study.profile.title}, computed"
-    found = {threads(r) for r in study.good if r.point.world_size == 1} - {None}
-    on_cpu = found and study.device_type == "cpu"
-    return f"{study.device}, {max(found)} threads" if on_cpu else study.device
+    counts = {threads(r) for r in study.good if r.point.world_size == 1} - {None}
+    on_cpu = counts and study.device_type == "cpu"
+    return f"{study.device}, {max(counts)} threads" if on_cpu else study.device
 
 
 def _try(ask, n: int, passes: str) -> Advice | None:
@@ -121,18 +121,18 @@ def _try(ask, n: int, passes: str) -> Advice | None:
 def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
     """The numbers of the four answers."""
     dtype = known["dtype"]
-    how = {"dtype": dtype, "profile": study.profile, **SHAPE}
+    call = {"dtype": dtype, "profile": study.profile, **SHAPE}
     held = study.memory_bytes and {
         passes: min(
-            longest(pattern, study.memory_bytes, passes=passes, **how)
+            longest(pattern, study.memory_bytes, passes=passes, **call)
             for pattern in (Dense(), local(MILLION))
         )
         for passes in ("fwd", "fwd+bwd")
     }
-    asked = advised.get(FAST, [None])[0] or known
-    takes = {x.need: x.takes for x in asked.options}
+    advice = advised.get(FAST, [None])[0] or known
+    takes = {x.need: x.takes for x in advice.options}
     shape = SHAPE["batch"], SHAPE["heads"], SHAPE["heads"], SHAPE["head_dim"], False
-    alike = [e for e in evidence(study) if (e.shape, e.passes) == (shape, "fwd")]
+    same_call = [e for e in evidence(study) if (e.shape, e.passes) == (shape, "fwd")]
     return facts(study) | {
         "limit": format_seconds(SECONDS),
         "window": WINDOW,
@@ -140,13 +140,13 @@ def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
         "ends": known.ends,
         "memory": study.memory_bytes and size(study.memory_bytes),
         "longest": held,
-        "seq_len": asked.seq_len,
+        "seq_len": advice.seq_len,
         "takes": takes,
-        "advised": asked.advised.takes,
-        "measured_to": max((e.seq_len for e in alike), default=0),
+        "advised": advice.advised.takes,
+        "measured_to": max((e.seq_len for e in same_call), default=0),
         "million": held and [passes for passes in held if held[passes] >= MILLION],
         "dtype": SHORT[dtype_name(dtype)],
-        "kernel": asked["kernel"],
+        "kernel": advice["kernel"],
         "computed": study.computed,
         "profile": study.profile.name,
     }

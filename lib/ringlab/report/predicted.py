@@ -84,10 +84,10 @@ def row_of(name: str, point: Point) -> Result:
     if blocks_of(point) > (ROWS if point.system == ORIGINAL else BLOCKS):
         return row
     try:
-        found = _estimate(point, name)
+        estimated = _estimate(point, name)
     except NotImplementedError as error:  # a kernel that cannot run there
         return replace(row, status="unsupported", reason=str(error))
-    if found is None or found.at_least:
+    if estimated is None or estimated.at_least:
         return row
     use = {"causal": point.causal, "for_gradients": point.passes != "fwd"}
     shape = point.seq_len, point.heads, point.kv_heads
@@ -95,13 +95,13 @@ def row_of(name: str, point: Point) -> Result:
     device = profile.kind, profile.capability
     kernel = kernels.expected(*device, dtype, point.head_dim, **use).name
     sent = Counter()
-    for (rank, _), size in found.sent.items():
+    for (rank, _), size in estimated.sent.items():
         sent[rank] += size
     by_rank = {"bytes_sent": [sent[rank] for rank in range(ranks)]}
     return replace(
         row,
-        bound_seconds=found.bound_s or None,
-        memory=memory | {"tracked_peak_bytes": found.peak_bytes},
+        bound_seconds=estimated.bound_s or None,
+        memory=memory | {"tracked_peak_bytes": estimated.peak_bytes},
         ranks=by_rank if ranks > 1 else {},
         provenance=origin | {"kernel": kernel},
     )
@@ -127,8 +127,10 @@ def predict(
         # By rule that kernel may not run on the GPU, and yet it did.
         with suppress(NotImplementedError):
             if row.memory.get("tracked_peak_bytes"):
-                found = estimate_of(row.point.without_control, threads(row), profile)
-                pairs += [(row, found)] * (found is not None)
+                estimated = estimate_of(
+                    row.point.without_control, threads(row), profile
+                )
+                pairs += [(row, estimated)] * (estimated is not None)
     return pairs
 
 

@@ -250,8 +250,8 @@ def title_of(notebook: nbformat.NotebookNode) -> str:
 def finding_of(notebook: nbformat.NotebookNode) -> dict:
     """A page's finding, for the index: its lines, and ``facts`` if it states any."""
     outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
-    found = (output.get("data", {}).get(FINDING) for output in outputs)
-    return next((dict(data) for data in found if data), {"finding": []})
+    findings = (output.get("data", {}).get(FINDING) for output in outputs)
+    return next((dict(data) for data in findings if data), {"finding": []})
 
 
 def figures_of(notebook: nbformat.NotebookNode) -> list[dict]:
@@ -270,12 +270,12 @@ def figures_of(notebook: nbformat.NotebookNode) -> list[dict]:
 
 def _headings(cell) -> list[tuple[int, str]]:
     """(level, text) of the headings of a cell."""
-    found = (
+    matches = (
         re.findall(r"^(#+) (.+)$", cell.source, re.M)
         if cell.cell_type == "markdown"
         else []
     )
-    return [(len(marks), text.strip()) for marks, text in found]
+    return [(len(marks), text.strip()) for marks, text in matches]
 
 
 def _nameless(output) -> bool:

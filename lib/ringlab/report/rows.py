@@ -68,14 +68,14 @@ def label(result) -> str:
         return "All optimizations" + (
             "" if s["backend"] == "auto" else f", {s['backend']} kernel"
         )
-    said = [
+    parts = [
         "Gathered (ours)" if s["gather"] else "Strided",
         "cache on" if s["cache"] else "cache off",
     ]
-    said += ["pool on" if s["pool"] else "pool off"] + (
+    parts += ["pool on" if s["pool"] else "pool off"] + (
         [] if s["backend"] == "auto" else [s["backend"]]
     )
-    return ", ".join(said)
+    return ", ".join(parts)
 
 
 def steps_of(point) -> str:
@@ -105,20 +105,20 @@ def dense_beside(study: Study, row):
     where there is one.
     """
     p = row.point
-    found = study.rows(
+    rows = study.rows(
         system="dense_sdpa", dtype=p.dtype, world_size=p.world_size, **p.shape
     )
     return best(
-        [r for r in found if together(r, row) and not why_not_quotable(r)]
-    ) or best(found)
+        [r for r in rows if together(r, row) and not why_not_quotable(r)]
+    ) or best(rows)
 
 
-def begins(found: list[tuple]) -> int | None:
+def begins(ratios: list[tuple]) -> int | None:
     """The shortest n from which the pattern is faster than dense at every longer n
     measured, beyond noise.
     """
     start = None
-    for n, ratio, *_ in reversed(found):
+    for n, ratio, *_ in reversed(ratios):
         if ratio is None or not ratio.significantly_slower:
             break
         start = n
