@@ -2,8 +2,6 @@
 ``report``, ``compare`` and ``check`` need torch alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json

@@ -38,7 +38,7 @@ from model import patterns
 from ringlab import hardware
 from ringlab.measure import Busy, provenance
 from ringlab.measure.store import Store, warn
-from ringlab.report.places import ReportError, UsageError, plan, reports_folder
+from ringlab.report.places import ReportError, UsageError, reports_folder, run_target
 from ringlab.tracking import is_out_of_memory
 from tasks import TASKS, text
 from train import SIZES, Run, Sizes, build, step, train
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.minutes is not None and not given.minutes > 0:
             raise UsageError(f"--minutes must be positive, got {given.minutes:g}")
         machine, folders = hardware.detect(), (reports_folder(), given.data or "")
-        asked = plan(given.profile, machine, *folders, strict=True)
+        asked = run_target(given.profile, machine, *folders, strict=True)
         folder = asked.data
         rows = run_all(folder, device=asked.profile.kind, minutes=given.minutes)
     except KeyboardInterrupt:

@@ -2,8 +2,6 @@
 that say where they come from.
 """
 
-from __future__ import annotations
-
 from .points import Group, Point, Result, sgemm
 from .provenance import engine_hash, machine_id
 from .session import Interrupted, run

@@ -4,8 +4,6 @@ up, scratch memory borrowed.
 They have no FLOPs and no roofline. Each checks what the cache or pool gave.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

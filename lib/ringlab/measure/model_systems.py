@@ -2,8 +2,6 @@
 packed documents.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import astuple
 

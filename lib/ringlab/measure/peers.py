@@ -7,8 +7,6 @@ point. Where a package imports a kernel that needs a GPU, its algorithm runs on 
 with torch's kernel, in a copy of the package's module; ``PEERS`` says which.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from functools import partial

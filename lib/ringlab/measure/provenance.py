@@ -2,8 +2,6 @@
 name, no path.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

@@ -5,8 +5,6 @@ Every sample is stored at once, so that a run that was stopped goes on at its ne
 round. A process that dies costs its point alone.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -6,8 +6,6 @@ hardly differ, Student's t on their logarithms. Fewer have none: theirs is from 
 infinity, so that nothing is decided by it.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

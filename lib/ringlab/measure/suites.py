@@ -6,8 +6,6 @@ the points of a group take turns. The option ``twin`` marks an A/A control: the 
 call once more, which shows the noise floor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product

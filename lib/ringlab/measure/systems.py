@@ -5,8 +5,6 @@ A builder takes (point, device) and returns a System. ``SYSTEMS`` names the buil
 point may also name one of the user's own, as ``"module:function"``.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 a first call.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import math

@@ -6,8 +6,6 @@ its own tensors, no speed-up on p ranks beyond 1.1 p. A row that was computed is
 such; it is never timed and enters no ratio.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

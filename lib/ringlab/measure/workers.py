@@ -7,8 +7,6 @@ with a ``status`` other than "ok" ends the point. If a process is killed, crashe
 hangs, the session's side makes the reply and names the rank.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import pickle

@@ -3,8 +3,6 @@
 A row that may not be shown gives its status instead of a number.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

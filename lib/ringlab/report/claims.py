@@ -5,8 +5,6 @@ A claim is a table in ``published/*.toml``. Where the document alone decides, it
 are compared, and between which bounds the result must lie.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable

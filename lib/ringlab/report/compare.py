@@ -16,8 +16,6 @@ number of rows (Benjamini and Hochberg 1995): of those called different at most 
 by chance.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

@@ -2,8 +2,6 @@
 its page, refresh the index.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -2,8 +2,6 @@
 small models learned with which attention.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ Every number is one of ``estimate``, ``longest`` or ``advise``. Only ``explorer`
 ipywidgets.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Iterable

@@ -2,8 +2,6 @@
 what the numbers mean, where they come from.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ that the page says what the command says. Facts are data; the templates of the i
 have the sentences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial

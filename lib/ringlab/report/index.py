@@ -1,7 +1,5 @@
 """The manifest of one profile's run, and the index page over all profiles and reports."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

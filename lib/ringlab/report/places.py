@@ -4,8 +4,6 @@ run per folder at a time.
 Needs torch alone, so that a machine without the report's packages can measure.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

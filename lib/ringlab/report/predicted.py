@@ -5,8 +5,6 @@ It knows the engine, as it is called or under a published name, each with the se
 of the point.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ The stock templates fetch scripts from the network and know no alt text; the two
 ``templates/`` do neither.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

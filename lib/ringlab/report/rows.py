@@ -1,7 +1,5 @@
 """What a reader calls a row, by its system and switches, and what lies beside it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .. import patterns

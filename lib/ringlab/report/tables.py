@@ -6,8 +6,6 @@ project's template looks for; in JupyterLab, in a stock nbconvert page and on a 
 the same object is a Markdown table. Nothing here knows any rows.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

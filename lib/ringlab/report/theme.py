@@ -7,8 +7,6 @@ page swaps them for variables, so that one file serves light, dark and print. El
 in JupyterLab or in a stock nbconvert page, a figure stays as it was drawn.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from html import escape

@@ -6,8 +6,6 @@ tenants, clocks. Calls that stand in several groups of a run show it, and so do 
 runs of the same code, where there are any. Intervals include it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
