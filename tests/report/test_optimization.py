@@ -92,7 +92,7 @@ def test_bad_rows_among_good_ones_reach_nothing(first):
 
 
 def test_superlinear_rows_are_suspect_and_reach_no_page():
-    row = next(r for r in made("000") if rows.is_optimised(r))
+    row = next(r for r in made("000") if rows.label(r) == "All optimizations")
     honest, swift = (on_ranks(row, 2, x, scheme="ring") for x in (2.15, 2.25))
     assert validity.judged([row, swift])[1].reason.startswith(
         "superlinear: 2.25 times faster on 2 ranks"
@@ -137,7 +137,7 @@ def test_names_of_one_engine_share_a_line_and_no_name_is_the_fastest():
     assert "**Optimizing pays 3." in finding(found)[0] and "Fastest" not in found.text
 
     def apart(r):
-        plain = rows.is_plain(r)
+        plain = rows.label(r) == "Naive (ours)"
         flash = r.point.system.endswith("V2Flash")
         return lean(r, 3) if plain else longer(r, 2) if flash else r
 
@@ -194,7 +194,7 @@ def test_time_over_roofline_is_that_of_the_rows():
     """
 
     def change(r):
-        if rows.is_optimised(r):
+        if rows.label(r) == "All optimizations":
             return replace(r, bound_seconds=r.median / 2)
         copying = r.point.system == "copying" and r.point.seq_len == 8192
         return longer(r, 2) if copying else r
@@ -288,7 +288,7 @@ def test_what_the_same_work_differs_by_is_no_difference():
 
 def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     kept = [
-        replace(r, unstable=rows.is_plain(r))
+        replace(r, unstable=rows.label(r) == "Naive (ours)")
         for r in made("000")
         if r.point.dtype != "bfloat16"
     ]

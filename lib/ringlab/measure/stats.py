@@ -80,14 +80,10 @@ def summary(seconds: Sequence[float]) -> Summary:
     if not seconds:
         raise ValueError("no samples")
     q1, q3 = _quartiles(seconds)
-    middle, (low, high) = (
-        median(seconds),
-        map(math.exp, _interval([math.log(s) for s in seconds])),
-    )
-    ci = (
-        min(low, middle),
-        max(high, middle),
-    )  # the median of logarithms may differ from the median's logarithm
+    middle = median(seconds)
+    low, high = map(math.exp, _interval([math.log(s) for s in seconds]))
+    # The median of logarithms may differ from the median's logarithm.
+    ci = min(low, middle), max(high, middle)
     return Summary(middle, q1, q3, ci, is_unstable(seconds))
 
 
@@ -150,39 +146,21 @@ def ratio(a, b) -> Ratio:
     if not x or not y:
         raise ValueError("a ratio needs samples of both")
     # Compositions differ for each point if the points took no turns.
-    together = all(
-        getattr(a, name, None) == getattr(b, name, None)
-        for name in ("run", "composition")
-    )
-    if together and (rounds := sorted(x.keys() & y.keys())):
-        logs = [math.log(x[number] / y[number]) for number in rounds]
-        low, high = _interval(logs)
-        unstable = is_unstable([math.exp(value) for value in logs])
-        return Ratio(
-            math.exp(median(logs)),
-            math.exp(low),
-            math.exp(high),
-            len(logs),
-            True,
-            unstable,
-        )
-    x, y = [*x.values()], [*y.values()]
-    top, bottom = ([math.log(s) for s in seconds] for seconds in (x, y))
-    value, (low, high), (least, most) = (
-        median(top) - median(bottom),
-        _interval(top),
-        _interval(bottom),
-    )
+    runs = [[getattr(r, x, None) for x in ("run", "composition")] for r in (a, b)]
+    if runs[0] == runs[1] and (rounds := sorted(x.keys() & y.keys())):
+        ratios = [x[number] / y[number] for number in rounds]
+        logs = [*map(math.log, ratios)]
+        ends = map(math.exp, (median(logs), *_interval(logs)))
+        return Ratio(*ends, len(logs), True, is_unstable(ratios))
+    x = [*x.values()]
+    y = [*y.values()]
+    top, bottom = ([*map(math.log, seconds)] for seconds in (x, y))
+    low, high = _interval(top)
+    least, most = _interval(bottom)
     # The interval of a difference from those of its parts: Zou and Donner 2008.
     down = math.hypot(median(top) - low, most - median(bottom))
     up = math.hypot(high - median(top), median(bottom) - least)
-    low = math.exp(value - down)
-    high = math.exp(value + up)
-    return Ratio(
-        math.exp(value),
-        low,
-        high,
-        min(len(x), len(y)),
-        False,
-        is_unstable(x) or is_unstable(y),
-    )
+    value = median(top) - median(bottom)
+    ends = map(math.exp, (value, value - down, value + up))
+    unstable = is_unstable(x) or is_unstable(y)
+    return Ratio(*ends, min(len(x), len(y)), False, unstable)

@@ -37,14 +37,12 @@ def why_not_quotable(result) -> str:
     floor = result.memory.get("floor_bytes")
     if peak and floor and peak < floor:
         return f"suspect: a peak of {peak} bytes is smaller than its own tensors, {floor} bytes"
-    if (
-        result.bound_seconds
-        and result.median is not None
-        and result.median < result.bound_seconds
-    ):
-        median = result.median * 1e3
-        bound = result.bound_seconds * 1e3
-        return f"suspect: {median:.3g} ms is below its bound of {bound:.3g} ms"
+    bound = result.bound_seconds or 0
+    if result.median and result.median < bound:
+        return (
+            f"suspect: {result.median * 1e3:.3g} ms is below its bound of "
+            f"{bound * 1e3:.3g} ms"
+        )
     return ""
 
 
@@ -81,13 +79,13 @@ def roofline_s(result) -> float | None:
     """The shortest time in seconds that the device's rates allow, of a CPU's for the
     threads of the row.
     """
+    bound = result.bound_seconds
     # The rates under a stored roofline are those of all threads of the machine.
     every = result.provenance.get("threads")
     own = (threads(result) or 0) * result.point.world_size
-    share = (
-        own / every if every and own and result.provenance.get("device") == "cpu" else 1
-    )
-    return result.bound_seconds and result.bound_seconds / min(share, 1)
+    if bound and every and own and result.provenance.get("device") == "cpu":
+        bound /= min(own / every, 1)
+    return bound
 
 
 def _superlinear(result, alone: Iterable):
@@ -97,34 +95,28 @@ def _superlinear(result, alone: Iterable):
     own = threads(result)
     ranks = result.point.world_size
     times = [r.median for r in alone if None in (own, threads(r)) or threads(r) >= own]
-    if (
-        not times
-        or not result.median
-        or why_not_quotable(result)
-        or min(times) / result.median <= SUPERLINEAR * ranks
-    ):
+    if not times or not result.median or why_not_quotable(result):
         return result
-    faster = (
-        f"{min(times) / result.median:.3g} times faster on {ranks} ranks than on one"
+    speedup = min(times) / result.median
+    if speedup <= SUPERLINEAR * ranks:
+        return result
+    why = (
+        f"superlinear: {speedup:.3g} times faster on {ranks} ranks than on one, over "
+        f"{SUPERLINEAR} × {ranks}"
     )
-    return replace(
-        result,
-        status="suspect",
-        reason=f"superlinear: {faster}, over {SUPERLINEAR} × {ranks}",
-    )
+    return replace(result, status="suspect", reason=why)
 
 
 def reason(result) -> str:
     """Why a row is not quoted, without its status and without what its own name says
     already.
     """
-    text = why_not_quotable(result).partition(": ")[2] or why_not_quotable(result)
+    text = why_not_quotable(result)
+    text = text.partition(": ")[2] or text
     backend = result.option("backend")
-    return (
-        text.rpartition(f": {backend}: ")[2]
-        if backend and text.startswith("backend ")
-        else text
-    )
+    if backend and text.startswith("backend "):
+        text = text.rpartition(f": {backend}: ")[2]
+    return text
 
 
 def status(result) -> str:

@@ -56,11 +56,9 @@ def on_ranks(study: Study, rows):
 
 def peak_bytes(row) -> int | None:
     """Peak of live tensors, inputs and results included, on the rank that holds most."""
-    return (
-        row.memory.get("tracked_peak_bytes")
-        if shown(row) and not simulated(row)
-        else None
-    )
+    if shown(row) and not simulated(row):
+        return row.memory.get("tracked_peak_bytes")
+    return None
 
 
 def floor_bytes(row) -> int | None:
@@ -74,13 +72,9 @@ def sent_bytes(row) -> int | None:
     """
     if not shown(row):
         return None
-    return (
-        max(row.ranks["bytes_sent"])
-        if "bytes_sent" in row.ranks
-        else 0
-        if ranks(row) == 1
-        else None
-    )
+    if "bytes_sent" in row.ranks:
+        return max(row.ranks["bytes_sent"])
+    return 0 if ranks(row) == 1 else None
 
 
 def density(point) -> float:
@@ -131,19 +125,12 @@ def time(row, scale: float = 1e3) -> Cell:
         return Cell(f"≥ {number(bound * scale)}", "computed") if bound else cell(None)
     if why_not_quotable(row):
         return Cell(status(row), kind="bad")
-    if not timed(row):
-        why = (
-            "simulated"
-            if simulated(row)
-            else "more ranks than cores"
-            if row.ranks.get("oversubscribed")
-            else ""
-        )
-        return Cell(why or "not timed", kind="none")
-    interval_text = interval(*(row.ci or (None, None)), scale) + (
-        "; unstable" if row.unstable else ""
-    )
-    return Cell(number(row.median * scale), interval_text)
+    if timed(row):
+        doubt = "; unstable" * row.unstable
+        ends = interval(*(row.ci or (None, None)), scale)
+        return Cell(number(row.median * scale), ends + doubt)
+    why = "more ranks than cores" if row.ranks.get("oversubscribed") else "not timed"
+    return Cell("simulated" if simulated(row) else why, kind="none")
 
 
 def rate(row) -> str | None:
@@ -181,9 +168,9 @@ def significance(ratio) -> int:
     """1 where the second row of a ratio is faster beyond noise, -1 where it is slower,
     0 where neither is known.
     """
-    return (
-        0 if ratio is None else ratio.significantly_slower - ratio.significantly_faster
-    )
+    if ratio is None:
+        return 0
+    return ratio.significantly_slower - ratio.significantly_faster
 
 
 def times(ratio) -> Cell | None:
@@ -192,8 +179,7 @@ def times(ratio) -> Cell | None:
     """
     if ratio is None:
         return None
-    doubts = (
-        [] if significance(ratio) or ratio.high == math.inf else ["within noise"]
-    )  # not said without an interval
-    doubts += ["unstable"] * ratio.unstable + ["unpaired"] * (not ratio.paired)
+    known = significance(ratio) or ratio.high == math.inf  # or without an interval
+    doubts = ["within noise"] * (not known) + ["unstable"] * ratio.unstable
+    doubts += ["unpaired"] * (not ratio.paired)
     return Cell(f"{number(ratio.value)}×", "; ".join([interval(*ratio.ci), *doubts]))

@@ -25,14 +25,13 @@ from .study import Study, read_study
 
 # Each notebook, with the suite of points that it needs; the page of claims is about the
 # rows of all others, so it comes last.
-REPORTS = {d.report: d.suite for d in DOCUMENTS.values()} | {
-    "landscape": "landscape",
-    "quality": "",
-    "claims": "",
+REPORTS = {d.report: (d.suite,) for d in DOCUMENTS.values()} | {
+    "landscape": ("landscape",),
+    "quality": (),
+    "claims": (),
 }
+REPORTS["optimization_results"] += ("kernels",)  # shown in an appendix
 TRAININGS = "quality.jsonl"  # the rows of the page of quality
-# Suites whose rows a report shows in an appendix.
-BESIDE = {"optimization_results": ("kernels",)}
 # A page changes with these, as it does with the code of this package.
 MAKERS = (
     "papermill",
@@ -113,13 +112,10 @@ def _suite(notebooks: Sequence[Path]) -> Callable:
     rows.
     """
     names = [n.stem for n in notebooks]
-    names = names if all(REPORTS[name] for name in names) else [*REPORTS]
-    wanted = dict.fromkeys(
-        s for name in names for s in (REPORTS[name], *BESIDE.get(name, ())) if s
-    )
-    return lambda profile: [
-        g for suite in wanted for g in suites.SUITES[suite](profile)
-    ]
+    if not all(REPORTS[name] for name in names):
+        names = REPORTS
+    needed = dict.fromkeys(suite for name in names for suite in REPORTS[name])
+    return lambda profile: [x for name in needed for x in suites.SUITES[name](profile)]
 
 
 @dataclass(frozen=True)
@@ -339,9 +335,8 @@ def _about(study: Study) -> dict:
         "computed": study.computed,
         "device": study.device,
         "measured": newest.get("utc", ""),
-        "commit": newest.get("commit", ""),
         "dirty": newest.get("dirty"),
-        "torch": newest.get("torch", ""),
+        **{name: newest.get(name, "") for name in ("commit", "torch")},
         "made_by": {
             "utc": _utc(),
             "commit": commit,

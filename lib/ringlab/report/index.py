@@ -90,24 +90,22 @@ def _section(folder: Path) -> dict:
     reports/) of files that are there.
     """
     manifest = read_manifest(folder)
-    state = ""
-    if not manifest and (folder / "data" / "manifest.json").exists():
+    data = folder / "data"
+    state = ""  # where all is whole
+    if not manifest and (data / "manifest.json").exists():
         state = "its manifest.json cannot be read: run it again to write a new one"
     elif not manifest:
         state = "measured, no report yet"
     elif not manifest.get("complete"):
         state = "unfinished: run it again to complete it"
+    files = [name for name in DATA if (data / name).is_file()]
     return {
         "folder": folder.name,
         "name": folder.name,
         "computed": bool(manifest.get("computed")),
-        "state": state,  # empty where all is whole
+        "state": state,
         "facts": facts(manifest),
-        "files": [
-            (name, f"{folder.name}/data/{name}")
-            for name in DATA
-            if (folder / "data" / name).is_file()
-        ],
+        "files": [(name, f"{folder.name}/data/{name}") for name in files],
         "pages": [_page(folder, report) for report in manifest.get("reports", ())],
         "screen": _screen(folder, manifest),
     }
@@ -121,12 +119,13 @@ def _page(folder: Path, report: dict) -> dict:
     }
     failed = str(report.get("failed") or "")
     earlier = "earlier " if failed else ""  # pages of an earlier run, and whole
+    html = links.get("html")
     return {
         "title": str(report.get("title") or report["name"]),
         "answer": re.sub(r"\*\*|`", "", "".join(report.get("finding", [])[:1])),
         "failed": failed,
-        "html": links.get("html"),
-        "md": links.get("md") or links.get("html"),
+        "html": html,
+        "md": links.get("md") or html,
         "files": [(earlier + PAGES[x], path) for x, path in links.items()],
     }
 

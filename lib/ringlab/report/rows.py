@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-from .. import patterns
+from ..measure.points import pattern_of
+from ..measure.suites import FULL, PLAIN
 from ..measure.validity import why_not_quotable
 from .study import Study, best, together
 
 DEFAULTS = {"gather": False, "cache": True, "pool": False, "backend": "auto"}
-FULL = {"gather": False, "cache": True, "pool": True, "backend": "auto"}
-PLAIN = {"gather": True, "cache": False, "pool": False, "backend": "eager"}
 CONTIGUOUS = {
     "cudnn": "cuDNN",
     "flash": "torch's flash",
@@ -21,35 +20,28 @@ def switches(point) -> dict:
     return DEFAULTS | dict(point.options)
 
 
-def is_plain(result) -> bool:
-    return result.point.system == "ringlab" and switches(result.point) == PLAIN
-
-
-def is_optimised(result) -> bool:
-    return result.point.system == "ringlab" and switches(result.point) == FULL
-
-
 def label(result) -> str:
     """What a reader calls a row."""
     point = result.point
-    options = dict(result.point.options)
+    options = dict(point.options)
+    kernel = CONTIGUOUS.get(options.get("backend"), "torch")
+    pool = "pooled" if options.get("pool") else "fresh"
     names = {
         "dense_sdpa": "Dense SDPA",
         "copying": "Copying form",
-        "contiguous_segments": f"{CONTIGUOUS.get(options.get('backend'), 'torch')}'s kernel, contiguous segments",
+        "contiguous_segments": f"{kernel}'s kernel, contiguous segments",
         "sgemm": "Matrix product",
         "plan_build": f"{steps_of(point)}, {'found' if options.get('warm') else 'built'}",
-        "flex": f"FlexAttention, {patterns.from_dict(point.pattern)}",
+        "flex": f"FlexAttention, {pattern_of(point)}",
         "adaptive": f"Blocks chosen by content, {options.get('top_k')} of {options.get('block_size')}",
         "cache_workload": f"Lookups of many patterns, {options.get('blocks')}, cache of {options.get('max_mb')} MiB",
-        "pool_workload": f"Scratch of {options.get('size_mb')} MiB, {options.get('threads')} threads, "
-        + ("pooled" if options.get("pool") else "fresh"),
+        "pool_workload": f"Scratch of {options.get('size_mb')} MiB, {options.get('threads')} threads, {pool}",
     }
     if point.system != "ringlab":
         return names.get(point.system, point.system)
-    if is_plain(result):
-        return "Naive (ours)"
     s = switches(point)
+    if s == PLAIN:
+        return "Naive (ours)"
     if "twin" in s:
         return f"{label(replace(result, point=point.without_control))}, once more"
     if s == DEFAULTS:
@@ -57,23 +49,21 @@ def label(result) -> str:
     if not s.get("results", True):
         return "ringlab.attention, results in fresh memory"
     if "blocks" in s:
-        return f"ringlab.attention, blocks={s['blocks']}" + (
-            "" if s["cache"] else ", cache off"
-        )
+        cache = "" if s["cache"] else ", cache off"
+        return f"ringlab.attention, blocks={s['blocks']}{cache}"
     if "pool_threshold_mb" in s:
         return f"Strided, pool from {s['pool_threshold_mb']:g} MiB"
+    auto = s["backend"] == "auto"
     if s == FULL | {"backend": s["backend"]}:
-        return "All optimizations" + (
-            "" if s["backend"] == "auto" else f", {s['backend']} kernel"
-        )
-    parts = [
-        "Gathered (ours)" if s["gather"] else "Strided",
-        "cache on" if s["cache"] else "cache off",
-    ]
-    parts += ["pool on" if s["pool"] else "pool off"] + (
-        [] if s["backend"] == "auto" else [s["backend"]]
+        return "All optimizations" + ("" if auto else f", {s['backend']} kernel")
+    return ", ".join(
+        [
+            "Gathered (ours)" if s["gather"] else "Strided",
+            "cache on" if s["cache"] else "cache off",
+            "pool on" if s["pool"] else "pool off",
+            *([] if auto else [s["backend"]]),
+        ]
     )
-    return ", ".join(parts)
 
 
 def steps_of(point) -> str:
@@ -81,9 +71,8 @@ def steps_of(point) -> str:
     options = dict(point.options)
     if "blocks" in options:
         return f"Calls of blocks, {options['blocks']}"
-    return (
-        "Index tensors, gathered" if options.get("gather") else "Plan of strided views"
-    )
+    gathered = options.get("gather")
+    return "Index tensors, gathered" if gathered else "Plan of strided views"
 
 
 def pass_of(point) -> str:
