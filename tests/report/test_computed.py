@@ -129,7 +129,7 @@ def test_a_computed_row_enters_no_ratio_no_noise_floor_and_no_evidence(planted):
     frame = found.frame()
     assert not frame.timed.any() and {*frame.status} == {"computed"}
     assert list(frame.shown_s) == [r.bound_seconds for r in rows]
-    assert validity.judged(rows) == rows
+    assert validity.mark_superlinear(rows) == rows
     with_good = study_of([*rows, *good])
     assert with_good.noise_floor == study_of(good).noise_floor
     assert len(with_good.good) == len(good)

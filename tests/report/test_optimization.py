@@ -94,15 +94,15 @@ def test_bad_rows_among_good_ones_reach_nothing(first):
 def test_superlinear_rows_are_suspect_and_reach_no_page():
     row = next(r for r in made("000") if rows.label(r) == "All optimizations")
     honest, swift = (on_ranks(row, 2, x, scheme="ring") for x in (2.15, 2.25))
-    assert validity.judged([row, swift])[1].reason.startswith(
+    assert validity.mark_superlinear([row, swift])[1].reason.startswith(
         "superlinear: 2.25 times faster on 2 ranks"
     )
-    assert validity.judged([swift])[0].status == "ok"  # nothing to compare with
+    assert validity.mark_superlinear([swift])[0].status == "ok"  # nothing to compare with
     slow = replace(
         row, median=row.median * 9
     )  # of those on one rank the fastest counts
-    assert validity.judged([slow, row, honest])[2].status == "ok"
-    assert validity.judged([replace(row, errors={}), swift])[1].status == "ok"
+    assert validity.mark_superlinear([slow, row, honest])[2].status == "ok"
+    assert validity.mark_superlinear([replace(row, errors={}), swift])[1].status == "ok"
 
     alone = [r for r in made("000") if r.point.world_size == 1]
     about = study_of(

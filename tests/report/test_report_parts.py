@@ -298,7 +298,7 @@ def test_the_index_links_the_explorer_where_it_is(tmp_path):
 
 def test_plan(tmp_path):
     def planned(name, machine, data=""):
-        p = driver.plan(name, machine, tmp_path, data)
+        p = driver.run_target(name, machine, tmp_path, data)
         assert bool(p.why) == (name == "gtx1080" and machine is CPU)
         return p.data, p.computed
 
