@@ -316,7 +316,8 @@ def reads(parse: Callable) -> Callable:
     return read
 
 
-COUNT, COUNTS = reads(parse_count), reads(parse_counts)
+COUNT = reads(parse_count)
+COUNTS = reads(parse_counts)
 
 
 def _add_call(add, pattern: str) -> None:

@@ -36,12 +36,11 @@ SMI_FIELDS = (
     "clocks.max.sm",
 )
 SIZES = (256, 512, 1024, 2048)  # of the matrices that are multiplied
-MATMUL_S, VECTOR_S, DRAM_S, CACHE_S = (
-    0.4,
-    0.1,
-    0.18,
-    0.09,
-)  # what the probes of one dtype take
+# what the probes of one dtype take
+MATMUL_S = 0.4
+VECTOR_S = 0.1
+DRAM_S = 0.18
+CACHE_S = 0.09
 
 
 @dataclass(frozen=True)

@@ -287,10 +287,9 @@ NEWEST_CUDA126 = (
     9,
     0,
 )  # the CUDA 12.6 wheel stops at Hopper and holds no PTX for later ones
-CUDA126_DRIVER, CUDA13_DRIVER = (
-    525,
-    580,
-)  # the oldest; docs.nvidia.com/deploy/cuda-compatibility, minor versions
+# the oldest; docs.nvidia.com/deploy/cuda-compatibility, minor versions
+CUDA126_DRIVER = 525
+CUDA13_DRIVER = 580
 
 
 def sm(capability: Capability | None) -> str:
@@ -389,7 +388,8 @@ def drivable(machine: Machine) -> str | None:
     """
     if (problem := obstacle(machine)) is None:
         return None
-    (reason, remedy), gpu = problem, machine.gpus[0]
+    reason, remedy = problem
+    gpu = machine.gpus[0]
     known = sm(gpu.capability) if gpu.capability else "compute capability unknown"
     gib = (gpu.memory_bytes or 0) / 2**30
     memory = f"{gib:.1f} GiB" if gib else "memory unknown"

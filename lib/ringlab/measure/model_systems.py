@@ -22,7 +22,9 @@ from .systems import (
 )
 
 STEPS = 16  # of a call: so many that taking them back does not count
-SHORTEST, LONGEST = 64, 4096  # tokens of a document
+# tokens of a document
+SHORTEST = 64
+LONGEST = 4096
 
 
 def visible(pattern: Pattern, n: int, heads: int, kv_heads: int) -> Tensor:

@@ -72,7 +72,8 @@ def _module(point: Point, name: str):
     """A module of the point's package; NotImplementedError if it is absent or cannot be
     imported.
     """
-    (package, how, _), version = PEERS[point.system], installed(point.system)
+    package, how, _ = PEERS[point.system]
+    version = installed(point.system)
     requested = parse_options(point, "version").get("version", version)
     if version is None:
         raise NotImplementedError(f"{package} is not installed: {how}")

@@ -29,10 +29,9 @@ from .workers import Workers
 
 TIMEOUT_S = 120.0  # that one point may take, all its rounds included
 CONTENTION = 0.1  # times are not trusted where more cores are missing, as a part of the threads that need them
-MORE, MORE_S = (
-    3,
-    45.0,
-)  # times the rounds that a point asks for, and seconds of a run, for points that are unstable
+# times the rounds that a point asks for, and seconds of a run, for points that are unstable
+MORE = 3
+MORE_S = 45.0
 LEAST_S = 0.9  # the machine counts in hundredths of a second, too coarse for less
 
 
@@ -94,7 +93,9 @@ class CpuContention:
 
 
 EVERY_S = 10.0
-PRIOR_POINTS, PRIOR_S = 6, 30.0  # assumed before the first points tell the pace
+# assumed before the first points tell the pace
+PRIOR_POINTS = 6
+PRIOR_S = 30.0
 PREPARED = 0.2  # of a point is done once it is built and checked
 
 

@@ -512,7 +512,8 @@ def calls_of(branch: patterns.Branch, n: int, heads: int) -> list[list[Call]]:
 
 def _view(t: Tensor, call: Call) -> Tensor:
     """The rows of t (b, n, h, ...) that a call reads: (b, segments, m, h', ...)."""
-    rows, (s_b, s_n, s_h, *s_d) = call.q, t.stride()
+    rows = call.q
+    s_b, s_n, s_h, *s_d = t.stride()
     shape = t.shape[0], call.nodes, rows.rows, call.heads, *t.shape[3:]
     strides = (
         s_b,
@@ -668,7 +669,8 @@ class AdaptiveBlocks(System):
         return adaptive_attention(*qkv, self.blocks, **options)
 
     def check(self, inputs: list[Tensor], output: Output) -> Checked:
-        (q, k), size = (t.detach() for t in inputs[:2]), self.blocks.block_size
+        q, k = (t.detach() for t in inputs[:2])
+        size = self.blocks.block_size
         causal = self.point.causal
         picks = best_blocks(q, k, self.blocks, causal=causal)[0]  # (h, blocks, top_k)
         count = picks.shape[1]

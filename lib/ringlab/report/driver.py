@@ -329,7 +329,8 @@ def _about(study: Study) -> dict:
     """A manifest's fields: what was measured, where and of which commit, and what made
     the pages.
     """
-    newest, (commit, dirty) = study.newest, provenance.git_state()
+    newest = study.newest
+    commit, dirty = provenance.git_state()
     return {
         "profile": study.profile.name,
         "computed": study.computed,

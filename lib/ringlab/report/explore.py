@@ -32,8 +32,14 @@ NEAR = 64  # positions that are drawn one by one
 SHADES = LinearSegmentedColormap.from_list(
     "seen", [theme.PAPER, "#bcd9ea", BLUE, "#00304d"]
 )
-PATTERN, TENSORS, HARDWARE = "Pattern", "Tensors", "Hardware and view"  # groups
-ONE_CALL, COMPARE, ADVICE = "one call", "variants", "advice"  # views
+# groups
+PATTERN = "Pattern"
+TENSORS = "Tensors"
+HARDWARE = "Hardware and view"
+# views
+ONE_CALL = "one call"
+COMPARE = "variants"
+ADVICE = "advice"
 
 
 def control(default, group: str, label: str, values: Iterable = ()):

@@ -137,7 +137,9 @@ def _rows(items: Sequence[Bar]):
     one has the whole width.
     """
     labels = [textwrap.wrap(b.label, 54) for b in items]
-    at, used = [], 0.0  # in lines of text
+    # in lines of text
+    at = []
+    used = 0.0
     for text in labels:
         at.append(used + len(text) + 0.55)
         used = at[-1] + 0.9

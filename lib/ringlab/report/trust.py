@@ -101,7 +101,8 @@ def reproduced(
     agreed: dict[tuple[str, str], bool] = {}
     for r in widen_times(filter(_has_interval, before), between):
         if r.id in newest:
-            (low, high), (least, most) = r.ci, newest[r.id]
+            low, high = r.ci
+            least, most = newest[r.id]
             meets = low <= most and least <= high
             agreed[r.id] = agreed.get(r.id, True) and meets
     return agreed
