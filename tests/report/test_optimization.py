@@ -97,7 +97,9 @@ def test_superlinear_rows_are_suspect_and_reach_no_page():
     assert validity.mark_superlinear([row, swift])[1].reason.startswith(
         "superlinear: 2.25 times faster on 2 ranks"
     )
-    assert validity.mark_superlinear([swift])[0].status == "ok"  # nothing to compare with
+    assert (
+        validity.mark_superlinear([swift])[0].status == "ok"
+    )  # nothing to compare with
     slow = replace(
         row, median=row.median * 9
     )  # of those on one rank the fastest counts
