@@ -43,7 +43,7 @@ from .ring.exchange import on_hosts, rows_moved
 from .ring.layout import layout_named
 from .ring.operators import check_exchange_dtype, check_one_device
 from .ring.rank import rank_of
-from .ring.schemes import SCHEMES, algorithms
+from .ring.schemes import algorithms, check_scheme
 from .ring.volume import sent_to
 from .tracking import LiveStorageTracker, storages
 
@@ -614,7 +614,7 @@ class MetaCall:
             *shape,
             exchange_dtype=self.exchange_dtype,
         )
-        check_choice("scheme", self.scheme, ("auto", *SCHEMES))
+        check_scheme(self.scheme)
         scheme = self.scheme
         if scheme == "auto":
             scheme = choose(

@@ -55,6 +55,24 @@ def attention_cases(ranks: int) -> list[Case]:
                 how |= {"lse_cotangent": turn % 2 > 0, "sinks": turn % 4 == 0}
                 how |= {"kv_heads": (1, 2, 4)[turn % 3], "backend": "eager"}
                 cases.append(Case(pattern, N, d=8, seed=turn, **how))
+    return cases + mesh_cases(ranks)
+
+
+def mesh_cases(ranks: int) -> list[Case]:
+    """Two dimensions: 2 ranks along each, or all of them along one."""
+    cases = []
+    mesh = (2, 2) if ranks == 4 else (ranks, 1)
+    for turn, (scheme, pattern, layout) in enumerate(
+        [
+            (("ring", "ulysses"), LADDER, zigzag),
+            (("ulysses", "ring"), Dense(), striped),
+            (("plan", "ulysses"), BLOCK_SPARSE[0], contiguous),
+            (("ulysses", "all_gather"), PATTERNS[2], zigzag),
+        ]
+    ):
+        how = {"causal": turn % 2 == 0, "sinks": turn % 2 > 0, "backend": "eager"}
+        how |= {"layout": layout(N, ranks), "scheme": scheme, "mesh": mesh}
+        cases.append(Case(pattern, N, d=8, seed=turn, **how))
     return cases
 
 
@@ -94,6 +112,8 @@ def on(device, values):
 def attend(group, device, case: Case):
     """The results of a case on this rank, and the bytes that it sends."""
     given = on(device, case.shards(dist.get_rank()))
+    if case.mesh:
+        group = replace(Group.of(group), shape=case.mesh)
     with counting() as traffic:
         results = case.run(*given, group)
     return results, traffic.total

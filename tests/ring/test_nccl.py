@@ -53,7 +53,7 @@ def shared_wrongly(case: Case, everyone, machines: int) -> float:
     else:
         want = judged(case)[3]
     with counting() as traffic:
-        case.run(inputs, dout, dlse, Simulated(len(sent), machines))
+        case.run(inputs, dout, dlse, Simulated(case.mesh or len(sent), machines))
     if [traffic.from_rank(rank) for rank in range(len(sent))] != [*sent]:
         return torch.inf
     return max(errors(case.joined(shards), want, *inputs[:2], dout).values())
