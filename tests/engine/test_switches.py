@@ -22,6 +22,7 @@ from ringlab.cache import PatternCache
 from ringlab.kernels import KERNELS
 from ringlab.memory import MemoryPool
 from ringlab.reference import error
+from torch.utils.flop_counter import FlopCounterMode
 
 N = 128
 LADDER = Dilated([64, 64, 64], [1, 1, 2])  # folded by the eager kernel, too
@@ -230,3 +231,10 @@ def test_tiles_of_ways_that_call_no_kernel_are_refused():
     for way in ("bsr", "flex"):
         with pytest.raises(ValueError, match="takes no tile"):
             Execution(blocks=way, tile=8)
+
+
+def test_a_flop_counter_which_takes_default_calls_whole_leaves_options_their_effect():
+    kept = PatternCache()
+    with FlopCounterMode(display=False):
+        PATHS["dilated"](Execution(cache=kept), torch.float64)
+    assert kept.stats().misses
