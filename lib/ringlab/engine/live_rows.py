@@ -413,7 +413,7 @@ class LiveRows:
         firsts, counts, kept, *masks = columns
         first, used = firsts.flatten(1).amin(1), counts.flatten(1).amax(1)
         level = (counts.flatten(1) == used[:, None]).all(1)
-        masks = [x.to(self.masks.dtype) for x in masks]
+        masks = [x.to(self.masks) for x in masks]  # dtype and device
         numbers = [x.tolist() for x in (first, used, level)]
         steps = [Step(*step) for step in zip(firsts, counts, kept, *masks, *numbers)]
         every = len(entries) == len(self.k)
