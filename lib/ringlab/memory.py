@@ -9,7 +9,7 @@ outputs that were freed: at most a 64th of the machine's memory and 512 MiB.
 ``RESULTS.stats()`` tells how much that is, ``RESULTS.clear()`` gives it back,
 ``RESULTS.max_bytes = 64 << 20`` sets another limit, from the next output on, and 0 or
 ``Execution(results=False)`` keeps nothing. An output of 32 MiB in new memory costs
-8,192 page faults, 4 to 10 % of a forward and a training step at 16,384 positions.
+8,192 page faults, up to a tenth of the time of a window's forward over 16,384 positions.
 """
 
 from __future__ import annotations

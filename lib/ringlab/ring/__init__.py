@@ -18,6 +18,11 @@ rank's query heads see K/V heads unevenly, a K/V head travels along the other di
 once for each query head. A striped layout needs "ulysses" first. Block-sparse patterns
 need "plan". Caches and content-adaptive attention take one dimension.
 
+Before they move data the ranks of a process group compare what they compute, and all
+raise ``PlanMismatch`` where it differs. With the backend "cpu:gloo,cuda:nccl" they do so
+in each call, through the CPU. A group of NCCL alone compares only calls that are new to
+it, since reading more would stall the GPU: one rank that repeats another call may hang.
+
 With documents the layout is "contiguous" or "zigzag", and a document inside a shard
 moves nothing. Along a Hilbert layout the pattern runs along the curve: that is the
 answer for the sequence in the curve's order.
