@@ -262,8 +262,7 @@ class BlockRetention(RetentionPolicy):
         queries = (first + steps).clamp(min=0) // self.run
         blocks, of_row = (rows // self.run).unique(return_inverse=True)
         seen = self.pattern.blocks(self.n, queries, blocks)  # (steps, blocks)
-        masks = (seen.long() << steps[:, None]).sum(0)[of_row]
-        return masks & (-1 << (rows - first).clamp(min=0))  # causal
+        return (seen.long() << steps[:, None]).sum(0)[of_row]
 
     def query_masks(self, rows, t, until):
         return (1 << (t - until[:, None] + MAX_STEPS))[:, None, None]
