@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache, partial
 import torch
 from torch import Tensor
 
-from ..block_patterns import BlockSparse
+from ..block_patterns import BlockSparse, Window
 from ..patterns import Branch, Pattern
 
 NEVER = -(1 << 40)  # the last query of a row that none sees
@@ -234,11 +234,16 @@ class BlockRetention(RetentionPolicy):
     @cached_property
     def _last_of_block(self) -> Tensor:
         """The last query that sees each block, or ``NEVER``: (blocks,)."""
-        last = torch.full((self.pattern.count(self.n),), -1)
-        for rows, cols, seen in self.pattern.chunks(self.n):
-            seen = seen & (cols <= rows[:, None])
-            newest = torch.where(seen, rows[:, None], -1).amax(0)
-            last[cols] = last[cols].maximum(newest)
+        count, parts = self.pattern.count(self.n), self.pattern.parts
+        if all(isinstance(part, Window) for part in parts):  # of tokens, maybe
+            before = max(part.before for part in parts)
+            last = (torch.arange(count) + before).clamp(max=count - 1)
+        else:
+            last = torch.full((count,), -1)
+            for rows, cols, seen in self.pattern.chunks(self.n):
+                seen = seen & (cols <= rows[:, None])
+                newest = torch.where(seen, rows[:, None], -1).amax(0)
+                last[cols] = last[cols].maximum(newest)
         ends = ((last + 1) * self.run).clamp(max=self.n) - 1
         return torch.where(last < 0, NEVER, ends)
 
