@@ -105,17 +105,13 @@ def code_hash(paths, root: Path) -> str:
 
 
 def _hash_of(package: Path, names: tuple[str, ...]) -> str:
-    inside = (
+    paths = {
         path
         for name in names
-        for path in (package / name).rglob("*")
+        for path in (*package.glob(f"{name}.*"), *(package / name).rglob("*"))
         if path.suffix in (".py", ".cpp")
-    )
-    paths = {
-        package / f"{name}{end}" for name in names for end in (".py", ".cpp")
-    } | set(inside)
-    paths -= {package / f"{name}.py" for name in NOT_RUN}
-    return code_hash({path for path in paths if path.exists()}, package)
+    }
+    return code_hash(paths - {package / f"{name}.py" for name in NOT_RUN}, package)
 
 
 @functools.cache
@@ -193,11 +189,9 @@ def tuning() -> str | None:
     None where it has kept none.
     """
     files = sorted(triton_config.folder().glob(triton_config.FILES))
-    return (
-        hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
-        if files
-        else None
-    )
+    if not files:
+        return None
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
 
 
 def collect(device: str) -> dict:
@@ -232,16 +226,16 @@ def moment(device: str) -> dict:
     clocks and temperature.
     """
     lines = (hardware.Probe().read("/proc/cpuinfo") or "").splitlines()
-    clocks = [
-        float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")
-    ]  # not on every architecture
+    # Not on every architecture.
+    clocks = [float(x.split(":")[1]) for x in lines if x.startswith("cpu MHz")]
     values = {
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load_average": round(os.getloadavg()[0], 2),
+        "cpu_mhz": round(mean(clocks)) if clocks else None,
     }
-    values["cpu_mhz"] = round(mean(clocks)) if clocks else None
-    state = device_state(device)
-    return values | ({"gpu_before": state} if state else {})
+    if state := device_state(device):
+        values["gpu_before"] = state
+    return values
 
 
 GPU_STATE = {  # fields of nvidia-smi --query-gpu, by our names

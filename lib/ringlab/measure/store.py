@@ -188,17 +188,10 @@ OTHERWISE = (
 
 def result_row(result: Result, duration: float) -> dict:
     """The fields of a result as a row."""
-    row = {
-        f.name: getattr(result, f.name)
-        for f in fields(Result)
-        if f.name not in OTHERWISE
-    }
-    row |= {
-        "kind": "result",
-        "point": result.point.id,
-        "definition": result.point.to_dict(),
-    }
-    return row | {"samples": len(result.seconds), "duration": round(duration, 3)}
+    row = {name: x for name, x in vars(result).items() if name not in OTHERWISE}
+    row |= {"point": result.point.id, "definition": result.point.to_dict()}
+    row |= {"kind": "result", "samples": len(result.seconds)}
+    return row | {"duration": round(duration, 3)}
 
 
 def _result(row: dict, taken: dict[int, float]) -> Result:

@@ -232,26 +232,22 @@ def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> 
     points = [
         (n, x.seconds, LINES[x.need][0])
         for n, advice in advised.items()
-        for x in (advice.options if advice.fits is not False else ())
+        if advice.fits is not False
+        for x in advice.options
         if x.seconds and x.need in LINES
     ]
     if not points:
         raise ValueError(
             f"no rate is known of {profile.title}, so there is no roofline"
         )
-    call = (
-        "training"
-        if any(advice.call.passes != "fwd" for advice in advised.values())
-        else "forward"
-    )
     frame = pandas.DataFrame(points, columns=["seq_len", "y", "variant"])
+    forward = all(advice.call.passes == "fwd" for advice in advised.values())
     least = all(x.time == AT_LEAST for a in advised.values() for x in a.options)
-    what = "Shortest possible time" if least else "Computed time"
-    panel = {f"{what} of a {call} call (s)": frame}
+    title = "Shortest possible time" if least else "Computed time"
+    panel = {f"{title} of a {'forward' if forward else 'training'} call (s)": frame}
+    colors = dict(LINES.values())
     limit = (end, "memory full") if end else None
-    fig = figures.lines(
-        panel, xlabel="Tokens", colors=dict(LINES.values()), limit=limit
-    )
+    fig = figures.lines(panel, xlabel="Tokens", colors=colors, limit=limit)
     full = f" {size(profile.memory_bytes)} are full at {end:,} tokens." if end else ""
     bound = "lower bounds" if least else "from measured calls"
     caption = f"Computed for {profile.title}: time over length, {bound}.{full}"

@@ -247,9 +247,12 @@ def title_of(notebook: nbformat.NotebookNode) -> str:
 
 def finding_of(notebook: nbformat.NotebookNode) -> dict:
     """A page's finding, for the index: its lines, and ``facts`` if it states any."""
-    outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
-    findings = (output.get("data", {}).get(FINDING) for output in outputs)
+    findings = (output.get("data", {}).get(FINDING) for output in _outputs(notebook))
     return next((dict(data) for data in findings if data), {"finding": []})
+
+
+def _outputs(notebook: nbformat.NotebookNode) -> list:
+    return [x for cell in notebook.cells for x in cell.get("outputs", ())]
 
 
 def figures_of(notebook: nbformat.NotebookNode) -> list[dict]:
@@ -260,19 +263,16 @@ def figures_of(notebook: nbformat.NotebookNode) -> list[dict]:
             "svg": output.data["image/svg+xml"],
             **output.metadata["image/svg+xml"],
         }
-        for cell in notebook.cells
-        for output in cell.get("outputs", ())
+        for output in _outputs(notebook)
         if "filename" in output.get("metadata", {})
     ]
 
 
 def _headings(cell) -> list[tuple[int, str]]:
     """(level, text) of the headings of a cell."""
-    matches = (
-        re.findall(r"^(#+) (.+)$", cell.source, re.M)
-        if cell.cell_type == "markdown"
-        else []
-    )
+    if cell.cell_type != "markdown":
+        return []
+    matches = re.findall(r"^(#+) (.+)$", cell.source, re.M)
     return [(len(marks), text.strip()) for marks, text in matches]
 
 
@@ -288,9 +288,8 @@ def slug(heading: str) -> str:
     >>> slug("dtype and <code>pool</code>, each alone")
     'dtype-and-pool-each-alone'
     """
-    return re.sub(
-        r"[^a-z0-9]+", "-", unescape(re.sub(r"<.*?>", "", heading)).lower()
-    ).strip("-")
+    heading = unescape(re.sub(r"<.*?>", "", heading)).lower()
+    return re.sub(r"[^a-z0-9]+", "-", heading).strip("-")
 
 
 def _named_headings(html: str) -> str:

@@ -304,14 +304,14 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
+def some(names: Sequence[str]) -> str:
     """The first of several names, and how many are left.
 
     >>> some(["a", "b", "c", "d", "e"])
     'a; b; c; and 2 more'
     """
-    rest = len(names) - most
-    return "; ".join(names[:most] + [f"and {rest} more"] * (rest > 0))
+    rest = len(names) - 3
+    return "; ".join(names[:3] + [f"and {rest} more"] * (rest > 0))
 
 
 def size(nbytes: float | None) -> str:
