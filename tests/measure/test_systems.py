@@ -106,26 +106,39 @@ def test_every_system_passes_its_own_check(point):
         assert sum(t.nbytes for t in [*inputs, *results]) == system.cost.floor_bytes
 
 
-@pytest.mark.parametrize("pattern", [patterns.Dense(), PATTERN, WINDOW], ids=str)
+FAR = patterns.Dilated([16, 128], [1, 2])  # heads of a group read other rows
+
+
+@pytest.mark.parametrize("pattern", [patterns.Dense(), PATTERN, FAR, WINDOW], ids=str)
 def test_steps_of_generation_count_the_rows_that_they_see_and_are_checked(pattern):
     system, inputs, output, _ = passes(
         call_of("generation", "fwd").but(pattern=pattern)
     )
-    n, seen = 64, 0
+    n, seen, rows = 64, 0, set()
     for t in range(n, n + STEPS):
         for h in range(4):
             of = {"n": n + STEPS, "head": h, "heads": 4, "kv_heads": 2}
             m = pattern.multiplicity(torch.tensor([t]), torch.arange(t + 1), **of)
             seen += int((m > 0).sum())
+            rows |= {(t, h // 2, k) for k in m[0].nonzero().flatten().tolist()}
     assert (
         system.cost.distinct_pairs == seen and system.cost.folded_flops == 4 * 8 * seen
     )
+    assert system.cost.floor_bytes == 2 * 8 * 4 * len(rows), "each step, K/V head, row"
     assert output.counted["cache_bytes"] > 0 and torch.equal(
         system.run(inputs).out, output.out
     )
     assert error(system, [inputs[0], inputs[1].flip(1), inputs[2]], output) > 0.01
     with pytest.raises(Refused, match="generation is causal"):
         build(call_of("generation", "fwd").but(causal=False), "cpu")
+
+
+@pytest.mark.parametrize("seq_len", [64, 80, 96, 112])
+def test_gradients_of_some_heads_are_checked_with_the_pattern_of_these(seq_len):
+    pattern = patterns.Dilated([16, 32], [1, 4])  # other rows for each of four heads
+    passes(TINY.but(pattern=pattern, seq_len=seq_len, heads=6, passes="fwd+bwd"))
+    grouped = {"heads": 6, "kv_heads": 3, "passes": "fwd+bwd"}
+    passes(TINY.but(pattern=pattern, seq_len=seq_len, **grouped))
 
 
 def test_packed_documents_are_checked_one_by_one_and_equal_ones_have_as_many_tokens():

@@ -126,7 +126,7 @@ def test_dense_attention_of_another_page_stands_beside_the_window_as_not_timed_i
         for p in g.points
         if (p.system, p.seq_len) == wanted
     ]
-    about = replace(page("002"), whole=study_of(other))
+    about = replace(page("002"), all_suites=study_of(other))
     found, where = Shown(NAME, about), "at 16,384 tokens"
     last = found.names["known"].iloc[-1]
     assert last.seq_len == 16384 and last.dense in other and not last.faster.paired

@@ -47,7 +47,7 @@ def test_points_that_no_page_lists_have_rows_of_their_own(here):
     assert asked == [("data", ["listed"]), ("added", ["added"])]
     assert {r.group for r in found.results} == {"listed", "added"}
     alone = study.measured(source, [own])
-    assert len(alone.results) == 1 and len(alone.whole.results) == 2
+    assert len(alone.results) == 1 and len(alone.all_suites.results) == 2
     assert len(measure.load(source.folder)) == 2
     wider = Group("listed", [TINY.but(heads=4)])  # of the same name, and not listed
     assert len(study.measured(source, [wider]).results) == 1
@@ -79,9 +79,9 @@ def test_newer_rows_of_another_origin_take_nothing_from_a_page(here):
     write_rows(source.folder, [replace(row, provenance=later)])
     found = study.measured(source, [LISTED])
     assert len(found.results) == 2 and len(asked) == 1 and found.excluded == 0
-    assert {r.group for r in found.whole.results} == {"listed"}
+    assert {r.group for r in found.all_suites.results} == {"listed"}
     study.measured(source, [Group("listed", [TINY.but(heads=4)])])
-    assert len(study.measured(source, [LISTED]).whole.results) == 2
+    assert len(study.measured(source, [LISTED]).all_suites.results) == 2
 
 
 def test_what_crashed_or_was_disturbed_is_tried_again_here_and_now(here):

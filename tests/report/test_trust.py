@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from reporting import made_up, sampled, write_rows
+from reporting import made_up, sampled, study_of, write_rows
 from ringlab import hardware, measure
 from ringlab.measure import Group, Point
 from ringlab.patterns import Dense, Dilated
@@ -142,6 +142,14 @@ def test_a_ratio_of_calls_that_took_turns_holds_what_two_runs_differ_by(tmp_path
     )
 
 
+def test_the_line_of_trust_counts_what_passed_and_what_was_rejected():
+    rows = rows_at([1.0])
+    rows[0] = replace(rows[0], status="incorrect", reason="out is off")
+    shown = " ".join(findings.trust_lines(study_of(rows)))
+    assert f"{len(rows) - 1} of {len(rows)} measurements passed" in shown
+    assert "rejected: 1 of this library. No call was measured twice" in shown
+
+
 def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
     now = [replace(r, run="now") for r in rows_at([1.0])]
     before = [replace(r, run="before") for r in now]
@@ -170,6 +178,9 @@ def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
     assert trust.reproduced(now, before, 0.01) == {
         (r.group, r.point.id): True for r in now
     }
+    far = [replace(r, median=2 * r.median, ci=(2 * r.ci[0], 2 * r.ci[1])) for r in now]
+    for each in ([*before, *far], [*far, *before]):  # with all earlier runs, or not
+        assert {*trust.reproduced(now, each, 0.01).values()} == {False}
     assert trust.reproduced(now, before, 0.0) == {}, (
         "nothing is known of the machine's pace"
     )
