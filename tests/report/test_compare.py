@@ -510,7 +510,10 @@ def test_a_slowdown_of_a_tenth_is_found_in_the_run_as_a_whole():
     for slow, least in ((1.0, 0.95), (1.10, 1.05)):
         for seed in range(5):
             run = session(seed + 40, slow=slow)
-            value, low, high = compare.compare(run, session(seed)).whole
+            found = compare.compare(run, session(seed))
+            value, low, high = found.whole
+            verdict = "slower" if slow > 1 else "within noise"
+            assert compare.sections(found)[0].endswith(f"): {verdict}.")
             assert least < value < least + 0.1
             assert (low > 1) == (slow > 1) and low < slow * 1.01 and high > slow * 0.99
     assert compare.compare(session(0, anchors=()), session(1)).whole is None
