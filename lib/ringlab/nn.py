@@ -38,6 +38,7 @@ from .kv_cache import KVCache
 from .patterns import Pattern, as_pattern
 from .ring.group import Group
 from .ring.layout import layout_named
+from .ring.schemes import check_scheme
 
 KINDS = Pattern | PerHead | Adaptive
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -92,7 +93,7 @@ class MultiheadAttention(nn.Module):
         bias: bool = True,
         causal: bool = False,
         group=None,
-        scheme: str = "auto",
+        scheme: str | tuple[str, str] = "auto",
         layout: str | ring.Layout = "contiguous",
         backend: str | tuple[str, ...] = "auto",
         execution: Execution = DEFAULT,
@@ -169,6 +170,7 @@ class MultiheadAttention(nn.Module):
             "execution": execution,
         }
         if group is not None:
+            check_scheme(scheme, Group.of(group, dimensions=2).shape)
             self.options |= {"scheme": scheme, "layout": layout}
         else:
             ring.check_one_device(scheme, layout)

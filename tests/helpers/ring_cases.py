@@ -394,6 +394,19 @@ def parity_over_a_mesh(cases):
     return results
 
 
+def part_of_the_processes(case):
+    """The results of a case over a 2-D mesh of all processes but the last, which takes
+    part in a new group of all afterwards.
+    """
+    members = torch.arange(case.layout.ranks).view(case.mesh)
+    mesh, results = dist.DeviceMesh("cpu", members), None
+    if dist.get_rank() < case.layout.ranks:
+        results = case.run(*case.shards(dist.get_rank()), mesh)
+    sums = torch.ones(1)
+    dist.all_reduce(sums, group=dist.new_group())
+    return results, int(sums)
+
+
 def as_simulated(cases):
     """What ``parity`` gives by rank in processes: in every bit and in bytes what the
     simulated ranks give.

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from matrix import NAMES, PATTERNS, Case, all_wrong, drawn, fits
-from ring_cases import parity_over_a_mesh
+from ring_cases import parity_over_a_mesh, part_of_the_processes
 from ringlab import KVCache, Simulated, adaptive_attention, attention
 from ringlab.adaptive import Adaptive
 from ringlab.block_patterns import BlockSparse
@@ -183,6 +183,21 @@ def test_real_ranks_are_the_simulated_ones():
         assert_simulated(halves, [each[-1] for each in members])
 
 
+def test_a_mesh_of_a_part_of_the_processes_leaves_the_others_alone():
+    case = Case(
+        Dilated([8, 24], [1, 2]),
+        24,
+        causal=True,
+        d=8,
+        layout=contiguous(24, 4),
+        scheme=("ring", "ulysses"),
+        mesh=(2, 2),
+    )
+    *members, (_, last) = launch(part_of_the_processes, 5, case, timeout_s=60.0)
+    assert last == 5 and {count for _, count in members} == {5}
+    assert_simulated(case, [results for results, _ in members])
+
+
 def assert_simulated(case, results):
     want, got = case.run(*drawn(case)), case.joined(results)
     sums = [each.pop("dz") for each in (got, want) if case.sinks]  # over the ranks
@@ -234,6 +249,26 @@ def test_what_does_not_fit_is_refused_in_one_line(group, scheme, more, message):
     group = None if group is None else Simulated(group)
     with pytest.raises(ValueError, match=f"^[^\n]*{message}[^\n]*$"):
         attention(Q, Q, Q, more.pop("pattern"), group=group, scheme=scheme, **more)
+
+
+@pytest.mark.parametrize("borders", [[0, 12, 24], [0, 5, 24]], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "pattern, more, message",
+    [
+        (PATTERNS[-2], {"scheme": "ring"}, "does not serve block-sparse patterns"),
+        (
+            Dense(),
+            {"scheme": "ring", "exchange_dtype": torch.bfloat16},
+            "exchange_dtype is for scheme 'plan' alone",
+        ),
+        (Dense(), {"exchange_dtype": torch.float64}, "must be narrower"),
+    ],
+)
+def test_documents_are_refused_whether_or_not_one_is_cut(
+    borders, pattern, more, message
+):
+    with pytest.raises(ValueError, match=message):
+        attention(Q, Q, Q, pattern, group=Simulated(2), cu_seqlens=borders, **more)
 
 
 def test_caches_and_adaptive_patterns_take_one_dimension():

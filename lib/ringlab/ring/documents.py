@@ -15,8 +15,8 @@ from ..modes import outside_modes
 from .exchange import Problem, digest
 from .group import Group
 from .layout import Layout, layout_named
-from .operators import attend
-from .schemes import check_scheme, computing_scheme
+from .operators import attend, check_exchange_dtype
+from .schemes import check_problem, check_scheme, computing_scheme
 
 
 def attend_documents(
@@ -51,7 +51,11 @@ def attend_documents(
     if ranks.size == 1:
         return local_attention(q, k, v, pattern, documents=documents, **options)
     options["execution"].check(pattern, computing_scheme(checked))
-    problem = Problem(pattern, layout, options["causal"], q.shape[2], k.shape[2])
+    check_exchange_dtype(exchange_dtype, q.dtype)
+    shape = options["causal"], q.shape[2], k.shape[2]
+    problem = Problem(pattern, layout, *shape, exchange_dtype=exchange_dtype)
+    if scheme != "auto":  # also where no document is cut, and nothing moves
+        check_problem(problem, checked, length=False)
     borders = [(start, stop) for _, start, stop in documents.spans]
     ranks.agree(
         "documents",

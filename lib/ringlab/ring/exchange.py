@@ -66,14 +66,17 @@ class Problem:
         shape = self.heads, self.kv_heads, self.hosts, self.exchange_dtype
         return hash((self.pattern, self.layout, self.causal, *shape))
 
-    def check(self, scheme: str) -> None:
-        """Raise ValueError if a scheme of one dimension does not support the problem."""
+    def check(self, scheme: str, length: bool = True) -> None:
+        """Raise ValueError if a scheme of one dimension does not support the problem;
+        ``length``: also if its length does not fit.
+        """
         if self.exchange_dtype is not None and scheme != "plan":
             raise ValueError(
                 f"exchange_dtype is for scheme 'plan' alone, got {scheme!r}"
             )
         if isinstance(self.pattern, BlockSparse):
-            self.pattern.count(self.layout.n)  # raises where the pattern does not fit
+            if length:
+                self.pattern.count(self.layout.n)  # raises where it does not fit
             if scheme in ("ring", "all_gather"):
                 raise ValueError(
                     f"scheme {scheme!r} does not serve block-sparse patterns; 'plan' and 'ulysses' do"

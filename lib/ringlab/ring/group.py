@@ -107,7 +107,8 @@ class Group:
             shape = group.shape
         if shape is not None and len(shape) > dimensions:
             raise ValueError(
-                f"group must be a 1-D mesh, got one of {len(shape)} dimensions; take one, as mesh['sp']"
+                f"group must be a {'1-D' if dimensions == 1 else '1-D or 2-D'} mesh, got one of {len(shape)}"
+                " dimensions; take one, as mesh['sp']"
             )
         if isinstance(group, Group):
             return group
@@ -120,7 +121,7 @@ class Group:
                 "this rank is not a member of the group: new_group gave it no part"
             )
         if not isinstance(group, dist.ProcessGroup):
-            expected = "a ProcessGroup, a 1-D DeviceMesh or ringlab.Simulated"
+            expected = "a ProcessGroup, a DeviceMesh or ringlab.Simulated"
             raise TypeError(f"group must be {expected}, got {short_repr(group)}")
         rank = dist.get_rank(group)
         return cls(dist.get_world_size(group), range(rank, rank + 1), group, shape)
@@ -271,18 +272,20 @@ class Group:
 
 def _of_both_dimensions(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     """The process group of all ranks of a 2-D mesh, numbered row by row."""
-    numbers = mesh.mesh.flatten().tolist()
-    if numbers != sorted(numbers):
+    numbers = tuple(mesh.mesh.flatten().tolist())
+    if numbers != tuple(sorted(numbers)):
         raise ValueError(f"a 2-D mesh must number its ranks row by row, got {numbers}")
     if len(numbers) == dist.get_world_size():
         return dist.group.WORLD
-    if not hasattr(mesh, "_flatten"):  # a private method of torch, made once by mesh
-        raise NotImplementedError(
-            "this torch does not flatten a mesh of a part of the ranks"
-        )
-    return mesh._flatten().get_group()
+    if (group := _flat.get(numbers)) is None:
+        # Made by its members alone: other processes may never come here.
+        group = dist.new_group([*numbers], use_local_synchronization=True)
+        _flat[numbers] = group
+    return group
 
 
+# The groups of 2-D meshes that are a part of the processes, by their ranks.
+_flat: WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = WeakValueDictionary()
 MOST_AGREED = 4096  # digests that are kept
 # By process group: the digests that its ranks agreed on, and the numbers of its next
 # forward calls.
@@ -346,6 +349,8 @@ def _fields_differ(fields: list[dict[str, str]]) -> PlanMismatch:
             + f", {common} on the others"
         )
     message = f"ranks disagree about what is computed: {name} is {difference}"
+    if name == "layout":
+        message += "; shards of unequal sizes need a ringlab.ring.Layout"
     return PlanMismatch(message, odd[0] if len(odd) == 1 else None)
 
 
@@ -358,9 +363,8 @@ def length_of(t: Tensor, group, layout) -> int:
     """The length of the sequence of which ``t`` (b, n, ...) holds the rows here."""
     if isinstance(layout, Layout):
         return layout.n
-    return t.shape[1] * (
-        1 if group is None or isinstance(group, Simulated) else Group.of(group).size
-    )
+    whole = group is None or isinstance(group, Simulated)
+    return t.shape[1] * (1 if whole else Group.of(group, dimensions=2).size)
 
 
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()  # by name

@@ -222,7 +222,8 @@ def _call(
     if ranks > 1:
         execution.check(pattern, computing_scheme(scheme))
     # Of pools and caches the text has addresses, which are theirs alone: a call holds them.
-    name = f"{text} {backend} {execution.text}"
+    # With the rank, by which sizes differ: processes share compiled graphs by their texts.
+    name = f"{text} {backend} {execution.text} {rank}"
     return _calls.setdefault(name, RankCall(name, problem, scheme, backend, execution))
 
 

@@ -258,19 +258,23 @@ def computing_scheme(scheme: str | MeshScheme) -> str:
     return scheme.other if len(scheme.sequence_line(0)) > 1 else "ulysses"
 
 
-def check_problem(problem: Problem, scheme: str | MeshScheme) -> None:
-    """Raise ValueError if a scheme does not support the problem."""
+def check_problem(
+    problem: Problem, scheme: str | MeshScheme, length: bool = True
+) -> None:
+    """Raise ValueError if a scheme does not support the problem; ``length``: also if
+    its length does not fit.
+    """
     if isinstance(scheme, str):
-        return problem.check(scheme)
+        return problem.check(scheme, length)
     ulysses = len(scheme.heads_line(0))
     if ulysses > problem.heads:
         raise ValueError(
-            f"{ulysses} ranks along ulysses are more than {problem.heads} heads: put more of them along the other"
-            " dimension of the mesh"
+            f"{ulysses} ranks along ulysses are more than {problem.heads} heads of one pattern: put more of them along"
+            " the other dimension of the mesh"
         )
-    problem.check("ulysses")
+    problem.check("ulysses", length)
     if len(scheme.sequence_line(0)) > 1:
-        head_share(problem, scheme, 0).problem.check(scheme.other)
+        head_share(problem, scheme, 0).problem.check(scheme.other, length)
 
 
 def check_scheme(scheme, shape: tuple[int, int] | None = None) -> str | MeshScheme:

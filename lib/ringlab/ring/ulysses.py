@@ -46,6 +46,9 @@ class MeshScheme:
     names: tuple[str, str]
     shape: tuple[int, int]
 
+    def __str__(self) -> str:
+        return f"{self.names} over {self.shape} ranks"
+
     @property
     def other(self) -> str:
         """The scheme beside ulysses."""

@@ -133,7 +133,8 @@ def bytes_by_scheme(
     """Bytes that all ranks send in a call for a batch of 1, by scheme: the fewest
     first, which is what ``scheme="auto"`` takes.
 
-    Of equal ones first the scheme that shares work most evenly, then the ring, which
+    A gradient through lse, which widens what travels back, is not counted. Of equal
+    ones first the scheme that shares work most evenly, then the ring, which
     holds the fewest rows, or the plan where nothing moves. Without ulysses where it
     leaves ranks without heads and another scheme serves. Raises ValueError if none does.
 
