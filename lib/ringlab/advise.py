@@ -19,11 +19,12 @@ import torch
 
 from . import hardware, kernels
 from .block_patterns import BlockSparse, sliding_window
+from .call import CallSpec
 from .checks import LARGEST, check_bool, check_choice, check_int, is_real, short_repr
 from .cost import far_queries, format_bytes, format_seconds
 from .engine import Execution
-from .estimate import NETWORK_REMOVED, Estimate, cost_of, estimate_of, rates_of
-from .meta_run import MetaCall
+from .estimate import NETWORK_REMOVED, Estimate, estimate_call, rates_of
+from .meta_run import check_size
 from .patterns import Dense, Pattern
 from .ring import Layout, bytes_by_scheme
 from .ring.layout import layout_named
@@ -182,8 +183,7 @@ class Advice:
     most (None: not causal, or not estimated).
     """
 
-    call: MetaCall  # its shape, passes, ranks and profile
-    seq_len: int
+    call: CallSpec  # its shape, passes, ranks and profile
     layers: int
     seconds: float
     options: tuple[Option, ...]
@@ -200,6 +200,10 @@ class Advice:
 
     def __getitem__(self, name: str):
         return self.choices[name].value
+
+    @property
+    def seq_len(self) -> int:
+        return self.call.seq_len
 
     @property
     def fits(self) -> bool | None:
@@ -443,42 +447,40 @@ def advise(
         raise ValueError(
             f'pattern must be a ringlab pattern or "auto", got {short_repr(pattern)}'
         )
-    seq_len = check_int("seq_len", seq_len, most=LARGEST)
     layers = check_int("layers", layers, most=LARGEST)
-    call = MetaCall(
+    call = CallSpec(
         Dense(),
-        heads,
-        head_dim,
+        seq_len,
         batch,
+        heads,
         kv_heads,
-        causal=causal,
-        passes=passes,
-        ranks=ranks,
+        head_dim,
+        torch.float32 if dtype is None else dtype,
+        causal,
+        passes,
+        ranks,
         profile=profile,
-        **({} if dtype is None else {"dtype": dtype}),
     )
-    if call.ranks > seq_len:
+    if call.ranks > call.seq_len:
         raise ValueError(
             f"{short_repr(call.ranks)} ranks are more than {seq_len} tokens"
         )
-    limits = {"seconds": seconds}
-    if memory_bytes is not None:
-        limits["memory_bytes"] = memory_bytes
-    for name, value in limits.items():
+    for name, value in ("seconds", seconds), ("memory_bytes", memory_bytes):
+        if name == "memory_bytes" and value is None:
+            continue
         if not (is_real(value) and 0 < value < math.inf):
             raise ValueError(
                 f"{name} must be a positive number, got {short_repr(value)}"
             )
     check_bool("estimates", estimates)
     if layout is not None:
-        layout_named(layout, seq_len, call.ranks)  # raises what is wrong with it
+        layout_named(layout, call.seq_len, call.ranks)  # raises what is wrong with it
     rows = tuple(rows) if isinstance(rows, Iterable) else (rows,)
     if not all(isinstance(row, Evidence) for row in rows):
         raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
     return _Advisor(
         call,
-        seq_len,
         layers,
         budget,
         rows,
@@ -491,20 +493,19 @@ def advise(
 
 
 @dataclass
-class _Placed:
+class Candidate:
     """A pattern with the settings it runs with; ``sent`` is the bytes of a call by
     (from rank, to rank).
     """
 
-    call: MetaCall
-    seq_len: int
+    call: CallSpec
     execution: Decision
     across: tuple[Decision, ...] = ()  # scheme and layout
     sent: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @cached_property
     def estimate(self) -> Estimate:
-        return estimate_of(self.call, self.seq_len)
+        return estimate_call(self.call)
 
 
 @dataclass
@@ -513,8 +514,7 @@ class _Advisor:
     how the advised one runs.
     """
 
-    call: MetaCall  # with the dtype and the kernel that were decided; each pattern replaces the rest
-    seq_len: int
+    call: CallSpec  # with the dtype and the kernel that were decided; each pattern replaces the rest
     layers: int
     budget: int | None
     rows: tuple[Evidence, ...]
@@ -529,13 +529,13 @@ class _Advisor:
         self.call = replace(self.call, dtype=self.dtype.value)
         _, kernel = self._kernel(Dense())
         # On a GPU "auto" depends on the pattern, too.
-        by_rule = self.call.device_type == "cuda" and kernel in kernels.SDPA
+        by_rule = self.call.device.type == "cuda" and kernel in kernels.SDPA
         self.call = replace(self.call, backend="auto" if by_rule else kernel)
         self.place = cache(self._place)
 
     def advice(self, need: str, wanted: str | Pattern) -> Advice:
         c = self.call
-        rows = c.batch * -(-self.seq_len // c.ranks)  # of a rank
+        rows = c.batch * -(-c.seq_len // c.ranks)  # of a rank
         least = rows * (c.heads + 2 * c.kv_heads) * c.head_dim * c.dtype.itemsize
         if self.budget is not None and least > self.budget:
             few = (
@@ -547,7 +547,7 @@ class _Advisor:
                 f"{format_bytes(self.budget)} cannot hold the inputs: {few}"
             )
         if self.estimates:
-            c.check(self.seq_len)
+            check_size(c)
         options = self._options(wanted)
         end, ends = self._dense_until(options["exact"])
         name, why = self._chosen(need, options, end, ends)
@@ -574,7 +574,6 @@ class _Advisor:
                 found["enough_ranks"] = self._enough_ranks(placed, kept.value)
         return Advice(
             c,
-            self.seq_len,
             self.layers,
             self.seconds,
             tuple(options.values()),
@@ -599,7 +598,7 @@ class _Advisor:
         """The kernel that ``backend="auto"`` should take for a pattern, and its name."""
         call = replace(self.call, pattern=pattern)
         try:
-            found = call.choice(self.seq_len)
+            found = call.kernel_choice()
         except NotImplementedError as error:
             return Decision("kernel", "auto", POLICY, str(error)), "auto"
         own = (
@@ -609,7 +608,7 @@ class _Advisor:
         )
         why = [own if found.rule is None else f"{own}: {found.rule}"]
         if found.rule is not None:
-            back = call.choice(self.seq_len, for_gradients=True)
+            back = call.kernel_choice(for_gradients=True)
             if call.passes != "fwd" and back.rule != found.rule:
                 why.append(f"backward {back.name}: {back.rule}")
         if call.profile.kind != "cpu":  # a CPU refuses all that is for GPUs
@@ -624,8 +623,7 @@ class _Advisor:
 
     def _options(self, wanted: str | Pattern) -> dict[str, Option]:
         """The options by need; with a pattern that was asked for, that one first."""
-        c, n = self.call, self.seq_len
-        window = local(n, c.causal)
+        window = local(self.call.seq_len, self.call.causal)
         dense = self._option("exact", "dense attention", Dense(), "dense")
         near = self._option("local", f"windows of {WINDOW:,}", window, "local")
         found = {}
@@ -638,7 +636,7 @@ class _Advisor:
         return found
 
     def _option(self, need: str, name: str, pattern: Pattern, kind: str) -> Option:
-        c, n = self.call, self.seq_len
+        c, n = self.call, self.call.seq_len
         placed, e = self.place(pattern), self._bounded(pattern)
         every = c.batch * c.heads * (n * (n + 1) // 2 if c.causal else n * n)
         far = far_queries(pattern, n, c.heads, c.kv_heads, c.causal)
@@ -682,7 +680,7 @@ class _Advisor:
         less than a shorter call of this pattern took, or more than a longer one: short
         calls on a GPU wait for the host.
         """
-        c, n = self.call, self.seq_len
+        c, n = self.call, self.call.seq_len
         alike = [e for e in self.rows if e.kind == (type(pattern), c.dtype, c.passes)]
         if c.ranks > 1 or not alike:
             return bound, AT_LEAST
@@ -713,7 +711,7 @@ class _Advisor:
         """The length up to which dense attention keeps within the time and the memory,
         and which of them ends it. Time grows as the square of the length, memory as it.
         """
-        n, ends = self.seq_len, {}
+        n, ends = self.call.seq_len, {}
         if dense.seconds:
             ends["time"] = n * math.sqrt(self.seconds / dense.seconds)
         if dense.peak_bytes and self.budget:
@@ -765,9 +763,9 @@ class _Advisor:
         not known.
         """
         placed = self.place(pattern)
-        counted = cost_of(placed.call, self.seq_len)
-        return Estimate(counted, self.call.ranks, None, {}, 0, placed.sent).bounded(
-            rates_of(placed.call, counted)
+        work = placed.call.cost()
+        return Estimate(work, self.call.ranks, None, {}, 0, placed.sent).bounded(
+            rates_of(placed.call, work)
         )
 
     def _need(self, found: Estimate, checkpointing: bool = False) -> int:
@@ -783,14 +781,14 @@ class _Advisor:
             saved * (self.layers - 1) if self.call.passes == "fwd+bwd" else 0
         )
 
-    def _least(self, placed: _Placed) -> int:
+    def _least(self, placed: Candidate) -> int:
         """Bytes of the rank that needs most, with checkpointing if that is chosen."""
         return self._need(placed.estimate, self._checkpointing(placed).value)
 
     def _fits(self, found: Estimate, checkpointing: bool = False) -> bool:
         return self.budget is None or self._need(found, checkpointing) <= self.budget
 
-    def _place(self, pattern: Pattern) -> _Placed:
+    def _place(self, pattern: Pattern) -> Candidate:
         """The pattern with the execution, scheme and layout that suit it.
 
         Eager scores, which alone fill memory, are computed in tiles where they do not
@@ -803,7 +801,7 @@ class _Advisor:
         if (
             self.call.backend == "eager"
             and self.estimates
-            and self.seq_len <= MOST_TILES * TILE
+            and self.call.seq_len <= MOST_TILES * TILE
             and not self._fits(placed.estimate)
         ):
             why = f"{format_bytes(self._need(placed.estimate))} without tiles"
@@ -815,30 +813,25 @@ class _Advisor:
             )
         return placed
 
-    def _on_ranks(self, pattern: Pattern, execution: Decision) -> _Placed:
+    def _on_ranks(self, pattern: Pattern, execution: Decision) -> Candidate:
         """The pattern with a layout and the scheme that sends the fewest bytes of those
         that fit, as ``ring.bytes_by_scheme`` orders them.
         """
-        c, n = (
-            replace(self.call, pattern=pattern, execution=execution.value),
-            self.seq_len,
-        )
+        c = replace(self.call, pattern=pattern, execution=execution.value)
         if c.ranks == 1:
-            return _Placed(c, n, execution)
+            return Candidate(c, execution)
         for name in ("contiguous", "zigzag") if self.layout is None else (self.layout,):
             call = replace(c, layout=name)
             try:
-                problem, _ = call.problem(n)
+                problem, _ = call.problem()
             except ValueError as error:
                 raise ValueError(f"no scheme can run it: {error}") from None
-            total = bytes_by_scheme(
-                problem, head_dim=c.head_dim, dtype=c.dtype, passes=c.passes
-            )
+            total = bytes_by_scheme(problem, **c.options("head_dim", "dtype", "passes"))
             least = best = next(iter(total))
             if unevenness(problem, least) <= EVEN:
                 break
         placed = {
-            scheme: _Placed(replace(call, scheme=scheme), n, execution)
+            scheme: Candidate(replace(call, scheme=scheme), execution)
             for scheme in total
         }
         if (
@@ -859,7 +852,7 @@ class _Advisor:
             why += f"; {least} needs {format_bytes(self._need(placed[least].estimate))} on a rank, more than there is"
         why = "; ".join([why, *problem.refusals().values()])
         chosen, busiest = placed[best], unevenness(problem, best)
-        chosen.sent = chosen.call.sent(*chosen.call.problem(n))
+        chosen.sent = chosen.call.sent()
         chosen.across = (
             Decision("scheme", best, ESTIMATE, why),
             Decision(
@@ -874,7 +867,7 @@ class _Advisor:
     # ----------------------------------------------------------------------------------
     # memory
 
-    def _checkpointing(self, placed: _Placed) -> Decision:
+    def _checkpointing(self, placed: Candidate) -> Decision:
         no = partial(Decision, "checkpointing", False, POLICY)
         if self.call.passes == "fwd":
             return no("nothing is kept for a backward")
@@ -894,7 +887,7 @@ class _Advisor:
             why,
         )
 
-    def _longest(self, placed: _Placed, checkpointing: bool) -> int | None:
+    def _longest(self, placed: Candidate, checkpointing: bool) -> int | None:
         """A length that fits with this pattern, scheme and layout; the memory is nearly
         linear in the length.
         """
@@ -902,19 +895,20 @@ class _Advisor:
             return None  # it is of one length
         unit, n, need = (
             STEP * self.call.ranks,
-            self.seq_len,
+            self.call.seq_len,
             self._need(placed.estimate, checkpointing),
         )
         for _ in range(TRIES):
             n = int(n * self.budget / need) // unit * unit
             if not n:
                 break
-            need = self._need(estimate_of(placed.call, n), checkpointing)
+            shorter = estimate_call(replace(placed.call, seq_len=n))
+            need = self._need(shorter, checkpointing)
             if need <= self.budget:
                 return n
         return None
 
-    def _enough_ranks(self, placed: _Placed, checkpointing: bool) -> int | None:
+    def _enough_ranks(self, placed: Candidate, checkpointing: bool) -> int | None:
         """The first doubling of the ranks that holds the sequence; what cannot suffice
         is not tried.
         """
@@ -922,7 +916,7 @@ class _Advisor:
             self.call.ranks,
             self.call.ranks * self._need(placed.estimate, checkpointing),
         )
-        while (ranks := 2 * ranks) <= min(MOST_RANKS, self.seq_len):
+        while (ranks := 2 * ranks) <= min(MOST_RANKS, self.call.seq_len):
             if total / ranks <= 1.1 * self.budget:
                 more = replace(
                     self,

@@ -19,6 +19,16 @@ from .checks import check_choice
 from .patterns import Dilated, Pattern
 
 PASSES = {"fwd": 4, "fwd+bwd": 14}  # FLOPs per pair and per head_dim
+SHAPE = (  # what ``count`` takes besides the pattern
+    "batch",
+    "seq_len",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "dtype",
+    "causal",
+    "passes",
+)
 MOST_CELLS = 2**25  # intervals that one count looks at: a second or two
 TERM_CELLS = 2**11  # what any term of a count takes at least
 LONGEST_IRREGULAR = 2**31  # products of two positions stay below 2**63
@@ -165,7 +175,7 @@ def far_queries(
 
 
 @dataclass(frozen=True)
-class _Shown:
+class PairSet:
     """A set of pairs: the rows that are ``offset`` mod ``rate``, where no multiple of
     any of ``cuts`` lies between.
 
@@ -180,7 +190,7 @@ class _Shown:
     irregular: frozenset[tuple[int, int, int]] = frozenset()
 
     @classmethod
-    def of(cls, length: int, rate: int, offset: int, n: int) -> _Shown:
+    def of(cls, length: int, rate: int, offset: int, n: int) -> PairSet:
         """The pairs of one branch over ``n`` positions."""
         if length >= n:
             return cls(frozenset(), rate, offset)
@@ -188,7 +198,7 @@ class _Shown:
             return cls(frozenset({length}), rate, offset)
         return cls(frozenset({length}), 1, 0, frozenset({(length, rate, offset)}))
 
-    def __and__(self, other: _Shown) -> _Shown | None:
+    def __and__(self, other: PairSet) -> PairSet | None:
         """The pairs in both; None where they have no row in common."""
         between, common = other.offset - self.offset, gcd(self.rate, other.rate)
         if between % common:
@@ -201,7 +211,7 @@ class _Shown:
         cuts = frozenset(
             c for c in cuts if not any(c % each == 0 for each in cuts - {c})
         )
-        return _Shown(cuts, self.rate * step, offset, self.irregular | other.irregular)
+        return PairSet(cuts, self.rate * step, offset, self.irregular | other.irregular)
 
     def period(self, n: int) -> int:
         """After how many positions the pairs repeat, at most ``n``."""
@@ -268,7 +278,7 @@ class _Shown:
 def _terms(
     pattern: Pattern, n: int, heads: int, kv_heads: int | None
 ) -> Iterator[tuple[int, list, Counter]]:
-    """For heads that see alike: their number, their branches as ``_Shown``, and the
+    """For heads that see alike: their number, their branches as ``PairSet``, and the
     terms of inclusion-exclusion.
 
     The pairs that any branch shows are the sum of the terms' pairs, each times its
@@ -288,8 +298,8 @@ def _terms(
     )
     cells = 0
     for mine, number in alike.items():
-        shown = [_Shown.of(*branch, n) for branch in mine]
-        terms: Counter[_Shown] = Counter()
+        shown = [PairSet.of(*branch, n) for branch in mine]
+        terms: Counter[PairSet] = Counter()
         for one in shown:
             joined = Counter(terms)
             joined[one] += 1

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
-from . import cost, hardware
+from . import cost, hardware, meta_run
 from .block_patterns import BlockSparse, Given
-from .checks import LARGEST, check_arguments, check_int, parse_bytes
+from .call import CallSpec
+from .checks import check_arguments, check_int, parse_bytes
 from .hardware import Rates
 from .kv_cache import cache_bytes
-from .meta_run import MetaCall
 from .patterns import Pattern
 
 ROWS = 128  # the longest sequence is a multiple of so many positions a rank
@@ -28,6 +28,7 @@ NETWORK_REMOVED = (
     "predicted times of networks were removed; estimate tells what ranks send, and "
     "measure times it"
 )
+# Options of a call that the command line and the explorer have.
 SHAPE = (
     "batch",
     "heads",
@@ -108,7 +109,7 @@ def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
     ``backend`` and ``execution`` of ``ringlab.attention``.
 
     ``profile``: whose rates bound the time and, for a GPU, whose kernels hold memory
-    (by rule, as the GPU need not be here: ``MetaCall.kernel``). None: this CPU's
+    (by rule, as the GPU need not be here: ``meta_run.kernel_of``). None: this CPU's
     kernels, no bounds. Attention itself is never computed; with the profile "cpu" this
     CPU's rates are measured, which takes about a second a dtype, once per process.
     ``hosts``: a number for the host of each rank, e.g. (0, 0, 1, 1); by default one
@@ -124,57 +125,49 @@ def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
     >>> e.scheme, e.peak_bytes >> 20, e.sent, e.binds
     ('plan', 547, {}, 'compute')
     """
-    check_arguments("estimate", MetaCall, pattern, **call)
-    seq_len = check_int("seq_len", seq_len, most=LARGEST)
-    return estimate_of(MetaCall(pattern, **call), seq_len)
+    return estimate_call(_checked("estimate", pattern, seq_len, call))
 
 
-def estimate_of(call: MetaCall, seq_len: int) -> Estimate:
-    """The Estimate of a checked call at a length."""
-    run, scheme, at_least = call.at(seq_len)
+def _checked(name: str, pattern: Pattern, seq_len: int, options: dict) -> CallSpec:
+    """The call that a function ``name`` is asked about."""
+    make = partial(CallSpec, pattern, seq_len)
+    check_arguments(name, make, **options)
+    return make(**options)
+
+
+def estimate_call(call: CallSpec) -> Estimate:
+    """The Estimate of a call."""
+    run, work = meta_run.run(call), call.cost()
     cached = None
     if call.causal:
-        names = (
-            "batch",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "dtype",
-            "ranks",
-        )
+        names = "batch", "heads", "kv_heads", "head_dim", "dtype", "ranks"
         cached = cache_bytes(
             call.pattern,
-            max_seq_len=seq_len,
-            device=call.device_type,
-            **{name: getattr(call, name) for name in names},
+            max_seq_len=call.seq_len,
+            device=call.device.type,
+            **call.options(*names),
         )
-    found = Estimate(
-        cost_of(call, seq_len),
+    estimated = Estimate(
+        work,
         call.ranks,
-        scheme,
+        run.scheme,
         run.parts(),
         run.peak_bytes,
         dict(run.traffic.sent),
-        at_least=at_least,
+        at_least=run.at_least,
         cache_bytes=cached,
     )
-    return found.bounded(rates_of(call, found.cost)) if call.profile else found
+    return estimated.bounded(rates_of(call, work)) if call.profile else estimated
 
 
-def cost_of(call: MetaCall, seq_len: int) -> cost.Cost:
-    """Pairs, FLOPs and bytes of a call at a length, of all ranks together."""
-    shape = {name: getattr(call, name) for name in SHAPE if name != "ranks"}
-    return cost.count(call.pattern, seq_len=seq_len, dtype=call.dtype, **shape)
-
-
-def rates_of(call: MetaCall, counted: cost.Cost) -> Rates:
-    """The rates of one rank of the call's profile, for tensors of its part of
-    ``counted``.
+def rates_of(call: CallSpec, work: cost.Cost) -> Rates:
+    """The rates of one rank of the call's profile, for tensors of its part of the
+    ``work``.
 
     A GPU's are its profile's; a CPU's are measured here unless its profile has some,
     and it has no link.
     """
-    working_set = counted.floor_bytes // call.ranks
+    working_set = work.floor_bytes // call.ranks
     if call.profile.kind == "cpu" and not call.profile.flops:
         return hardware.measured_rates(
             map(_probed, {"float32", str(call.dtype).removeprefix("torch.")}),
@@ -203,30 +196,24 @@ def longest(pattern: Pattern, memory_bytes: int | str, **call) -> int:
     """
     if isinstance(memory_bytes, str):
         memory_bytes = parse_bytes(memory_bytes)
-    check_arguments("longest", MetaCall, pattern, **call)
+    call = _checked("longest", pattern, ROWS, call)
     memory_bytes = check_int(
         "the memory budget in bytes", memory_bytes, most=MOST_BYTES
     )
-    call = MetaCall(pattern, **call)
     unit = low = ROWS * call.ranks
     peak, only = lru_cache(maxsize=64)(partial(_peak, call)), False
     if isinstance(pattern, BlockSparse):
         size = pattern.block_size
-        unit, counts = (
-            max(ROWS, size) * call.ranks,
-            [1, *(getattr(part, "count", 1) for part in pattern.parts)],
-        )
-        low = -(-max(counts) * size // unit) * unit
-        if given := [part for part in pattern.parts if isinstance(part, Given)]:
-            low, only = len(given[0].rows) * size, True  # a mask is of one length
+        unit = max(ROWS, size) * call.ranks
+        most = max(getattr(part, "count", 1) for part in pattern.parts)
+        low = -(-most * size // unit) * unit
+        if masks := [part for part in pattern.parts if isinstance(part, Given)]:
+            low, only = len(masks[0].rows) * size, True  # a mask is of one length
         else:
-            peak = partial(
-                _extrapolated,
-                peak,
-                max(FEW_BLOCKS * size, 2 * unit) // unit * unit,
-                unit,
-            )
-    if (at_low := peak(low)) > memory_bytes:
+            far = max(FEW_BLOCKS * size, 2 * unit) // unit * unit
+            peak = partial(_extrapolated, peak, far, unit)
+    at_low = peak(low)
+    if at_low > memory_bytes:
         raise ValueError(
             f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are"
         )
@@ -234,29 +221,28 @@ def longest(pattern: Pattern, memory_bytes: int | str, **call) -> int:
     while not only and (
         high is None or high - low > max(unit, low // 256 // unit * unit)
     ):
-        found = peak(guess)
-        if found > memory_bytes:
-            high, other, at_other = guess, guess, found
+        at_guess = peak(guess)
+        if at_guess > memory_bytes:
+            high, other, at_other = guess, guess, at_guess
         else:
             if high is None:
                 other, at_other = low, at_low
-            low, at_low = guess, found
+            low, at_low = guess, at_guess
         # The peak is nearly linear in the length.
         slope = (at_other - at_low) / (other - low)
         ahead = (memory_bytes - at_low) / slope if slope > 0 else low
         step = max(unit, low // 512 // unit * unit)
         guess = low + max(step, int(min(ahead, 64 * low)) // unit * unit)
         if high is not None:
-            guess = min(
-                guess, high - min(step, max(unit, (high - low) // unit // 2 * unit))
-            )
+            half = max(unit, (high - low) // unit // 2 * unit)
+            guess = min(guess, high - min(step, half))
     return low
 
 
-def _peak(call: MetaCall, n: int) -> int:
-    run, _, more = call.at(n)
-    if more:
-        raise ValueError(f"{more}, so no length is sure to fit")
+def _peak(call: CallSpec, n: int) -> int:
+    run = meta_run.run(replace(call, seq_len=n))
+    if run.at_least:
+        raise ValueError(f"{run.at_least}, so no length is sure to fit")
     return run.peak_bytes
 
 

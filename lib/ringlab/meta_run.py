@@ -4,7 +4,7 @@ measurements use.
 Such tensors have shapes, strides and storages but no bytes. So the peak memory of a
 call is known for any length, and for hardware that is not here. Index tensors of plans
 have data: they are small, and the engine reads them. ``MetaRun`` is the tracker,
-``MetaCall`` one call of attention: on one device, or on several ranks one after
+``run`` runs one call of attention: on one device, or on several ranks one after
 another.
 """
 
@@ -14,37 +14,25 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import cache as caches
-from . import cost, hardware, kernels, memory
-from .attention import DEFAULT
+from . import kernels, memory
 from .block_patterns import BlockSparse
-from .checks import (
-    check_backend,
-    check_bool,
-    check_choice,
-    check_float_dtype,
-    check_int,
-    is_int,
-    short_repr,
-)
+from .call import CallSpec
+from .checks import check_backend, check_choice, check_int, short_repr
 from .engine import Execution, autograd, torch_sparse
 from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
-from .patterns import Pattern, as_pattern
-from .ring import Problem, choose
+from .ring import Problem
 from .ring.comm import Steps, Traffic, Wait
-from .ring.exchange import on_hosts, rows_moved
-from .ring.layout import layout_named
-from .ring.operators import check_exchange_dtype, check_one_device
+from .ring.exchange import rows_moved
 from .ring.rank import rank_of
-from .ring.schemes import algorithms, check_scheme
-from .ring.volume import sent_to
+from .ring.schemes import algorithms
 from .tracking import LiveStorageTracker, storages
 
 CPU = DeviceSpec("cpu")
@@ -111,10 +99,11 @@ class MetaRun(LiveStorageTracker):
 
     def __init__(self):
         super().__init__()
-        self.traffic, self.real = (
-            Traffic(),
-            False,
-        )  # real: tensors asked for on the meta device are made with data
+        self.traffic = Traffic()
+        self.scheme: str | None = None  # of several ranks
+        self.at_least = ""  # why the call may hold more
+        # Whether tensors asked for on the meta device are made with data.
+        self.real = False
         self._top: dict[int, tuple[StorageWeakRef, int]] = {}
         self._names: dict[int, tuple[StorageWeakRef, str]] = {}
 
@@ -201,7 +190,7 @@ class MetaRun(LiveStorageTracker):
 
 
 @dataclass(frozen=True)
-class FirstCall(Execution):
+class ColdExecution(Execution):
     """An execution as at a first call: its cache and pools are empty. Index tensors are
     built with data.
     """
@@ -209,7 +198,7 @@ class FirstCall(Execution):
     run: MetaRun | None = None
 
     @classmethod
-    def of(cls, execution: Execution, run: MetaRun) -> FirstCall:
+    def of(cls, execution: Execution, run: MetaRun) -> ColdExecution:
         """The same switches with an empty cache and empty pools of the same bounds."""
         options = {f.name: getattr(execution, f.name) for f in fields(Execution)}
         for name, usual in (
@@ -262,7 +251,7 @@ class FusedMeta:
     name = "fused"
 
     def refuses(self, device, dtype, head_dim) -> str | None:
-        """Never: ``MetaCall.kernel`` knows which dtypes such a kernel serves."""
+        """Never: ``kernel_of`` knows which dtypes such a kernel serves."""
         return None
 
     def forward(self, q, k, v, causal, scale):
@@ -319,7 +308,7 @@ class ListsMeta(FusedMeta):
         return grads
 
 
-def _largest(problem: Problem) -> set[int]:
+def ranks_to_run(problem: Problem) -> set[int]:
     """The ranks to run: all; of more than ``FEW_RANKS`` with equal shards the ends and
     those that move most rows.
 
@@ -347,303 +336,143 @@ FEW_RANKS = 16
 MOST_RANKS = 128  # of dense attention a run has a few calls for each pair of ranks
 
 
-@dataclass(frozen=True)
-class MetaCall:
-    """All of a call of attention but its length, checked; ``at`` runs it without data.
+def run(call: CallSpec) -> MetaRun:
+    """Run a call without data: of several ranks the one that holds most, with the
+    traffic of all.
 
-    ``kv_heads`` None: as many as heads. ``profile``: a hardware profile or its name;
-    None: this CPU. ``hosts``: a number for the host of each rank; () for one host.
-    ``exchange_dtype``: as of ``ringlab.attention``.
+    Raises ValueError for what would take minutes, and as ``kernel_of`` does.
     """
-
-    pattern: Pattern
-    heads: int = 8
-    head_dim: int = 64
-    batch: int = 1
-    kv_heads: int | None = None
-    dtype: torch.dtype = torch.float32
-    causal: bool = False
-    passes: str = "fwd"
-    ranks: int = 1
-    scheme: str = "auto"
-    layout: object = "contiguous"
-    backend: str | tuple[str, ...] = "auto"
-    execution: Execution = DEFAULT
-    profile: hardware.Profile | str | None = None
-    hosts: tuple[int, ...] = ()
-    exchange_dtype: torch.dtype | None = None
-
-    def __post_init__(self):
-        given = {
-            name: getattr(self, name)
-            for name in ("batch", "heads", "kv_heads", "head_dim", "ranks")
-        }
-        if self.kv_heads is None:
-            given["kv_heads"] = self.heads
-        given = {name: check_int(name, value) for name, value in given.items()}
-        given["pattern"] = as_pattern(self.pattern)
-        if isinstance(self.profile, str):
-            given["profile"] = hardware.resolve(self.profile)
-        for name, value in given.items():
-            object.__setattr__(self, name, value)
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"query heads must be a multiple of K/V heads: {self.heads} and {self.kv_heads}"
-            )
-        check_float_dtype(self.dtype)
-        if not isinstance(self.execution, Execution):
-            raise TypeError(
-                f"execution must be a ringlab.Execution, got {short_repr(self.execution)}"
-            )
-        if not isinstance(self.profile, hardware.Profile | None):
-            raise TypeError(
-                f"profile must be a hardware profile or its name, got {short_repr(self.profile)}"
-            )
-        hosts = self.hosts
-        if (
-            not isinstance(hosts, tuple)
-            or len(hosts) not in (0, self.ranks)
-            or not all(is_int(i, 0) for i in hosts)
-        ):
-            raise ValueError(
-                f"hosts must be a tuple of {self.ranks} numbers or of none, got {short_repr(hosts)}"
-            )
-        check_choice("passes", self.passes, cost.PASSES)
-        check_bool("causal", self.causal)
-        if self.ranks == 1:
-            check_one_device(self.scheme, self.layout, self.exchange_dtype)
-        check_exchange_dtype(self.exchange_dtype, self.dtype)
-
-    @property
-    def device_type(self) -> str:
-        return self.profile.kind if self.profile else "cpu"
-
-    @property
-    def device(self) -> DeviceSpec:
-        """Of a GPU of unknown capability: a new one, on which more is held."""
-        if self.device_type == "cpu":
-            return CPU
-        return DeviceSpec("cuda", self.profile.capability or (9, 0))
-
-    @cached_property
-    def kernel(self):
-        """On a CPU the kernel that runs here; for a GPU, which may be absent, by rule.
-
-        ``FusedMeta`` stands for every fused kernel, where torch has one for the dtype
-        and head_dim (``kernels.expected``); all else is eager. Raises as
-        ``kernels.choose`` does, for a GPU ValueError for an unknown name alone.
-        """
-        if self.device_type == "cpu":
-            how = {
-                "causal": self.causal,
-                "backward": self.passes != "fwd",
-                "backend": self.backend,
-            }
-            return kernels.choose("cpu", self.dtype, self.head_dim, **how).kernel
-        backend, capability = (
-            check_backend(self.backend),
-            self.profile.capability or (9, 0),
-        )
-        names = (backend,) if isinstance(backend, str) else backend
-        refused = []
-        for name in names:
-            check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
-            if name in kernels.KERNELS:
-                why = kernels.KERNELS[name].refuses(
-                    DeviceSpec("cuda", capability), self.dtype, self.head_dim
-                )
-                # What is not installed here may be where that hardware is.
-                refused += (
-                    [f"{name}: {why}"] if why and NOT_INSTALLED not in why else []
-                )
-        if len(refused) == len(names):
-            why = f"cannot run on this hardware in {self.dtype}: {'; '.join(refused)}"
-            raise NotImplementedError(f"backend {backend!r} {why}")
-        fused = (
-            kernels.expected("cuda", capability, self.dtype, self.head_dim).name
-            != "eager"
-        )
-        return (
-            FusedMeta()
-            if fused and {*names} - {"eager", "cpu_flash"}
-            else kernels.KERNELS["eager"]
-        )
-
-    def choice(self, n: int, for_gradients: bool = False) -> kernels.Choice:
-        """What "auto" should choose for a pass over ``n`` positions, on several ranks
-        for their dense calls. Raises as ``kernels.expected`` does.
-        """
-        kind, have = "dense", self.profile.capability if self.profile else None
-        free = self.execution.plain and self.execution.merge == "auto"
-        if self.ranks == 1 and free:
-            kind = kernels.kind_of(self.pattern, n, self.heads, self.kv_heads)
-        return kernels.expected(
-            self.device_type,
-            have,
-            self.dtype,
-            self.head_dim,
-            causal=self.causal,
-            pattern_kind=kind,
-            for_gradients=for_gradients,
-        )
-
-    def _stand_in(self, n: int, execution: Execution, for_gradients: bool):
-        """The kernel that stands for a pass without data."""
-        free = execution.plain and execution.merge == "auto"
-        named, kernel = self.backend == kernels.LISTS, self.kernel
-        if self.device_type == "cuda" and (named or self.backend == "auto") and free:
-            if self.profile.capability is not None:
-                if named or self.choice(n, for_gradients).name == kernels.LISTS:
-                    given = self.pattern, n, self.heads, self.kv_heads
-                    return ListsMeta(kernels.kind_of(*given) == "ladder")
-        return kernel
-
-    def check(self, n: int) -> None:
-        """Raise ValueError for what takes minutes to run without data."""
-        if self.ranks > MOST_RANKS:
-            given = short_repr(self.ranks)
-            raise ValueError(
-                f"estimates are for at most {MOST_RANKS} ranks, got {given}"
-            )
-        elements, most = (
-            self.batch * n * self.heads * self.head_dim,
-            MOST_ELEMENTS[self.device_type],
-        )
-        check_int("batch * seq_len * heads * head_dim", elements, most=most)
-
-    def at(self, n: int) -> tuple[MetaRun, str | None, str]:
-        """(the run of the rank that holds most, with the traffic of all; the scheme;
-        why it may hold more).
-        """
-        self.check(n)
-        if self.ranks > 1:
-            return self._on_ranks(n)
-        run, way = MetaRun(), self.execution.blocks
-        execution = FirstCall.of(self.execution, run)
-        call = self.pattern, self.causal, self.head_dim**-0.5, "auto"
-        with torch.no_grad():
-            with run.on(self._stand_in(n, execution, False), self.device):
-                q, k, v, dout = self._inputs(run, n)
-                if isinstance(self.pattern, BlockSparse) and way in ("bsr", "flex"):
-                    self._lower_bound(run, way, q, k, dout)
-                    return run, None, f"blocks={way!r} does not run without data"
-                out, lse = autograd.forward(q, k, v, None, *call, execution)
-                run.name("out", out)
-                run.name("lse", lse)
-            if dout is not None:
-                with run.on(self._stand_in(n, execution, True), self.device):
-                    tensors = dout, None, q, k, v, out, lse
-                    run.name(
-                        "gradients", *autograd.backward(*tensors, *call, execution)
-                    )
-        return run, None, ""
-
-    def _inputs(self, run: MetaRun, rows: int):
-        """q, k, v, and dout for a backward, else None."""
-        shapes = [
-            (self.batch, rows, h, self.head_dim)
-            for h in (self.heads, self.kv_heads, self.kv_heads)
-        ]
-        made = [
-            run.tensor(part, shape, self.dtype) for part, shape in zip("qkv", shapes)
-        ]
-        return *made, run.tensor(
-            "gradients", shapes[0], self.dtype
-        ) if self.passes != "fwd" else None
-
-    def _lower_bound(self, run: MetaRun, way: str, q, k, dout) -> None:
-        """Inputs, results, and for torch.sparse, which needs data to run, one head's
-        probabilities.
-        """
-        dtypes = torch_sparse.FLEX_DTYPES if way == "flex" else torch_sparse.BSR_DTYPES
-        torch_sparse.refuse(way, wants_dtype(self.dtype, dtypes))
-        seen, size = self.pattern.blocks(q.shape[1]), self.pattern.block_size
-        held = (
-            int((seen.tril() if self.causal else seen).sum()) * size * size
-            if way == "bsr"
-            else 0
-        )
-        del seen
-        made = [
-            run.tensor("out", q.shape, q.dtype),
-            run.tensor("lse", q.shape[:3], q.dtype),
-        ]
-        made += [run.tensor("workspace", (held,), q.dtype)]
-        made += (
-            [run.tensor("gradients", t.shape, t.dtype) for t in (q, k, k)]
-            if dout is not None
-            else []
-        )
-
-    def _on_ranks(self, n: int) -> tuple[MetaRun, str, str]:
-        """What ``at`` returns for several ranks: those that may hold most are run, each
-        alone.
-        """
-        problem, scheme = self.problem(n)
+    check_size(call)
+    if call.ranks > 1:
+        problem, scheme = call.problem()
         most = max(
-            (self.on_rank(problem, scheme, rank) for rank in _largest(problem)),
+            (run_rank(call, problem, scheme, rank) for rank in ranks_to_run(problem)),
             key=lambda run: run.peak_bytes,
         )
-        most.traffic.sent = self.sent(problem, scheme)
-        return most, scheme, ""
-
-    def sent(self, problem: Problem, scheme: str) -> dict[tuple[int, int], int]:
-        """Bytes of one call by (from rank, to rank)."""
-        how = {
-            "batch": self.batch,
-            "head_dim": self.head_dim,
-            "dtype": self.dtype,
-            "passes": self.passes,
-        }
-        ranks = range(self.ranks)
-        each = (
-            (rank, to, size)
-            for rank in ranks
-            for to, size in sent_to(problem, rank, scheme, **how).items()
-        )
-        return {(rank, to): size for rank, to, size in each}
-
-    def problem(self, n: int) -> tuple[Problem, str]:
-        """The problem of several ranks and its scheme, checked."""
-        layout = layout_named(self.layout, n, self.ranks)
-        shape = self.heads, self.kv_heads
-        problem = Problem(
-            self.pattern,
-            layout,
-            self.causal,
-            *shape,
-            exchange_dtype=self.exchange_dtype,
-        )
-        check_scheme(self.scheme)
-        scheme = self.scheme
-        if scheme == "auto":
-            scheme = choose(
-                problem,
-                head_dim=self.head_dim,
-                dtype=self.dtype,
-                passes=self.passes,
-            )
-        problem.check(scheme)
-        return on_hosts(problem, scheme, self.hosts), scheme
-
-    def on_rank(self, problem: Problem, scheme: str, number: int) -> MetaRun:
-        """One rank of several, alone."""
-        run = MetaRun()
-        execution = FirstCall.of(self.execution, run)
-        forward, backward = algorithms(scheme)
-        with torch.no_grad(), run.on(self.kernel, self.device):
-            q, k, v, dout = self._inputs(run, problem.layout.size(number))
-            rank = rank_of(problem, number, self.kernel, self.head_dim**-0.5, execution)
-            held = run.drive(forward(rank, q, k, v), number)
-            for part, t in zip(("out", "lse", *["received"] * len(held)), held):
-                run.name(part, t)
-            out, lse, saved = held[0].contiguous(), held[1].contiguous(), held[2:]
-            del held, t  # what was copied is freed here
+        most.traffic.sent, most.scheme = call.sent(), scheme
+        return most
+    run, way = MetaRun(), call.execution.blocks
+    execution = ColdExecution.of(call.execution, run)
+    arguments = call.pattern, call.causal, call.head_dim**-0.5, "auto", execution
+    with torch.no_grad():
+        with run.on(_stand_in(call, False), call.device):
+            q, k, v, dout = _inputs(call, run, call.seq_len)
+            if isinstance(call.pattern, BlockSparse) and way in ("bsr", "flex"):
+                _lower_bound(call, run, way, q, k, dout)
+                run.at_least = f"blocks={way!r} does not run without data"
+                return run
+            out, lse = autograd.forward(q, k, v, None, *arguments)
             run.name("out", out)
             run.name("lse", lse)
-            if dout is not None:
-                grads = run.drive(
-                    backward(rank, dout, None, q, k, v, out, lse, *saved), number
-                )
-                run.name("gradients", *(g.to(q.dtype).contiguous() for g in grads))
-        return run
+        if dout is not None:
+            with run.on(_stand_in(call, True), call.device):
+                tensors = dout, None, q, k, v, out, lse
+                run.name("gradients", *autograd.backward(*tensors, *arguments))
+    return run
+
+
+def run_rank(call: CallSpec, problem: Problem, scheme: str, number: int) -> MetaRun:
+    """Run one rank of several, alone."""
+    run, kernel = MetaRun(), kernel_of(call)
+    execution = ColdExecution.of(call.execution, run)
+    forward, backward = algorithms(scheme)
+    with torch.no_grad(), run.on(kernel, call.device):
+        q, k, v, dout = _inputs(call, run, problem.layout.size(number))
+        rank = rank_of(problem, number, kernel, call.head_dim**-0.5, execution)
+        held = run.drive(forward(rank, q, k, v), number)
+        for part, t in zip(("out", "lse", *["received"] * len(held)), held):
+            run.name(part, t)
+        out, lse, saved = held[0].contiguous(), held[1].contiguous(), held[2:]
+        del held, t  # what was copied is freed here
+        run.name("out", out)
+        run.name("lse", lse)
+        if dout is not None:
+            grads = run.drive(
+                backward(rank, dout, None, q, k, v, out, lse, *saved), number
+            )
+            run.name("gradients", *(g.to(q.dtype).contiguous() for g in grads))
+    return run
+
+
+def check_size(call: CallSpec) -> None:
+    """Raise ValueError for what takes minutes to run without data."""
+    if call.ranks > MOST_RANKS:
+        raise ValueError(
+            f"estimates are for at most {MOST_RANKS} ranks, got {short_repr(call.ranks)}"
+        )
+    elements = call.batch * call.seq_len * call.heads * call.head_dim
+    most = MOST_ELEMENTS[call.device.type]
+    check_int("batch * seq_len * heads * head_dim", elements, most=most)
+
+
+def kernel_of(call: CallSpec):
+    """The kernel that a call runs: on a CPU the one that runs here; for a GPU, which may
+    be absent, by rule.
+
+    ``FusedMeta`` stands for every fused kernel, where torch has one for the dtype and
+    head_dim (``kernels.expected``); all else is eager. Raises as ``kernels.choose``
+    does, for a GPU ValueError for an unknown name alone.
+    """
+    device, dtype, head_dim = call.device, call.dtype, call.head_dim
+    if device.type == "cpu":
+        options = call.options("causal", "backward", "backend")
+        return kernels.choose("cpu", dtype, head_dim, **options).kernel
+    backend = check_backend(call.backend)
+    names = (backend,) if isinstance(backend, str) else backend
+    refusals = []
+    for name in names:
+        check_choice("backend", name, ("auto", "sdpa", *kernels.KERNELS))
+        if name in kernels.KERNELS:
+            reason = kernels.KERNELS[name].refuses(device, dtype, head_dim)
+            # What is not installed here may be where that hardware is.
+            if reason and NOT_INSTALLED not in reason:
+                refusals.append(f"{name}: {reason}")
+    if len(refusals) == len(names):
+        raise NotImplementedError(
+            f"backend {backend!r} cannot run on this hardware in {dtype}: {'; '.join(refusals)}"
+        )
+    expected = kernels.expected("cuda", device.capability, dtype, head_dim).name
+    if expected != "eager" and {*names} - {"eager", "cpu_flash"}:
+        return FusedMeta()
+    return kernels.KERNELS["eager"]
+
+
+def _stand_in(call: CallSpec, for_gradients: bool):
+    """The kernel that stands for a pass without data."""
+    kernel, by_name = kernel_of(call), call.backend == kernels.LISTS
+    free = call.execution.plain and call.execution.merge == "auto"
+    known = call.device.type == "cuda" and call.profile.capability is not None
+    if known and free and (by_name or call.backend == "auto"):
+        if by_name or call.kernel_choice(for_gradients).name == kernels.LISTS:
+            shape = call.seq_len, call.heads, call.kv_heads
+            return ListsMeta(kernels.kind_of(call.pattern, *shape) == "ladder")
+    return kernel
+
+
+def _inputs(call: CallSpec, run: MetaRun, rows: int):
+    """q, k, v, and dout for a backward, else None."""
+    shapes = [
+        (call.batch, rows, h, call.head_dim)
+        for h in (call.heads, call.kv_heads, call.kv_heads)
+    ]
+    qkv = [run.tensor(part, shape, call.dtype) for part, shape in zip("qkv", shapes)]
+    dout = run.tensor("gradients", shapes[0], call.dtype) if call.backward else None
+    return *qkv, dout
+
+
+def _lower_bound(call: CallSpec, run: MetaRun, way: str, q, k, dout) -> None:
+    """Inputs, results, and for torch.sparse, which needs data to run, one head's
+    probabilities.
+    """
+    dtypes = torch_sparse.FLEX_DTYPES if way == "flex" else torch_sparse.BSR_DTYPES
+    torch_sparse.refuse(way, wants_dtype(call.dtype, dtypes))
+    visible, size = call.pattern.blocks(q.shape[1]), call.pattern.block_size
+    held = 0
+    if way == "bsr":
+        held = int((visible.tril() if call.causal else visible).sum()) * size * size
+    del visible
+    tensors = [("out", q.shape), ("lse", q.shape[:3]), ("workspace", (held,))]
+    if dout is not None:
+        tensors += [("gradients", t.shape) for t in (q, k, k)]
+    alive = [run.tensor(part, shape, q.dtype) for part, shape in tensors]
+    del alive  # counted while all of them were

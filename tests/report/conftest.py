@@ -4,8 +4,8 @@ from dataclasses import fields
 from functools import lru_cache
 
 import pytest
+from ringlab import meta_run
 from ringlab.measure import stats
-from ringlab.meta_run import MetaCall
 from ringlab.report import first_screen
 
 KNOWN = {}
@@ -16,17 +16,17 @@ def quick():
     """Intervals a little coarser, in a tenth of the time; few lengths; a call at one is
     run without data once.
     """
-    at = MetaCall.at
+    run = meta_run.run
 
-    def once(call, n):
+    def once(call):
         about = [
             getattr(call, field.name)
             for field in fields(call)
             if field.name != "profile"
         ]
-        key = (*about, call.device_type, call.profile and call.profile.capability, n)
+        key = (*about, call.device, call.profile and call.profile.capability)
         if key not in KNOWN:
-            KNOWN[key] = at(call, n)
+            KNOWN[key] = run(call)
         return KNOWN[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -35,5 +35,5 @@ def quick():
             stats, "_draws", lru_cache(stats._draws.__wrapped__)
         )  # what was drawn before is 2,000 long
         patch.setattr(first_screen, "LENGTHS", (8192, 131072))
-        patch.setattr(MetaCall, "at", once)
+        patch.setattr(meta_run, "run", once)
         yield

@@ -25,8 +25,8 @@ from matrix import (
 )
 from ring_cases import told
 from ringlab import Dense, Simulated, attention
+from ringlab.call import CallSpec
 from ringlab.estimate import estimate
-from ringlab.meta_run import MetaCall
 from ringlab.ring import (
     Problem,
     contiguous,
@@ -225,7 +225,7 @@ def test_hosts_that_change_nothing_are_no_part_of_a_problem():
     with pytest.raises(
         ValueError, match="hosts must be a tuple of 4 numbers or of none"
     ):
-        MetaCall(Dense(), ranks=4, hosts=(0, 1))
+        CallSpec(Dense(), 64, ranks=4, hosts=(0, 1))
 
 
 def test_an_estimate_knows_the_hosts_of_ranks():

@@ -744,7 +744,7 @@ REFUSED = [
     (
         lambda: estimate(Dense(), seq_len=64, batch_size=1),
         TypeError,
-        "^estimate: got an unexpected .* 'batch_size'; it takes pattern, heads, ",
+        "^estimate: got an unexpected .* 'batch_size'; it takes batch, heads, ",
     ),
     (lambda: ringlab.longest(Dense(), "80"), ValueError, "a number with a unit, as"),
     (lambda: named("windw"), ValueError, "unknown pattern 'windw'; known: dilated, "),

@@ -210,10 +210,10 @@ def test_many_ranks_and_long_batches_are_little_work(monkeypatch):
     than one of two.
     """
     runs = []
-    run = meta_run.MetaCall.on_rank
+    run = meta_run.run_rank
     monkeypatch.setattr(
-        meta_run.MetaCall,
-        "on_rank",
+        meta_run,
+        "run_rank",
         lambda *given: runs.append(given[-1]) or run(*given),
     )
     found = estimate(

@@ -374,7 +374,7 @@ LAYERS = [
     },
     {"kernels"},
     {"engine"},
-    {"attention", "ring", "kv_cache"},
+    {"attention", "call", "ring", "kv_cache"},
     {
         "estimate",
         "presets",

@@ -3,12 +3,12 @@ packed documents.
 """
 
 import random
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import torch
 from torch import Tensor
 
-from .. import KVCache, attention, cache_bytes, cost, reference
+from .. import KVCache, attention, cache_bytes, reference
 from ..cost import Cost
 from ..patterns import Pattern
 from .points import Point
@@ -144,7 +144,6 @@ def packed(point: Point, device) -> System:
         return pattern.multiplicity(*inside, **shape) * same
 
     system.pattern = without_reach(multiplicity)
-    shapes = [point.shape | {"seq_len": n} for n in lengths]
-    costs = [cost.count(pattern, dtype=system.dtype, **shape) for shape in shapes]
+    costs = [replace(point.call(), seq_len=n).cost() for n in lengths]
     system.cost = Cost(*map(sum, zip(*map(astuple, costs))))
     return system

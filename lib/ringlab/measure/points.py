@@ -12,9 +12,8 @@ from functools import cached_property
 
 import torch
 
-from .. import patterns
-from ..checks import check_int
-from ..cost import PASSES
+from .. import cost, patterns
+from ..call import CallSpec
 
 
 def digest(value, length: int = 16) -> str:
@@ -71,20 +70,7 @@ class Point:
         )  # of a mapping or pairs
         set_(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         set_(self, "dtype", str(self.dtype).removeprefix("torch."))
-        if self.passes not in PASSES:
-            raise ValueError(
-                f"unknown passes {self.passes!r}; known: {', '.join(PASSES)}"
-            )
-        if not getattr(getattr(torch, self.dtype, None), "is_floating_point", False):
-            raise ValueError(
-                f"unknown dtype {self.dtype!r}; known are torch's, as float32 or bfloat16"
-            )
-        for name in ("batch", "seq_len", "heads", "kv_heads", "head_dim", "world_size"):
-            check_int(name, getattr(self, name))
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads must be a multiple of kv_heads: {self.heads} and {self.kv_heads}"
-            )
+        self.call()  # raises what is wrong
 
     def __hash__(self):
         return hash(self.id)
@@ -95,17 +81,19 @@ class Point:
 
     @property
     def shape(self) -> dict:
-        """The arguments of ``cost.count`` besides the pattern and the dtype."""
-        names = (
-            "batch",
-            "seq_len",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "causal",
-            "passes",
+        """The fields of its call besides the pattern, the dtype and the ranks."""
+        return {name: getattr(self, name) for name in cost.SHAPE if name != "dtype"}
+
+    def call(self) -> CallSpec:
+        """The call that is measured, with the usual settings: those of the system are in
+        ``options``.
+        """
+        return CallSpec(
+            pattern_of(self),
+            dtype=getattr(torch, self.dtype, self.dtype),
+            ranks=self.world_size,
+            **self.shape,
         )
-        return {name: getattr(self, name) for name in names}
 
     @property
     def without_control(self) -> Point:

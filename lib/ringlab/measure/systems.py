@@ -25,7 +25,6 @@ from .. import (
     Simulated,
     attention,
     compat,
-    cost,
     kernels,
     memory,
     patterns,
@@ -35,9 +34,8 @@ from ..adaptive import Adaptive, adaptive_attention, best_blocks
 from ..cost import PASSES, Cost
 from ..engine import dilated, torch_sparse
 from ..engine.execute import Call
-from ..ring import Problem, Traffic, choose, comm, counting
+from ..ring import Traffic, comm, counting
 from ..ring.layout import Layout, layout_named
-from ..ring.volume import sent_bytes
 from .points import Point, pattern_of
 
 GRADIENT_KV_HEADS = 2
@@ -106,7 +104,7 @@ class System:
         self.pattern = pattern or pattern_of(point)
         # Known from inputs of the same shape, or computed by ``check``.
         self.tolerance: dict[str, float] = {}
-        self.cost: Cost = cost.count(self.pattern, dtype=self.dtype, **point.shape)
+        self.cost: Cost = replace(point.call(), pattern=self.pattern).cost()
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of q, k, v."""
@@ -308,19 +306,13 @@ class Sharded:
         """What this rank sent in its first call, and the bytes that its scheme plans
         (None without a scheme).
         """
-        system = self.system
         scheme = self.system.scheme
         planned = None
-        p = self.point
         if scheme is not None:
-            problem = Problem(
-                system.pattern, self.layout, p.causal, p.heads, p.kv_heads
-            )
-            shape = {name: p.shape[name] for name in ("head_dim", "passes")}
-            shape["dtype"] = system.dtype
-            if scheme == "auto":
-                scheme = choose(problem, **shape)
-            planned = sent_bytes(problem, self.rank, scheme, batch=p.batch, **shape)
+            call = replace(self.point.call(), layout=self.layout, scheme=scheme)
+            _, scheme = call.problem()
+            sent = call.sent().items()
+            planned = sum(size for (rank, _), size in sent if rank == self.rank)
         return {
             "bytes_sent": self.first.from_rank(self.rank),
             "messages": self.first.messages,

@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 
 from .. import kernels
-from ..estimate import Estimate, estimate
+from ..estimate import Estimate, estimate_call
 from ..hardware import Profile, get_profile
 from ..measure.points import Point, Result
 from ..measure.suites import ORIGINAL
@@ -173,8 +173,7 @@ def _estimate(point: Point, profile: str | None) -> Estimate | None:
     ):
         return None  # it simulates ranks in one process
     call.pop("group", None)
-    call |= {"dtype": getattr(torch, point.dtype), "profile": profile}
-    return estimate(pattern_of(point), ranks=point.world_size, **point.shape, **call)
+    return estimate_call(replace(point.call(), profile=profile, **call))
 
 
 def _published_call(point: Point) -> dict:

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from .. import cost, hardware, measure
 from ..measure import provenance, store, suites
 from ..measure.points import pattern_of
@@ -538,9 +536,7 @@ def _flat(result) -> dict:
 
 def cost_of(point):
     """Cost of a point's work."""
-    return cost.count(
-        pattern_of(point), dtype=getattr(torch, point.dtype), **point.shape
-    )
+    return point.call().cost()
 
 
 def _matches(result, fields: dict) -> bool:
