@@ -132,8 +132,8 @@ def block_counts(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int
     size, here = (1, 1) if ranks is None else (ranks.size, len(ranks.here))
     n = q.shape[1] * size // here
     if size > 1 and n % (size * pattern.block_size):
-        wanted = f"every rank needs equally many whole blocks of {pattern.block_size}"
-        raise ValueError(f"{wanted}, got n = {n} on {size} ranks")
+        expected = f"every rank needs equally many whole blocks of {pattern.block_size}"
+        raise ValueError(f"{expected}, got n = {n} on {size} ranks")
     count = pattern.count(n)
     return count // size * here, count
 
@@ -291,21 +291,21 @@ def adaptive_attention(
     if z is None:
         picks, log_m = best_blocks(q, k, pattern, scale, causal, ranks), None
     else:
-        wanted = (q.shape[0], q.shape[2], *block_counts(q, pattern, ranks))
+        shape = (q.shape[0], q.shape[2], *block_counts(q, pattern, ranks))
         axes = "(batch, heads, blocks, blocks)"
-        check_floats("z", z, axes, wanted, q.device)
+        check_floats("z", z, axes, shape, q.device)
         picks = choose(z.detach(), pattern.top_k, causal, ranks)
         z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
         log_m = log_multiplicity(z, picks, causal, ranks).to(
             accumulation_dtype(q.dtype)
         )
-    given = q, k, v, log_m, picks, pattern.block_size, causal, scale, backend
+    arguments = q, k, v, log_m, picks, pattern.block_size, causal, scale, backend
     if ranks is None:
         out, lse = outside_graphs(topk.attend)(
-            *given
+            *arguments
         )  # how many calls there are depends on the data
     else:
-        out, lse = outside_graphs(topk_exchange.attend)(ranks, *given, str(pattern))
+        out, lse = outside_graphs(topk_exchange.attend)(ranks, *arguments, str(pattern))
     return (out, lse) if return_lse else out
 
 

@@ -304,13 +304,13 @@ class Advice:
         c, kept, backward = self.call, self["checkpointing"], self.call.passes != "fwd"
         pattern, dense_every = self.advised.pattern, self.advised.dense_every
         settings = (x for x in self.choices.values() if x.name != "pattern")
-        about = [f"{x.name}: {x.shown}; {x.how}: {x.why}" for x in settings]
-        about = [
+        comments = [f"{x.name}: {x.shown}; {x.how}: {x.why}" for x in settings]
+        comments = [
             wrap(x, 88, subsequent_indent="  ")
             for x in (
                 self.title,
                 f"{self.advised.name}: {self.why}",
-                *about,
+                *comments,
                 f"memory: {self.memory}",
             )
         ]
@@ -333,7 +333,7 @@ class Advice:
             attend = "checkpoint(attend, q, k, v, pattern, use_reentrant=False)"
             imports += "from torch.utils.checkpoint import checkpoint\n"
         return CODE.format(
-            about="\n".join(f"# {line}" for lines in about for line in lines),
+            about="\n".join(f"# {line}" for lines in comments for line in lines),
             imports=imports,
             seq_len=self.seq_len,
             pattern=lines,
@@ -533,7 +533,7 @@ class _Advisor:
         self.call = replace(self.call, backend="auto" if by_rule else kernel)
         self.place = cache(self._place)
 
-    def advice(self, need: str, wanted: str | Pattern) -> Advice:
+    def advice(self, need: str, pattern: str | Pattern) -> Advice:
         c = self.call
         rows = c.batch * -(-c.seq_len // c.ranks)  # of a rank
         least = rows * (c.heads + 2 * c.kv_heads) * c.head_dim * c.dtype.itemsize
@@ -548,7 +548,7 @@ class _Advisor:
             )
         if self.estimates:
             check_size(c)
-        options = self._options(wanted)
+        options = self._options(pattern)
         end, ends = self._dense_until(options["exact"])
         name, why = self._chosen(need, options, end, ends)
         advised = options[name]
@@ -564,14 +564,14 @@ class _Advisor:
             placed.execution,
             kept,
         )
-        found: dict = {}
+        memory: dict = {}
         if self.estimates:
-            found["need_bytes"] = self._need(placed.estimate, kept.value)
+            memory["need_bytes"] = self._need(placed.estimate, kept.value)
             if c.causal:
-                found["cache_bytes"] = self._cache(advised)
+                memory["cache_bytes"] = self._cache(advised)
             if not self._fits(placed.estimate, kept.value):
-                found["longest"] = self._longest(placed, kept.value)
-                found["enough_ranks"] = self._enough_ranks(placed, kept.value)
+                memory["longest"] = self._longest(placed, kept.value)
+                memory["enough_ranks"] = self._enough_ranks(placed, kept.value)
         return Advice(
             c,
             self.layers,
@@ -583,7 +583,7 @@ class _Advisor:
             end,
             ends,
             self.budget,
-            **found,
+            **memory,
         )
 
     def _dtype(self) -> Decision:
@@ -598,42 +598,44 @@ class _Advisor:
         """The kernel that ``backend="auto"`` should take for a pattern, and its name."""
         call = replace(self.call, pattern=pattern)
         try:
-            found = call.kernel_choice()
+            choice = call.kernel_choice()
         except NotImplementedError as error:
             return Decision("kernel", "auto", POLICY, str(error)), "auto"
         own = (
             "of torch's own kernels"
-            if found.name in kernels.SDPA
+            if choice.name in kernels.SDPA
             else "this library's own kernel"
         )
-        why = [own if found.rule is None else f"{own}: {found.rule}"]
-        if found.rule is not None:
+        why = [own if choice.rule is None else f"{own}: {choice.rule}"]
+        if choice.rule is not None:
             back = call.kernel_choice(for_gradients=True)
-            if call.passes != "fwd" and back.rule != found.rule:
+            if call.passes != "fwd" and back.rule != choice.rule:
                 why.append(f"backward {back.name}: {back.rule}")
         if call.profile.kind != "cpu":  # a CPU refuses all that is for GPUs
-            refused = found.refusals.items()
+            refused = choice.refusals.items()
             why += [
-                f"{name} {said}" for name, said in refused if name not in kernels.CPU
+                f"{name} {reason}"
+                for name, reason in refused
+                if name not in kernels.CPU
             ]
-        return Decision("kernel", found.name, POLICY, "; ".join(why)), found.name
+        return Decision("kernel", choice.name, POLICY, "; ".join(why)), choice.name
 
     # ----------------------------------------------------------------------------------
     # the options
 
-    def _options(self, wanted: str | Pattern) -> dict[str, Option]:
+    def _options(self, pattern: str | Pattern) -> dict[str, Option]:
         """The options by need; with a pattern that was asked for, that one first."""
         window = local(self.call.seq_len, self.call.causal)
         dense = self._option("exact", "dense attention", Dense(), "dense")
         near = self._option("local", f"windows of {WINDOW:,}", window, "local")
-        found = {}
-        if isinstance(wanted, Pattern):
-            kind = "dense" if isinstance(wanted, Dense) else ""
-            found["asked"] = self._option("asked", str(wanted), wanted, kind)
-        found["exact"] = dense
+        options = {}
+        if isinstance(pattern, Pattern):
+            kind = "dense" if isinstance(pattern, Dense) else ""
+            options["asked"] = self._option("asked", str(pattern), pattern, kind)
+        options["exact"] = dense
         if near.share < 1:
-            found |= {"far": self._far(dense, near), "local": near}
-        return found
+            options |= {"far": self._far(dense, near), "local": near}
+        return options
 
     def _option(self, need: str, name: str, pattern: Pattern, kind: str) -> Option:
         c, n = self.call, self.call.seq_len
@@ -681,11 +683,11 @@ class _Advisor:
         calls on a GPU wait for the host.
         """
         c, n = self.call, self.call.seq_len
-        alike = [e for e in self.rows if e.kind == (type(pattern), c.dtype, c.passes)]
-        if c.ranks > 1 or not alike:
+        similar = [e for e in self.rows if e.kind == (type(pattern), c.dtype, c.passes)]
+        if c.ranks > 1 or not similar:
             return bound, AT_LEAST
         shape = c.batch, c.heads, c.kv_heads, c.head_dim, c.causal
-        for e in alike:
+        for e in similar:
             if (e.pattern, e.seq_len, e.shape) == (pattern, n, shape):
                 return e.seconds, MEASURED
 
@@ -698,11 +700,11 @@ class _Advisor:
                 pairs = [p.pairs(e.seq_len, False) for p in (pattern, e.pattern)]
                 work = round(abs(math.log2(pairs[0] / pairs[1])), 1)
             unlike = kinds[0] != kinds[1], e.shape[-1] != c.causal, work
-            apart = round(abs(math.log2(e.seq_len / n)), 3)
-            return *unlike, apart, -e.seq_len
+            octaves = round(abs(math.log2(e.seq_len / n)), 3)
+            return *unlike, octaves, -e.seq_len
 
-        seconds = bound * min(alike, key=distance).over_roofline
-        same = [e for e in alike if (e.pattern, e.shape) == (pattern, shape)]
+        seconds = bound * min(similar, key=distance).over_roofline
+        same = [e for e in similar if (e.pattern, e.shape) == (pattern, shape)]
         least = max((e.seconds for e in same if e.seq_len < n), default=0.0)
         most = min((e.seconds for e in same if e.seq_len > n), default=math.inf)
         return min(max(seconds, least), most), ABOUT
@@ -768,16 +770,16 @@ class _Advisor:
             rates_of(placed.call, work)
         )
 
-    def _need(self, found: Estimate, checkpointing: bool = False) -> int:
+    def _need(self, estimated: Estimate, checkpointing: bool = False) -> int:
         """Bytes of the rank that needs most: one layer at its peak, the others with
         what they save.
         """
         saved = (
-            found.parts["q"]
+            estimated.parts["q"]
             if checkpointing
-            else sum(found.parts[name] for name in SAVED)
+            else sum(estimated.parts[name] for name in SAVED)
         )
-        return found.peak_bytes + (
+        return estimated.peak_bytes + (
             saved * (self.layers - 1) if self.call.passes == "fwd+bwd" else 0
         )
 
@@ -785,8 +787,10 @@ class _Advisor:
         """Bytes of the rank that needs most, with checkpointing if that is chosen."""
         return self._need(placed.estimate, self._checkpointing(placed).value)
 
-    def _fits(self, found: Estimate, checkpointing: bool = False) -> bool:
-        return self.budget is None or self._need(found, checkpointing) <= self.budget
+    def _fits(self, estimated: Estimate, checkpointing: bool = False) -> bool:
+        return (
+            self.budget is None or self._need(estimated, checkpointing) <= self.budget
+        )
 
     def _place(self, pattern: Pattern) -> Candidate:
         """The pattern with the execution, scheme and layout that suit it.

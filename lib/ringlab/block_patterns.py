@@ -111,9 +111,9 @@ class Strided(Part):
     steps: int | None = None
 
     def seen(self, rows, cols, count):
-        apart = (rows - cols).abs()
-        return (apart % self.rate == 0) & (
-            apart // self.rate <= (count if self.steps is None else self.steps)
+        distance = (rows - cols).abs()
+        return (distance % self.rate == 0) & (
+            distance // self.rate <= (count if self.steps is None else self.steps)
         )
 
     def near(self, first, last, count):
@@ -201,10 +201,10 @@ class Random(Part):
         numbers = F.pad(numbers, (0, 1), value=count)
         at = torch.searchsorted(numbers, drawn)
         at = torch.where(numbers[at] == drawn, at, len(numbers) - 1)
-        found = torch.zeros(len(drawn), len(numbers), dtype=torch.bool).scatter_(
+        visible = torch.zeros(len(drawn), len(numbers), dtype=torch.bool).scatter_(
             1, at, True
         )
-        return found[:, where].to(rows.device)
+        return visible[:, where].to(rows.device)
 
     def near(self, first, last, count):
         return _drawn(self.count, count, self.seed)[first : last + 1].flatten()
@@ -415,14 +415,14 @@ class BlockSparse:
             F.pad(queries.diff() != 1, (1, 1), value=True).nonzero().flatten()
         )  # of runs of neighbours
         runs = zip(queries[ends[:-1]].tolist(), queries[ends[1:] - 1].tolist())
-        found = [
+        ranges = [
             part.near(first, last, count) for first, last in runs for part in self.parts
         ]
-        found = [
+        ranges = [
             x if isinstance(x, Tensor) else torch.arange(max(0, x[0]), min(count, x[1]))
-            for x in found
+            for x in ranges
         ]
-        near = torch.cat(found)
+        near = torch.cat(ranges)
         near = torch.cat([near, near + 1]).unique()
         return near[near < count]
 
@@ -439,11 +439,11 @@ class BlockSparse:
         """The block of queries and the block of keys, each (pairs,), of every pair that
         is seen, by queries.
         """
-        found = []
+        pairs = []
         for rows, cols, seen in self.chunks(n):
             row, col = seen.nonzero(as_tuple=True)
-            found.append((rows[row], cols[col]))
-        return tuple(map(torch.cat, zip(*found)))
+            pairs.append((rows[row], cols[col]))
+        return tuple(map(torch.cat, zip(*pairs)))
 
     def multiplicity(
         self,
@@ -499,10 +499,10 @@ class BlockSparse:
         for rows, cols, seen in self.chunks(n):
             if causal:
                 seen = seen & (cols <= rows[:, None])
-                mine = lengths[rows][
+                own_lengths = lengths[rows][
                     (seen & (cols == rows[:, None])).any(1)
                 ]  # of blocks that see themselves
-                total -= int((mine * (mine - 1) // 2).sum())
+                total -= int((own_lengths * (own_lengths - 1) // 2).sum())
             short = seen[:, cols == count - 1].sum(1)
             total += int(
                 (
@@ -605,10 +605,10 @@ class PerHead:
 
     def heads(self) -> dict[BlockSparse, list[int]]:
         """The query heads of each pattern."""
-        found: dict[BlockSparse, list[int]] = {}
+        heads: dict[BlockSparse, list[int]] = {}
         for head, pattern in enumerate(self.patterns):
-            found.setdefault(pattern, []).append(head)
-        return found
+            heads.setdefault(pattern, []).append(head)
+        return heads
 
     def __str__(self) -> str:
         return f"by head: {'; '.join(map(str, self.patterns))}"
@@ -729,15 +729,15 @@ def from_mask(
         or not mask.shape[-2] == mask.shape[-1] > 0
         or not len(mask)
     ):
-        wanted = "a square bool tensor (blocks, blocks) of at least one block, neither nested, sparse nor meta"
-        raise ValueError(f"a mask of blocks must be {wanted}, got {got}")
+        expected = "a square bool tensor (blocks, blocks) of at least one block, neither nested, sparse nor meta"
+        raise ValueError(f"a mask of blocks must be {expected}, got {got}")
     each = mask if mask.dim() == 3 else mask[None]
     rows = [
         tuple(f"{int(''.join('01'[x] for x in row), 2):x}" for row in head)
         for head in each.tolist()
     ]
-    found = tuple(BlockSparse([Given(row)], block_size) for row in rows)
-    return found[0] if len(set(found)) == 1 else PerHead(found)
+    patterns = tuple(BlockSparse([Given(row)], block_size) for row in rows)
+    return patterns[0] if len(set(patterns)) == 1 else PerHead(patterns)
 
 
 def _blocks_of(mask, causal: bool) -> tuple[Tensor, int]:
@@ -748,29 +748,15 @@ def _blocks_of(mask, causal: bool) -> tuple[Tensor, int]:
         raise ValueError(
             f"a BlockMask must have square blocks, q and k of one length and one batch entry, got {got}"
         )
-    count = block_count(n, size)
 
-    def listed(
-        numbers: Tensor | None, indices: Tensor | None
-    ) -> Tensor:  # (heads, blocks, blocks)
-        if numbers is None:
-            return torch.zeros(
-                mask.kv_num_blocks.shape[1], count, count, dtype=torch.bool
-            )
-        there = (
-            torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
-        )
-        found = torch.zeros(
-            *indices.shape[1:3], count + 1, dtype=torch.bool, device=indices.device
-        )
-        return found.scatter_(2, torch.where(there, indices, count)[0].long(), True)[
-            ..., :count
-        ].cpu()
+    def dense(numbers: Tensor, indices: Tensor) -> Tensor:  # (heads, blocks, blocks)
+        blocks = type(mask).from_kv_blocks(numbers, indices, BLOCK_SIZE=size)
+        return blocks.to_dense()[0].bool().cpu()
 
-    seen, cut = (
-        listed(mask.full_kv_num_blocks, mask.full_kv_indices),
-        listed(mask.kv_num_blocks, mask.kv_indices),
-    )
+    cut = dense(mask.kv_num_blocks, mask.kv_indices)
+    seen = torch.zeros_like(cut)
+    if mask.full_kv_num_blocks is not None:
+        seen = dense(mask.full_kv_num_blocks, mask.full_kv_indices)
     device = mask.kv_indices.device
     shown_to = torch.vmap(
         torch.vmap(mask.mask_mod, (None,) * 3 + (0,)), (None, None, 0, None)
@@ -780,19 +766,19 @@ def _blocks_of(mask, causal: bool) -> tuple[Tensor, int]:
             torch.arange(x * size, min(n, (x + 1) * size), device=device)
             for x in (row, col)
         )
-        wanted = (k <= q[:, None]) | torch.tensor(not causal, device=device)  # (q, k)
-        shown = torch.ones_like(wanted)
+        expected = (k <= q[:, None]) | torch.tensor(not causal, device=device)  # (q, k)
+        shown = torch.ones_like(expected)
         if not seen[head, row, col]:
             shown = shown_to(*(torch.tensor(x, device=device) for x in (0, head)), q, k)
-        if shown.any() and not torch.equal(shown, wanted):
-            how = (
+        if shown.any() and not torch.equal(shown, expected):
+            problem = (
                 "neither whole nor cut by causal"
                 if causal
                 else "not seen whole; is the mask causal?"
             )
             way = "make the mask with a BLOCK_SIZE that divides its edges, or sliding_window(tokens=...)"
             raise ValueError(
-                f"head {head}: block {col} of keys is {how} for block {row} of queries: {way}"
+                f"head {head}: block {col} of keys is {problem} for block {row} of queries: {way}"
             )
         seen[head, row, col] = shown.any()
     return seen, size

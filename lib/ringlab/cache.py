@@ -177,11 +177,11 @@ _PLAIN = {int, bool, float, str, range, type(None), torch.dtype, types.FunctionT
 
 def _tensors(value: object) -> list[torch.Tensor]:
     """The tensors in a value, in lists, tuples, dicts, dataclasses and objects."""
-    found, seen, left = [], set(), [value]
+    tensors, seen, left = [], set(), [value]
     while left:
         one = left.pop()
         if isinstance(one, torch.Tensor):
-            found.append(one)
+            tensors.append(one)
         elif id(one) not in seen and not isinstance(one, type | types.ModuleType):
             seen.add(id(one))
             is_list = isinstance(one, dict | list | tuple)
@@ -189,7 +189,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
             # Another thread may add to a ``__dict__``.
             held = [*held.values()] if isinstance(held, dict) else held
             left += [x for x in held if type(x) not in _PLAIN]
-    return found
+    return tensors
 
 
 GLOBAL = PatternCache()

@@ -111,7 +111,7 @@ class CallSpec:
 
     def cost(self) -> cost.Cost:
         """Pairs, FLOPs and bytes, of all ranks together."""
-        return cost.count(self.pattern, **self.options(*cost.SHAPE))
+        return cost.count(self.pattern, **self.options(*cost.ARGUMENTS))
 
     @property
     def backward(self) -> bool:

@@ -49,8 +49,8 @@ def as_int(value) -> int | None:
 
 def is_int(value, least: int = 1) -> bool:
     """Whether ``value`` is an integer of at least ``least``; booleans are not."""
-    found = as_int(value)
-    return found is not None and found >= least
+    number = as_int(value)
+    return number is not None and number >= least
 
 
 def is_real(value) -> bool:
@@ -67,12 +67,12 @@ def check_int(name: str, value, least: int = 1, most: int | None = None) -> int:
     >>> check_int("seed", 0, least=0)
     0
     """
-    found = as_int(value)
-    if found is None or found < least or (most is not None and found > most):
-        wanted = "a positive integer" if least else "an integer of at least 0"
+    number = as_int(value)
+    if number is None or number < least or (most is not None and number > most):
+        expected = "a positive integer" if least else "an integer of at least 0"
         limit = "" if most is None else f" up to 2**{most.bit_length() - 1}"
-        raise ValueError(f"{name} must be {wanted}{limit}, got {short_repr(value)}")
-    return found
+        raise ValueError(f"{name} must be {expected}{limit}, got {short_repr(value)}")
+    return number
 
 
 def check_ints(name: str, values) -> tuple[int, ...]:
@@ -155,21 +155,21 @@ def check_backend(value) -> str | tuple[str, ...]:
 def check_device(device: torch.device | str) -> torch.device:
     """``torch.device(device)``, which torch can use here; else ValueError in one line."""
     try:
-        found = torch.device(device)
+        result = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        wanted = "device must be a torch.device or its name, as 'cpu' or 'cuda:0'"
-        raise ValueError(f"{wanted}, got {short_repr(device)}") from None
-    if found.type == "cuda":
+        expected = "device must be a torch.device or its name, as 'cpu' or 'cuda:0'"
+        raise ValueError(f"{expected}, got {short_repr(device)}") from None
+    if result.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device is {str(found)!r}, but torch finds no GPU here")
-        if (found.index or 0) >= (count := torch.cuda.device_count()):
-            raise ValueError(f"device is {str(found)!r}, but torch finds {count} GPUs")
-    elif found.type not in ("cpu", "meta"):
+            raise ValueError(f"device is {str(result)!r}, but torch finds no GPU here")
+        if (result.index or 0) >= (count := torch.cuda.device_count()):
+            raise ValueError(f"device is {str(result)!r}, but torch finds {count} GPUs")
+    elif result.type not in ("cpu", "meta"):
         try:  # whether torch was built for it, and finds one
-            torch.empty(0, device=found)
+            torch.empty(0, device=result)
         except (RuntimeError, AssertionError, ImportError):
-            raise ValueError(f"torch cannot use {str(found)!r} here") from None
-    return found
+            raise ValueError(f"torch cannot use {str(result)!r} here") from None
+    return result
 
 
 def short_repr(value) -> str:
@@ -185,17 +185,17 @@ def short_repr(value) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _number(text: str, units: dict[str, int], wanted: str) -> int:
+def _number(text: str, units: dict[str, int], expected: str) -> int:
     """The whole number in ``text`` times its unit, bytes rounded down; ValueError names
     what is ``wanted``.
     """
     number = r"(\d[\d_]{0,399}(?:\.\d{1,99})?(?:e\d\d?)?)\s*([a-z]*)"
-    found = re.fullmatch(number, text.strip(), re.IGNORECASE)
-    if not found or found[2].upper() not in units:
-        raise ValueError(f"{wanted}, got {short_repr(text)}")
-    value = Fraction(found[1].replace("_", "")) * units[found[2].upper()]
+    match = re.fullmatch(number, text.strip(), re.IGNORECASE)
+    if not match or match[2].upper() not in units:
+        raise ValueError(f"{expected}, got {short_repr(text)}")
+    value = Fraction(match[1].replace("_", "")) * units[match[2].upper()]
     if units is COUNTS and value.denominator > 1:
-        raise ValueError(f"{wanted}, got {short_repr(text)}")
+        raise ValueError(f"{expected}, got {short_repr(text)}")
     return int(value)
 
 

@@ -79,11 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(gone)
     if any(x.partition("=")[0] == "--network" for x in argv):
         return _refuse(NETWORK_REMOVED)
-    given, unknown = parser.parse_known_args(argv)
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
-        given.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        code = given.run(given) or OK
+        code = args.run(args) or OK
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as stop:
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error), error.exit_code)
     except measure.Busy as error:
         return _refuse(str(error), FAILED)
-    except (hardware.UnknownProfile, *given.refuses) as error:
+    except (hardware.UnknownProfile, *args.refuses) as error:
         return _refuse(" ".join(str(error).split()))
     except OSError as error:
         if error.errno in (
@@ -126,9 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ringlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
-    def command(name: str, run, about: str, refuses: tuple = (), profile: bool = True):
+    def command(
+        name: str, run, summary: str, refuses: tuple = (), profile: bool = True
+    ):
         one = commands.add_parser(
-            name, help=about, description=f"{about[0].upper()}{about[1:]}."
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
         )
         one.set_defaults(run=run, refuses=refuses, parser=one)
         if profile:
@@ -345,7 +347,7 @@ def _add_dtype(add) -> None:
 
 
 def _add_counts(add, **defaults: int | None) -> None:
-    about = {
+    texts = {
         "seq_len": "tokens of the whole sequence, as 131072, 128K, 1M or 1e6",
         "ranks": "GPUs or processes that share it",
         "batch": "sequences at a time",
@@ -355,7 +357,7 @@ def _add_counts(add, **defaults: int | None) -> None:
         "layers": "layers that keep their tensors from forward to backward",
     }
     for name, default in defaults.items():
-        text = f"{about[name]} (default: {default})"
+        text = f"{texts[name]} (default: {default})"
         option = f"--{name.replace('_', '-')}"
         add(option, type=COUNT, default=default, metavar="N", help=text)
 
@@ -407,7 +409,7 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
-def _report(given) -> int | None:
+def _report(args) -> int | None:
     if lacking := [name for name in REPORT_PACKAGES if find_spec(name) is None]:
         return _refuse(
             f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'"
@@ -416,11 +418,11 @@ def _report(given) -> int | None:
 
     _show(
         driver.run(
-            given.profile,
-            strict=given.strict,
-            reports=given.reports,
-            force=given.force,
-            remeasure=given.remeasure,
+            args.profile,
+            strict=args.strict,
+            reports=args.reports,
+            force=args.force,
+            remeasure=args.remeasure,
         )
     )
 
@@ -430,12 +432,12 @@ def _show(paths: Sequence[Path]) -> None:
         print(os.path.relpath(path))
 
 
-def _compare(given) -> int:
+def _compare(args) -> int:
     """Print two sides, the verdict first; with a tolerance the rows that are worse, and
     FAILED if there is one.
     """
-    reports = given.reports or reports_folder()
-    tolerance = vars(given).get("tolerance")
+    reports = args.reports or reports_folder()
+    tolerance = vars(args).get("tolerance")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
     if find_spec("scipy") is None:
@@ -444,8 +446,11 @@ def _compare(given) -> int:
         )
     from .report import compare
 
-    first = hardware.match(hardware.detect()) if given.first == "auto" else given.first
-    sides = compare.read_side(first, reports), compare.read_side(given.second, reports)
+    first = hardware.match(hardware.detect()) if args.first == "auto" else args.first
+    sides = (
+        compare.read_side(first, reports),
+        compare.read_side(args.second, reports),
+    )
     if tolerance is None:
         comparison = compare.compare(*sides)
         failures = []
@@ -453,13 +458,13 @@ def _compare(given) -> int:
     else:
         comparison, failures = compare.check(*sides, tolerance)
         parts = [compare.worse(comparison, failures, tolerance)]
-    if tolerance is None or given.all:
-        parts += compare.sections(comparison, given.all)
-    print(compare.text(parts, given.markdown))
+    if tolerance is None or args.all:
+        parts += compare.sections(comparison, args.all)
+    print(compare.text(parts, args.markdown))
     return FAILED if failures else OK
 
 
-def _profiles(given) -> None:
+def _profiles(args) -> None:
     machine = hardware.detect()
     rows = []
     for name, profile in hardware.profiles().items():
@@ -477,7 +482,7 @@ def _profiles(given) -> None:
                 "here": name == hardware.match(machine),
             }
         )
-    if given.json:
+    if args.json:
         print(json.dumps(rows, indent=1))
         return
     lines = [("profile", "device", "sm", "memory", "dtype", "runnable here")]
@@ -491,40 +496,40 @@ def _profiles(given) -> None:
     print(*columns(lines), "", "* matches this machine (GPU=auto)", sep="\n")
 
 
-def _measure(given) -> None:
-    check_choice("suite", given.suite, ("all", *suites.SUITES))
-    names = suites.SUITES if given.suite == "all" else [given.suite]
+def _measure(args) -> None:
+    check_choice("suite", args.suite, ("all", *suites.SUITES))
+    names = suites.SUITES if args.suite == "all" else [args.suite]
     machine = hardware.detect()
-    folders = (reports_folder(), given.data or "")
-    target = run_target(given.profile, machine, *folders, strict=True)
+    folders = (reports_folder(), args.data or "")
+    target = run_target(args.profile, machine, *folders, strict=True)
     groups = [g for name in names for g in suites.SUITES[name](target.profile)]
     if not groups:
         raise ValueError(
-            f"suite {given.suite!r} has no points for {target.profile.name!r} here: it is for a GPU"
+            f"suite {args.suite!r} has no points for {target.profile.name!r} here: it is for a GPU"
         )
     known = [g.name for g in groups]
-    if unknown := [name for name in given.group or () if name not in known]:
+    if unknown := [name for name in args.group or () if name not in known]:
         raise ValueError(
             f"unknown group {unknown[0]!r}; known here: {'; '.join(known)}"
         )
-    groups = [g for g in groups if not given.group or g.name in given.group]
+    groups = [g for g in groups if not args.group or g.name in args.group]
     options = {
         "profile": target.profile,
-        "force": given.force,
-        "minutes": given.minutes,
+        "force": args.force,
+        "minutes": args.minutes,
     }
     measure.run(groups, target.data, progress=True, **options)
     _show([target.data])
 
 
-def _pattern_of(given) -> Pattern | str:
+def _pattern_of(args) -> Pattern | str:
     """The pattern that the options name, or "auto"; ValueError for none."""
-    name = given.pattern
-    in_json = given.pattern.lstrip().startswith("{")
+    name = args.pattern
+    in_json = args.pattern.lstrip().startswith("{")
     options = {
         option: value
         for option in PATTERN_OPTIONS
-        if (value := getattr(given, option)) is not None
+        if (value := getattr(args, option)) is not None
     }
     if options and (name == "auto" or in_json):
         option = next(iter(options)).replace("_", "-")
@@ -532,7 +537,7 @@ def _pattern_of(given) -> Pattern | str:
     if not in_json:
         if name == "auto":
             return name
-        return named(name, given.seq_len, given.heads, **options)
+        return named(name, args.seq_len, args.heads, **options)
     try:
         return from_dict(json.loads(name))
     except (ValueError, TypeError) as error:
@@ -541,25 +546,25 @@ def _pattern_of(given) -> Pattern | str:
         ) from None
 
 
-def _options(given, *more: str) -> dict:
+def _options(args, *more: str) -> dict:
     """The options of a call that ``estimate`` and ``advise`` share, and ``more``."""
-    return {name: getattr(given, name) for name in (*SHAPE, *more)}
+    return {name: getattr(args, name) for name in (*SHAPE, *more)}
 
 
-def _estimate(given) -> None:
-    profile = hardware.resolve(given.profile).on(hardware.detect())
-    dtype = given.dtype or profile.default_dtype()
-    pattern = _pattern_of(given)
-    call = _options(given, "scheme", "layout", "backend")
+def _estimate(args) -> None:
+    profile = hardware.resolve(args.profile).on(hardware.detect())
+    dtype = args.dtype or profile.default_dtype()
+    pattern = _pattern_of(args)
+    call = _options(args, "scheme", "layout", "backend")
     call |= {"dtype": dtype, "profile": profile}
     estimated = (
         None
-        if given.seq_len is None
-        else estimate(pattern, seq_len=given.seq_len, **call)
+        if args.seq_len is None
+        else estimate(pattern, seq_len=args.seq_len, **call)
     )
-    budget = profile.memory_bytes if given.memory is None else given.memory
+    budget = profile.memory_bytes if args.memory is None else args.memory
     most = None
-    if estimated is None or given.memory is not None:  # it takes many runs without data
+    if estimated is None or args.memory is not None:  # it takes many runs without data
         if budget is None:
             raise ValueError(
                 f"profile {profile.name!r} states no memory; give --memory"
@@ -569,13 +574,13 @@ def _estimate(given) -> None:
         except ValueError:  # an estimate says itself that it does not fit
             if estimated is None or budget < 1:
                 raise
-    if given.json:
-        about = {
+    if args.json:
+        report = {
             "profile": profile.name,
             "device": profile.title,
             "pattern": str(pattern),
             "dtype": dtype_name(dtype),
-            **_options(given, "seq_len"),
+            **_options(args, "seq_len"),
             "memory_bytes": budget,
             "longest": most,
             "estimate": None,
@@ -585,15 +590,15 @@ def _estimate(given) -> None:
                 {"from": a, "to": b, "bytes": nbytes}
                 for (a, b), nbytes in sorted(estimated.sent.items())
             ]
-            about["estimate"] = asdict(estimated) | {
+            report["estimate"] = asdict(estimated) | {
                 "sent": sent,
                 "bound_s": estimated.bound_s,
                 "binds": estimated.binds,
             }
-        print(json.dumps(about, indent=1))
+        print(json.dumps(report, indent=1))
         return
     print(
-        f"{pattern}, {dtype_name(dtype)}{', causal' if given.causal else ''}, {given.passes}, on {profile.title}"
+        f"{pattern}, {dtype_name(dtype)}{', causal' if args.causal else ''}, {args.passes}, on {profile.title}"
     )
     if estimated:
         unknown = [
@@ -606,7 +611,7 @@ def _estimate(given) -> None:
             "bytes": format_bytes,
             "seconds": format_seconds,
         }
-        call = {"seq_len": given.seq_len, "budget": budget, "unknown": unknown}
+        call = {"seq_len": args.seq_len, "budget": budget, "unknown": unknown}
         print(*templates.lines_of("estimate", e=estimated, **call), sep="\n")
     if most:
         print(
@@ -614,30 +619,30 @@ def _estimate(given) -> None:
         )
 
 
-def _advise(given) -> None:
-    profile, rows = stored(hardware.resolve(given.profile).on(hardware.detect()))
-    if given.seq_len is None:
+def _advise(args) -> None:
+    profile, rows = stored(hardware.resolve(args.profile).on(hardware.detect()))
+    if args.seq_len is None:
         raise ValueError("advise needs --seq-len")
     advice = advise(
         profile,
-        given.seq_len,
-        pattern=_pattern_of(given),
-        memory_bytes=given.memory,
+        args.seq_len,
+        pattern=_pattern_of(args),
+        memory_bytes=args.memory,
         rows=rows,
         trained=learned(),
-        **_options(given, "layers", "dtype", "need", "seconds"),
+        **_options(args, "layers", "dtype", "need", "seconds"),
     )
     print(
-        getattr(advice, given.show)()
-        if given.show
+        getattr(advice, args.show)()
+        if args.show
         else f"{advice.text()}\n\n{advice.code()}"
     )
 
 
-def _tune(given) -> None:
+def _tune(args) -> None:
     from ringlab.kernels.triton_tune import tune
 
-    profile = hardware.resolve(given.profile).on(hardware.detect())
+    profile = hardware.resolve(args.profile).on(hardware.detect())
     here, why = (
         profile.runnable(hardware.detect())
         if profile.kind == "cuda"
@@ -649,7 +654,7 @@ def _tune(given) -> None:
         raise ValueError(
             f"the tile sizes for {profile.name} were measured: no need to tune"
         )
-    dtype = given.dtype or profile.default_dtype()
+    dtype = args.dtype or profile.default_dtype()
     pattern = ladder(16384)
     form = {"device": "cuda", "dtype": dtype}
     for head_dim, causal, group in product((64, 128), (False, True), (1, 2, 4, 8)):

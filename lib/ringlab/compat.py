@@ -243,11 +243,11 @@ class PublishedAttention(nn.Module):
         """(kernel, runs, reason for a refusal, chosen) for each kernel of this module's
         chain, probed by a call.
         """
-        asked = device, self.dtype or torch.float32, head_dim
-        chosen = kernels.choose(*asked, backward=True, backend=self.chain).name
+        request = device, self.dtype or torch.float32, head_dim
+        chosen = kernels.choose(*request, backward=True, backend=self.chain).name
         return [
             (name, runs, why, name == chosen)
-            for name, runs, why, _ in kernels.table(*asked)
+            for name, runs, why, _ in kernels.table(*request)
         ]
 
     def extra_repr(self) -> str:
@@ -426,11 +426,11 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
         )
         if self.given is not None:
             if not isinstance(self.given, BlockSparse) or block_size is not None:
-                wanted = (
+                expected = (
                     "pattern must be a BlockSparse, and block_size is the pattern's own"
                 )
                 raise ValueError(
-                    f"{name}: {wanted}, got {short_repr(self.given)} and {short_repr(block_size)}"
+                    f"{name}: {expected}, got {short_repr(self.given)} and {short_repr(block_size)}"
                 )
             return self.given
         if density is not None:

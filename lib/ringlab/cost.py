@@ -19,7 +19,7 @@ from .checks import check_choice
 from .patterns import Dilated, Pattern
 
 PASSES = {"fwd": 4, "fwd+bwd": 14}  # FLOPs per pair and per head_dim
-SHAPE = (  # what ``count`` takes besides the pattern
+ARGUMENTS = (  # of ``count``, besides the pattern
     "batch",
     "seq_len",
     "heads",
@@ -118,9 +118,9 @@ def count_pairs(
         pairs = heads * pattern.pairs(n, causal)
         return pairs, pairs
     pairs = distinct = 0
-    for alike, branches, terms in _terms(pattern, n, heads, kv_heads):
-        pairs += alike * sum(branch.pairs(n, causal) for branch in branches)
-        distinct += alike * sum(
+    for number, branches, terms in _terms(pattern, n, heads, kv_heads):
+        pairs += number * sum(branch.pairs(n, causal) for branch in branches)
+        distinct += number * sum(
             times * term.pairs(n, causal) for term, times in terms.items()
         )
     return pairs, distinct
@@ -159,7 +159,7 @@ def far_queries(
         return len(positions)
     if not isinstance(pattern, BlockSparse):
         return n - far * causal
-    found, size = 0, pattern.block_size
+    number, size = 0, pattern.block_size
     for rows, cols, seen in pattern.chunks(n):
         if len(cols):
             # Of each block (r,): its positions, and those of the keys that it sees.
@@ -170,8 +170,8 @@ def far_queries(
             # The queries between these two are too near to all keys that they see.
             ahead = first if causal else torch.maximum(first, end - far)
             back = torch.minimum(stop, start + far)
-            found += int((stop - first - (back - ahead).clamp(min=0)).sum())
-    return found
+            number += int((stop - first - (back - ahead).clamp(min=0)).sum())
+    return number
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def _terms(
     terms and not 2**b. Raises ValueError for too many.
     """
     branches = pattern.branches(n, heads, kv_heads)
-    alike = Counter(
+    groups = Counter(
         tuple(
             sorted(
                 (b.length, b.rate, b.offsets[b.heads.index(head)])
@@ -297,8 +297,8 @@ def _terms(
         for head in range(heads)
     )
     cells = 0
-    for mine, number in alike.items():
-        shown = [PairSet.of(*branch, n) for branch in mine]
+    for key, number in groups.items():
+        shown = [PairSet.of(*branch, n) for branch in key]
         terms: Counter[PairSet] = Counter()
         for one in shown:
             joined = Counter(terms)
@@ -312,7 +312,7 @@ def _terms(
         cells += sum(term.cells(n) for term in terms)
         if cells > MOST_CELLS:
             raise ValueError(
-                f"{len(mine)} branches that do not nest have too many pairs in common to count over {n:,} positions: "
+                f"{len(key)} branches that do not nest have too many pairs in common to count over {n:,} positions: "
                 "take lengths that divide each other, or a shorter sequence"
             )
         yield number, shown, terms

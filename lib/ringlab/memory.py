@@ -164,15 +164,15 @@ class MemoryPool:
         threshold_bytes: int = 16 << 20,
         waste: float = 2.0,
     ) -> None:
-        given = max_bytes, threshold_bytes, waste
+        bounds = max_bytes, threshold_bytes, waste
         if not (
-            all(map(is_real, given))
+            all(map(is_real, bounds))
             and max_bytes >= 0
             and threshold_bytes >= 0
             and waste >= 1
         ):
-            wanted = "max_bytes, threshold_bytes must be >= 0 and waste >= 1"
-            raise ValueError(f"memory pool: {wanted}, got {short_repr(given)}")
+            expected = "max_bytes, threshold_bytes must be >= 0 and waste >= 1"
+            raise ValueError(f"memory pool: {expected}, got {short_repr(bounds)}")
         self.max_bytes, self.threshold_bytes, self.waste = (
             max_bytes,
             threshold_bytes,

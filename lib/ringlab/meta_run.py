@@ -51,12 +51,12 @@ def _like(args) -> Tensor | None:
     tell.
     """
     tensors = [x for x in args if isinstance(x, Tensor)]
-    alike = len({(x.shape, x.dtype) for x in tensors}) == 1 and all(
+    same = len({(x.shape, x.dtype) for x in tensors}) == 1 and all(
         x.is_meta for x in tensors
     )
     return (
         tensors[0]
-        if alike and (tensors[0].is_floating_point() or isinstance(args[-1], int))
+        if same and (tensors[0].is_floating_point() or isinstance(args[-1], int))
         else None
     )
 
@@ -133,10 +133,10 @@ class MetaRun(LiveStorageTracker):
 
     def parts(self) -> dict[str, int]:
         """Bytes at the peak by part; they sum to ``peak_bytes``."""
-        found = dict.fromkeys(PARTS, 0)
+        sizes = dict.fromkeys(PARTS, 0)
         for key, (_, size) in self._top.items():
-            found[self._names[key][1] if key in self._names else "workspace"] += size
-        return found
+            sizes[self._names[key][1] if key in self._names else "workspace"] += size
+        return sizes
 
     def drive(self, steps: Steps, rank: int):
         """Run one rank's algorithm alone: what it sends is counted, what others send
@@ -161,8 +161,8 @@ class MetaRun(LiveStorageTracker):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if (
             kwargs
-            and (asked := kwargs.get("device")) is not None
-            and asked.type == "meta"
+            and (device := kwargs.get("device")) is not None
+            and device.type == "meta"
         ):
             if func is _ATEN._to_copy.default and not args[0].is_meta:
                 return args[
@@ -180,9 +180,9 @@ class MetaRun(LiveStorageTracker):
             self._count(storages((args, kwargs), True))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _count(self, found) -> None:
+    def _count(self, made) -> None:
         before = self.peak_bytes
-        super()._count(found)
+        super()._count(made)
         if (
             self.peak_bytes > before
         ):  # its weak references keep addresses from being given away
@@ -289,11 +289,11 @@ class ListsMeta(FusedMeta):
             for t in like
             if self.several
         ]
-        found = tuple(
+        results = tuple(
             torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like
         )
         del summed  # rounded into the results
-        return found
+        return results
 
     def attend(self, q, k, v, pattern, causal, scale, cached):
         """out (b, n, h, d) in q's dtype and lse (b, h, n), uninitialised."""

@@ -126,8 +126,10 @@ class MultiheadAttention(nn.Module):
                 "an Adaptive pattern takes no scheme, layout or execution: it has one of each"
             )
         if embed_dim % num_heads or num_heads % num_kv_heads:
-            wanted = "num_heads must divide embed_dim and num_kv_heads num_heads"
-            raise ValueError(f"{wanted}, got {embed_dim}, {num_heads}, {num_kv_heads}")
+            expected = "num_heads must divide embed_dim and num_kv_heads num_heads"
+            raise ValueError(
+                f"{expected}, got {embed_dim}, {num_heads}, {num_kv_heads}"
+            )
         check_bool("causal", causal)
         if batch_first is not True:
             raise ValueError(
@@ -303,16 +305,16 @@ class MultiheadAttention(nn.Module):
         causal = _is_causal(attn_mask, x) or is_causal or self.options["causal"]
         # As lists: a backward that computes all again must not read what a caller wrote
         # to the tensors meanwhile.
-        given = {"cu_seqlens": cu_seqlens, "lengths": lengths}
-        asked = {
-            name: None if some is None else integers(name, some, x)
-            for name, some in given.items()
+        documents = {"cu_seqlens": cu_seqlens, "lengths": lengths}
+        options = {
+            name: None if value is None else integers(name, value, x)
+            for name, value in documents.items()
         }
-        asked["causal"] = causal
+        options["causal"] = causal
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
-            out = checkpoint(self._forward, x, asked, cache, use_reentrant=False)
+            out = checkpoint(self._forward, x, options, cache, use_reentrant=False)
         else:
-            out = self._forward(x, asked, cache)
+            out = self._forward(x, options, cache)
         return out if key is None else (out, None)
 
     def make_cache(self, batch: int, max_seq_len: int, *, max_crop: int = 0) -> KVCache:
@@ -325,8 +327,8 @@ class MultiheadAttention(nn.Module):
         k, heads, kv_heads = _weight(self.k_proj), self.num_heads, self.num_kv_heads
         # Others are not called: FSDP gathers their weights in the forward alone.
         if k is None or self.k_proj._forward_pre_hooks:
-            some = [*self.k_proj.parameters(), *self.parameters()]
-            like = next((t for t in some if t.dtype in FLOATS), _NOTHING)
+            tensors = [*self.k_proj.parameters(), *self.parameters()]
+            like = next((t for t in tensors if t.dtype in FLOATS), _NOTHING)
             made = {"dtype": like.dtype, "device": like.device}
             with torch.no_grad():
                 q, k, _ = self._projected(torch.zeros(1, 1, self.embed_dim, **made))
@@ -357,12 +359,12 @@ class MultiheadAttention(nn.Module):
             check_share(self.pattern, *here, *whole)
         return [q, k, v]
 
-    def _forward(self, x: Tensor, asked: dict, cache: KVCache | None) -> Tensor:
+    def _forward(self, x: Tensor, call: dict, cache: KVCache | None) -> Tensor:
         q, k, v = self._projected(x)
-        options = self.options | asked
+        options = self.options | call
         adaptive = isinstance(self.pattern, Adaptive)
         if adaptive and any(
-            x is not None for x in (cache, asked["cu_seqlens"], asked["lengths"])
+            x is not None for x in (cache, call["cu_seqlens"], call["lengths"])
         ):
             raise NotImplementedError(
                 "an Adaptive pattern takes no cache, cu_seqlens or lengths"
@@ -373,7 +375,7 @@ class MultiheadAttention(nn.Module):
             if cache is None:
                 where = positions(
                     x,
-                    asked["cu_seqlens"],
+                    call["cu_seqlens"],
                     options["group"],
                     options.get("layout", "contiguous"),
                 )
@@ -384,9 +386,11 @@ class MultiheadAttention(nn.Module):
                 ).to(x.device)  # (b, n)
             q, k = (rotary(t, where, self.rotary_base) for t in (q, k))
         if adaptive:
-            how = {name: options[name] for name in ("causal", "backend", "group")}
+            adaptive_options = {
+                name: options[name] for name in ("causal", "backend", "group")
+            }
             return self.out_proj(
-                adaptive_attention(q, k, v, self.pattern, **how).flatten(2)
+                adaptive_attention(q, k, v, self.pattern, **adaptive_options).flatten(2)
             )
         return self.out_proj(
             attention(q, k, v, self.pattern, cache=cache, **options).flatten(2)
@@ -408,14 +412,16 @@ def positions(
     n = ring.length_of(x, group, layout)
     if cu_seqlens is None and group is None:  # no copy, which a CUDA graph refuses
         return torch.arange(n, device=x.device)
-    found = torch.arange(n, device="cpu")
+    numbers = torch.arange(n, device="cpu")
     if cu_seqlens is not None:
         _, starts, stops = torch.tensor(
             Documents.packed(cu_seqlens, x, n).spans, device="cpu"
         ).T
-        found -= starts.repeat_interleave(stops - starts)
+        numbers -= starts.repeat_interleave(stops - starts)
     return (
-        found if group is None else shard_sequence(found, group, layout=layout, dim=0)
+        numbers
+        if group is None
+        else shard_sequence(numbers, group, layout=layout, dim=0)
     ).to(x.device)
 
 
@@ -512,10 +518,10 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
     loss = F.cross_entropy(
         logits, targets.masked_fill(~known, -100).flatten(), reduction="sum"
     )
-    found = [Group.sharing(group) for group in groups]
+    parts = [Group.sharing(group) for group in groups]
     shared = [
         group
-        for group in found
+        for group in parts
         if group is not None and group.process_group is not None
     ]
     ranks = math.prod(group.size for group in shared)
@@ -532,8 +538,8 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
         count = sums.new_tensor(total)
     if not shared:
         return loss / count.to(loss.dtype)
-    mine = loss * ranks / count.to(loss.dtype)
-    return mine - mine.detach() + (sums[0] / count).to(loss.dtype)
+    share = loss * ranks / count.to(loss.dtype)
+    return share - share.detach() + (sums[0] / count).to(loss.dtype)
 
 
 def average_gradients(module: nn.Module, *groups) -> None:
@@ -598,8 +604,8 @@ class DecoderBlock(nn.Module):
         )
         self.down = nn.Linear(hidden_dim, embed_dim, bias=False, **made)
 
-    def forward(self, x: Tensor, **how) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), **how)
+    def forward(self, x: Tensor, **options) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), **options)
         y = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 

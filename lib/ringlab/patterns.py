@@ -164,15 +164,15 @@ class Dilated:
         self, n: int, heads: int, kv_heads: int | None = None
     ) -> tuple[Branch, ...]:
         """The branches that have heads, in order; segments are at most ``n`` long."""
-        found = []
+        branches = []
         for i, (length, rate) in enumerate(
             zip(self.segment_lengths, self.dilation_rates)
         ):
             members = tuple(self.heads_of(i, heads))
             if members:
                 offsets = tuple(self.offset(i, h, heads, kv_heads) for h in members)
-                found.append(Branch(min(length, n), rate, members, offsets))
-        return tuple(found)
+                branches.append(Branch(min(length, n), rate, members, offsets))
+        return tuple(branches)
 
     def multiplicity(
         self,
@@ -259,13 +259,13 @@ def from_dict(data: dict) -> Pattern:
         raise ValueError(
             f"a pattern is restored from a dict, got {type(data).__name__}"
         )
-    given = dict(data)
-    kind = given.pop("kind", None)
+    arguments = dict(data)
+    kind = arguments.pop("kind", None)
     check_choice("pattern kind", kind, kinds)
-    if kind == "block_sparse" and isinstance(given.get("parts"), list | tuple):
-        given["parts"] = [part_from_dict(part) for part in given["parts"]]
+    if kind == "block_sparse" and isinstance(arguments.get("parts"), list | tuple):
+        arguments["parts"] = [part_from_dict(part) for part in arguments["parts"]]
     try:
-        return kinds[kind](**given)
+        return kinds[kind](**arguments)
     except TypeError as error:  # for fields that are missing or unknown
         raise ValueError(f"no pattern {kind!r}: {error}") from None
 

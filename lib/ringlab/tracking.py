@@ -46,7 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     words = str(error).lower()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        said in words for said in OUT_OF_MEMORY
+        phrase in words for phrase in OUT_OF_MEMORY
     )
 
 
@@ -161,7 +161,7 @@ class LiveStorageTracker(TorchDispatchMode):
         )  # torch.tensor(...) filled its argument out of sight
         if func.is_view and not fresh:
             return func(*args, **kwargs)  # no new memory
-        given = (
+        sizes = (
             {}
             if fresh
             else {s._cdata: s.nbytes() for s in storages((args, kwargs), self._meta)}
@@ -173,12 +173,12 @@ class LiveStorageTracker(TorchDispatchMode):
         self._count(
             s
             for s in made
-            if s._cdata in self._live or given.get(s._cdata, -1) < s.nbytes()
+            if s._cdata in self._live or sizes.get(s._cdata, -1) < s.nbytes()
         )
         return out
 
-    def _count(self, found: Iterator[torch.UntypedStorage]) -> None:
-        for storage in found:
+    def _count(self, made: Iterator[torch.UntypedStorage]) -> None:
+        for storage in made:
             key, size = storage._cdata, storage.nbytes()
             reference, counted = self._live.get(key) or (StorageWeakRef(storage), 0)
             if size != counted:  # new, or resized in place
@@ -258,5 +258,5 @@ def _status(field: str) -> int | None:
         text = (_PROC / "status").read_text()
     except OSError:
         return None
-    found = re.search(rf"^{field}:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    match = re.search(rf"^{field}:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None

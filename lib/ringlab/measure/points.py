@@ -82,7 +82,7 @@ class Point:
     @property
     def shape(self) -> dict:
         """The fields of its call besides the pattern, the dtype and the ranks."""
-        return {name: getattr(self, name) for name in cost.SHAPE if name != "dtype"}
+        return {name: getattr(self, name) for name in cost.ARGUMENTS if name != "dtype"}
 
     def call(self) -> CallSpec:
         """The call that is measured, with the usual settings: those of the system are in
