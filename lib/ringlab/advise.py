@@ -46,11 +46,7 @@ STEP = 128  # a shorter length is sought in multiples of so many positions a ran
 TRIES = 6
 NEEDS = ("exact", "far", "local")
 POLICY, ESTIMATE, ASKED = "by policy", "by estimate", "as asked"
-MEASURED, ABOUT, AT_LEAST = (
-    "measured",
-    "about",
-    "at least",
-)  # what a time is, surest first
+MEASURED, ABOUT, AT_LEAST = "measured", "about", "at least"  # a time, surest first
 
 
 @dataclass(frozen=True)
@@ -465,9 +461,10 @@ def advise(
         raise ValueError(
             f"{short_repr(call.ranks)} ranks are more than {seq_len} tokens"
         )
-    for name, value in ("seconds", seconds), ("memory_bytes", memory_bytes):
-        if name == "memory_bytes" and value is None:
-            continue
+    limits = {"seconds": seconds}
+    if memory_bytes is not None:
+        limits["memory_bytes"] = memory_bytes
+    for name, value in limits.items():
         if not (is_real(value) and 0 < value < math.inf):
             raise ValueError(
                 f"{name} must be a positive number, got {short_repr(value)}"
@@ -838,9 +835,8 @@ class _Advisor:
             scheme: Candidate(replace(call, scheme=scheme), execution)
             for scheme in total
         }
-        if (
-            self.estimates and self.budget is not None and len(total) > 1
-        ):  # an estimate takes long
+        # An estimate takes long.
+        if self.estimates and self.budget is not None and len(total) > 1:
             fitting = (
                 scheme for scheme in total if self._fits(placed[scheme].estimate)
             )
@@ -879,10 +875,8 @@ class _Advisor:
             return no("of one layer it saves nothing: its backward holds it all")
         if not self.estimates:
             return no("memory was not estimated")
-        without, with_ = (
-            self._need(placed.estimate),
-            self._need(placed.estimate, checkpointing=True),
-        )
+        without = self._need(placed.estimate)
+        with_ = self._need(placed.estimate, checkpointing=True)
         why = f"{self.layers} layers need {format_bytes(without)} without, {format_bytes(with_)} with"
         return Decision(
             "checkpointing",
@@ -897,11 +891,9 @@ class _Advisor:
         """
         if isinstance(self.layout, Layout):
             return None  # it is of one length
-        unit, n, need = (
-            STEP * self.call.ranks,
-            self.call.seq_len,
-            self._need(placed.estimate, checkpointing),
-        )
+        unit = STEP * self.call.ranks
+        n = self.call.seq_len
+        need = self._need(placed.estimate, checkpointing)
         for _ in range(TRIES):
             n = int(n * self.budget / need) // unit * unit
             if not n:
@@ -916,10 +908,8 @@ class _Advisor:
         """The first doubling of the ranks that holds the sequence; what cannot suffice
         is not tried.
         """
-        ranks, total = (
-            self.call.ranks,
-            self.call.ranks * self._need(placed.estimate, checkpointing),
-        )
+        ranks = self.call.ranks
+        total = self.call.ranks * self._need(placed.estimate, checkpointing)
         while (ranks := 2 * ranks) <= min(MOST_RANKS, self.call.seq_len):
             if total / ranks <= 1.1 * self.budget:
                 more = replace(

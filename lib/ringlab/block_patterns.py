@@ -65,10 +65,8 @@ class Part:
             if field.type == "int" or (
                 field.type == "int | None" and value is not None
             ):
-                name, least = (
-                    f"{type(self).__name__} {field.name}",
-                    int(field.name not in MAY_BE_0),
-                )
+                name = f"{type(self).__name__} {field.name}"
+                least = int(field.name not in MAY_BE_0)
                 object.__setattr__(
                     self, field.name, check_int(name, value, least, LARGEST)
                 )
@@ -411,9 +409,8 @@ class BlockSparse:
         count = self.count(n)
         if not len(queries):
             return queries
-        ends = (
-            F.pad(queries.diff() != 1, (1, 1), value=True).nonzero().flatten()
-        )  # of runs of neighbours
+        # Of runs of neighbours.
+        ends = F.pad(queries.diff() != 1, (1, 1), value=True).nonzero().flatten()
         runs = zip(queries[ends[:-1]].tolist(), queries[ends[1:] - 1].tolist())
         ranges = [
             part.near(first, last, count) for first, last in runs for part in self.parts
@@ -539,11 +536,8 @@ class BlockSparse:
         [part] = windows or random
         names, least = ["count"], 1
         if windows:  # one on one side stays there
-            names, least = (
-                ["before"] * (part.before > 0 or not part.after)
-                + ["after"] * bool(part.after),
-                0,
-            )
+            sides = {"before": part.before > 0 or not part.after, "after": part.after}
+            names, least = [name for name, there in sides.items() if there], 0
 
         def sized(size: int) -> BlockSparse:
             grown = replace(part, **dict.fromkeys(names, size))
@@ -714,9 +708,8 @@ def from_mask(
             "a mask of blocks is not causal itself: give causal=True to attention alone"
         )
     got = type(mask).__name__
-    if (
-        plain := isinstance(mask, Tensor) and not mask.is_nested
-    ):  # a nested tensor has no shape
+    # A nested tensor has no shape.
+    if plain := isinstance(mask, Tensor) and not mask.is_nested:
         got += f" of {mask.dtype}, shape {tuple(mask.shape)}, {mask.layout} on {mask.device}"
         plain = (
             mask.dtype == torch.bool

@@ -73,9 +73,8 @@ class PatternCache:
         self.max_bytes, self.max_entries = max_bytes, max_entries
         self._captured: list[_Entry] = []  # kept for good, and not counted
         self._lock = threading.Lock()  # never held while building
-        self._building: WeakValueDictionary[Hashable, Any] = (
-            WeakValueDictionary()
-        )  # locks, for as long as one is held
+        # Locks, for as long as one is held.
+        self._building: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
         self.clear()
 
     def __reduce__(self):
@@ -91,9 +90,8 @@ class PatternCache:
             with self._lock:
                 lock = self._building.setdefault(key, threading.RLock())
             with lock:
-                entry = self._find(key) or self._build(
-                    key, build
-                )  # another thread may have built it meanwhile
+                # Another thread may have built it meanwhile.
+                entry = self._find(key) or self._build(key, build)
         if entry.cuda and torch.cuda.is_current_stream_capturing():
             self._captured.append(entry)  # a CUDA graph reads it at every replay
         for device, built in entry.streams.items():
@@ -115,9 +113,8 @@ class PatternCache:
     def clear(self) -> None:
         """Drop all entries and counts."""
         with self._lock:
-            self._entries: OrderedDict[Hashable, _Entry] = (
-                OrderedDict()
-            )  # least recently used first
+            # Least recently used first.
+            self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
             self._bytes, self._counts = 0, Counter()
             self._holders: Counter[int] = Counter()  # the entries of each storage
 

@@ -35,16 +35,14 @@ GONE = {  # former commands, and where they went
     "quality": "the trainings went to notebooks/quality: make report QUALITY=1",
 }
 STOPPED = "interrupted: what is done is kept; run again to go on"
+# What an impossible call raises.
 CALL = (
     ValueError,
     NotImplementedError,
     torch.OutOfMemoryError,
-)  # what an impossible call raises
-OK, FAILED, REFUSED = (
-    0,
-    1,
-    2,
-)  # exit codes: done; a notebook or worker failed; asked for what cannot be
+)
+# Exit codes: done; a notebook or worker failed; asked for what cannot be.
+OK, FAILED, REFUSED = 0, 1, 2
 # What pyproject.toml's [report] installs, asked for before minutes are spent on
 # measuring.
 REPORT_PACKAGES = (
@@ -96,10 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (hardware.UnknownProfile, *args.refuses) as error:
         return _refuse(" ".join(str(error).split()))
     except OSError as error:
+        # What is buffered would fail again at exit.
         if error.errno in (
             errno.EPIPE,
             errno.ENOSPC,
-        ):  # what is buffered would fail again at exit
+        ):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # the reader of our output left
             return FAILED

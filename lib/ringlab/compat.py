@@ -1,11 +1,31 @@
-"""The published systems by their published names and constructor arguments, each a few
-settings over one engine.
+"""The published systems under their published names and constructor arguments. Each is
+a torch module without weights: a few settings over ``ringlab.attention``.
 
-All dilated systems compute head-group dilated attention: group i of the heads runs
-branch i, with offset i mod r, and nothing is divided by the number of groups. They
-differ in how it is executed and how ranks share it, and give the same values; only the
-Hilbert system has another pattern. The block-sparse systems share a second set of
-arguments. ``longnet`` lets a LongNet of torchscale, as Prov-GigaPath's, run on it.
+Dilated, all with the same values: heads are split into as many groups as there are
+branches, and group i runs branch i with offset i mod r. Nothing is divided by the
+number of groups.
+
+- ``DilatedAttention`` gathers the selected rows, ``ImprovedDilatedAttention`` takes
+  strided views; both run on one device.
+- ``RingDilatedAttentionV2``, ``...V2Robust``, ``...Hybrid``: K/V shards hop around the
+  ring. ``...V2Flash`` tries flash kernels first, ``...SDPA`` takes torch's kernels,
+  ``...Correct`` the plain one. ``...Production`` adds checkpointing, the memory pool
+  and smaller tiles where memory runs out.
+- ``RingDilatedAttentionV2Collective`` gathers K and V on every rank.
+
+``RingDilatedAttentionHilbertGPUOptimized`` has the dilated pattern along a Hilbert
+curve, so its values differ.
+
+Block-sparse, on views of blocks over several ranks:
+``BlockSparseRingDilatedAttention``, ``BlockSparseOptimized`` and
+``BlockSparseTorchSparse`` differ in how one device computes them. They take
+``block_size`` with lengths and rates or a ``density``, or a ``pattern``.
+
+``longnet`` lets a LongNet of torchscale, as Prov-GigaPath's, run on the engine.
+
+>>> q = torch.randn(1, 16, 2, 8)  # (batch, seq, heads, head_dim)
+>>> ImprovedDilatedAttention([4, 8], [1, 2])(q, q, q, is_causal=True).shape
+torch.Size([1, 16, 2, 8])
 """
 
 from __future__ import annotations
@@ -47,11 +67,12 @@ FLASH = (
     "compiled",
     "cpu_flash",
 )
+# The published chain below flash: xformers, SDPA, standard.
 FALLBACK = (
     "xformers",
     "efficient",
     "eager",
-)  # the published chain below flash: xformers, SDPA, standard
+)
 REASONS = REFUSED | {
     "sparsity_ratio": "it changed nothing in the original; state a density",
     **dict.fromkeys(("causal", "is_causal"), "forward takes is_causal=True"),
@@ -418,11 +439,9 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
             raise ValueError(
                 f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them"
             )
-        self.density, size = (
-            density,
-            check_int(
-                "block_size", 128 if block_size is None else block_size, most=LARGEST
-            ),
+        self.density = density
+        size = check_int(
+            "block_size", 128 if block_size is None else block_size, most=LARGEST
         )
         if self.given is not None:
             if not isinstance(self.given, BlockSparse) or block_size is not None:
@@ -435,9 +454,8 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
             return self.given
         if density is not None:
             window = sliding_window(0, block_size=size)
-            window.with_density(
-                density, size
-            )  # raises for a bad density now, not at the first call
+            # Raises for a bad density now, not at the first call.
+            window.with_density(density, size)
             return window
         lengths = check_ints("segment_lengths", segment_lengths)
         rates = check_ints("dilation_rates", dilation_rates)

@@ -247,10 +247,8 @@ class PairSet:
             [torch.tensor([0, n]), *(torch.arange(0, n, cut) for cut in self.cuts)]
         ).unique()
         start, stop = edges[:-1], edges[1:]  # (cells,)
-        rate, row = (
-            self.rate,
-            torch.full_like(start, self.offset),
-        )  # the rows of a cell are ``row`` mod ``rate``
+        rate = self.rate  # the rows of a cell are ``row`` mod ``rate``
+        row = torch.full_like(start, self.offset)
         possible = torch.ones_like(start, dtype=torch.bool)
         for (
             length,
@@ -258,9 +256,8 @@ class PairSet:
             offset,
         ) in self.irregular:  # joined by the Chinese remainder theorem
             between = start // length * length + offset - row
-            common = (
-                other if rate >= n else gcd(rate, other)
-            )  # with one row at most, it is kept or not
+            # With one row at most, it is kept or not.
+            common = other if rate >= n else gcd(rate, other)
             step = other // common
             possible &= between % common == 0
             row = row + rate * (

@@ -29,9 +29,8 @@ import torch
 from .checks import check_device, is_real, short_repr
 from .tracking import is_out_of_memory
 
-_HUGE_FROM = (
-    4 << 20
-)  # a smaller buffer holds at most one huge page, and malloc recycles it
+# A smaller buffer holds at most one huge page, and malloc recycles it.
+_HUGE_FROM = 4 << 20
 _TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
@@ -173,14 +172,11 @@ class MemoryPool:
         ):
             expected = "max_bytes, threshold_bytes must be >= 0 and waste >= 1"
             raise ValueError(f"memory pool: {expected}, got {short_repr(bounds)}")
-        self.max_bytes, self.threshold_bytes, self.waste = (
-            max_bytes,
-            threshold_bytes,
-            waste,
-        )
-        self._lock = (
-            threading.RLock()
-        )  # reentrant, since letting go of a tensor may run code of its owner
+        self.max_bytes = max_bytes
+        self.threshold_bytes = threshold_bytes
+        self.waste = waste
+        # Reentrant, since letting go of a tensor may run code of its owner.
+        self._lock = threading.RLock()
         self._kept: list[_Buffer] = []  # idle or lent, the least recently lent first
         self._counts: Counter[str] = Counter()
 
@@ -257,9 +253,8 @@ class MemoryPool:
             )
         if device.type == "cpu":
             return ("cpu", 0, 0)
-        if (
-            device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-        ):  # a graph keeps its own memory
+        # A graph keeps its own memory.
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(device)
             return ("cuda", stream.device_index, stream.cuda_stream)
         return None

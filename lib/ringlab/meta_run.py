@@ -159,15 +159,11 @@ class MetaRun(LiveStorageTracker):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.is_view and not self.real:  # most operators
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if (
-            kwargs
-            and (device := kwargs.get("device")) is not None
-            and device.type == "meta"
-        ):
+        device = (kwargs or {}).get("device")
+        if device is not None and device.type == "meta":
             if func is _ATEN._to_copy.default and not args[0].is_meta:
-                return args[
-                    0
-                ]  # an index tensor goes where it is used: there it is already
+                # An index tensor goes where it is used: there it is already.
+                return args[0]
             if self.real:
                 kwargs = kwargs | {"device": torch.device("cpu")}
         if _only_writes(func) and args[0].is_meta:
@@ -183,9 +179,8 @@ class MetaRun(LiveStorageTracker):
     def _count(self, made) -> None:
         before = self.peak_bytes
         super()._count(made)
-        if (
-            self.peak_bytes > before
-        ):  # its weak references keep addresses from being given away
+        if self.peak_bytes > before:
+            # Its weak references keep addresses from being given away.
             self._top = dict(self._live)
 
 
@@ -218,10 +213,8 @@ class ColdExecution(Execution):
 
     def cached(self, key, build):
         def built():
-            before, self.run.real = (
-                self.run.real,
-                True,
-            )  # a build may use the cache, too
+            before = self.run.real  # a build may use the cache, too
+            self.run.real = True
             try:
                 return build()
             finally:
@@ -237,6 +230,11 @@ class MetaPool(memory.MemoryPool):
 
     def _place(self, device: torch.device, nbytes: int) -> tuple | None:
         return ("meta", 0, 0) if nbytes and nbytes >= self.threshold_bytes else None
+
+
+def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous tensor of the shape of another one."""
+    return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
 class FusedMeta:
@@ -259,18 +257,14 @@ class FusedMeta:
         lse = q.new_empty(
             q.shape[0], q.shape[2], -(-q.shape[1] // 32) * 32, dtype=torch.float32
         )
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse[
-            ..., : q.shape[1]
-        ]
+        return _empty(q), lse[..., : q.shape[1]]
 
     def backward(self, dout, q, k, v, out, lse, causal, scale):
         """dq, dk, dv (b, m, h, d), uninitialised."""
-        held = [torch.empty(lse.shape, dtype=lse.dtype, device=q.device)]
+        held = [_empty(lse)]
         if q.dtype in HALF:
-            held.append(torch.empty(q.shape, dtype=torch.float32, device=q.device))
-        return tuple(
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
-        )
+            held.append(_empty(q, torch.float32))
+        return tuple(map(_empty, (q, k, v)))
 
 
 class ListsMeta(FusedMeta):
@@ -284,14 +278,8 @@ class ListsMeta(FusedMeta):
         self.several = several
 
     def _results(self, *like: Tensor) -> tuple[Tensor, ...]:
-        summed = [
-            torch.empty(t.shape, dtype=torch.float32, device=t.device)
-            for t in like
-            if self.several
-        ]
-        results = tuple(
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like
-        )
+        summed = [_empty(t, torch.float32) for t in like if self.several]
+        results = tuple(map(_empty, like))
         del summed  # rounded into the results
         return results
 

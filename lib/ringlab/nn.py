@@ -110,18 +110,12 @@ class MultiheadAttention(nn.Module):
             check_int("embed_dim", embed_dim, most=LARGEST),
             check_int("num_heads", num_heads),
         )
-        num_kv_heads = (
-            num_heads
-            if num_kv_heads is None
-            else check_int("num_kv_heads", num_kv_heads)
-        )
+        if num_kv_heads is None:
+            num_kv_heads = num_heads
+        num_kv_heads = check_int("num_kv_heads", num_kv_heads)
         pattern = as_pattern(pattern, KINDS)
-        chosen = scheme, layout, execution
-        if isinstance(pattern, Adaptive) and chosen != (
-            "auto",
-            "contiguous",
-            DEFAULT,
-        ):
+        usual = scheme == "auto" and layout == "contiguous" and execution == DEFAULT
+        if isinstance(pattern, Adaptive) and not usual:
             raise ValueError(
                 "an Adaptive pattern takes no scheme, layout or execution: it has one of each"
             )
@@ -139,22 +133,17 @@ class MultiheadAttention(nn.Module):
             ("bias", bias),
             ("use_gradient_checkpointing", use_gradient_checkpointing),
         ):
-            if not isinstance(
-                value, int | None
-            ):  # torch's modules take 0, 1 and None too
+            # torch's modules take 0, 1 and None too.
+            if not isinstance(value, int | None):
                 check_bool(name, value)
         if dtype is not None:
             check_float_dtype(dtype)
         device = device if device is None else device_of(device)
-        self.embed_dim, self.num_heads, self.num_kv_heads = (
-            embed_dim,
-            num_heads,
-            num_kv_heads,
-        )
-        self.pattern, self.use_gradient_checkpointing = (
-            pattern,
-            use_gradient_checkpointing,
-        )
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.pattern = pattern
+        self.use_gradient_checkpointing = use_gradient_checkpointing
         if rotary_base is not None:
             if not checks.is_real(rotary_base) or not 0 < rotary_base < float("inf"):
                 raise ValueError(
@@ -176,10 +165,8 @@ class MultiheadAttention(nn.Module):
             self.options |= {"scheme": scheme, "layout": layout}
         else:
             ring.check_one_device(scheme, layout)
-        kv_dim, made = (
-            embed_dim // num_heads * num_kv_heads,
-            {"bias": bias, "device": device, "dtype": dtype},
-        )
+        kv_dim = embed_dim // num_heads * num_kv_heads
+        made = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, embed_dim, **made)
         self.k_proj = nn.Linear(embed_dim, kv_dim, **made)
         self.v_proj = nn.Linear(embed_dim, kv_dim, **made)
@@ -445,11 +432,9 @@ def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     angles = (positions[..., None] * rates).unsqueeze(
         -2
     )  # (n, 1, d / 2); fp32 would lose turns far on
-    (a, b), cos, sin = (
-        t.to(dtype).chunk(2, -1),
-        angles.cos().to(dtype),
-        angles.sin().to(dtype),
-    )
+    a, b = t.to(dtype).chunk(2, -1)  # (b, n, h, d / 2)
+    cos = angles.cos().to(dtype)
+    sin = angles.sin().to(dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(t.dtype)
 
 

@@ -30,10 +30,8 @@ OFFSETS = {  # the first selected row of each segment; `group`: query heads of a
     "branch": lambda branch, head, rate, heads, group: branch % rate,
     "kv_head": lambda branch, head, rate, heads, group: head // group % rate,
 }
-SHADES, CELL = (
-    " ░▒▓█",
-    24,
-)  # for none to all of a cell; the positions of a cell that are sampled
+SHADES = " ░▒▓█"  # for none to all of a cell
+CELL = 24  # positions of a cell that are sampled
 
 
 @dataclass(frozen=True)

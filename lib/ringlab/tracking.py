@@ -74,12 +74,12 @@ def storages(value: object, meta: bool = False) -> Iterator[torch.UntypedStorage
         yield value
 
 
+# Those entered.
 _trackers: ContextVar[tuple["LiveStorageTracker", ...]] = ContextVar(
     "trackers", default=()
-)  # those entered
-_counting: ContextVar[bool] = ContextVar(
-    "counting", default=True
-)  # whether they count operators
+)
+# Whether they count operators.
+_counting: ContextVar[bool] = ContextVar("counting", default=True)
 
 
 class LiveStorageTracker(TorchDispatchMode):
@@ -156,9 +156,8 @@ class LiveStorageTracker(TorchDispatchMode):
         if func.namespace == "aten" and _counting.get():
             self.operators += 1
             self.views += func.is_view
-        fresh = (
-            func is torch.ops.aten.lift_fresh.default
-        )  # torch.tensor(...) filled its argument out of sight
+        # ``torch.tensor(...)`` filled its argument out of sight.
+        fresh = func is torch.ops.aten.lift_fresh.default
         if func.is_view and not fresh:
             return func(*args, **kwargs)  # no new memory
         sizes = (

@@ -135,4 +135,6 @@ def test_the_kernel_that_auto_takes_is_that_of_the_pattern_on_one_rank_alone():
     tiled = replace(call, execution=Execution(tile=512))
     for other in (replace(call, ranks=2), tiled):
         assert other.kernel_choice(True) == dense
-    assert call.device.capability == (9, 0) and CALL.device.type == "cpu"
+    devices = [replace(call, profile=name).device for name in (None, "cpu", "v100")]
+    assert [x.type for x in devices] == ["cpu", "cpu", "cuda"]
+    assert devices[-1].capability == (7, 0) and call.device.capability == (9, 0)

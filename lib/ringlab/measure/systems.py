@@ -99,12 +99,12 @@ class System:
         self.device = torch.device(device)
         if forward is not None:
             self.forward = forward
-        self.dtype = getattr(torch, point.dtype)
-        self.backward = point.passes == "fwd+bwd"
         self.pattern = pattern or pattern_of(point)
+        call = replace(point.call(), pattern=self.pattern)
+        self.dtype, self.backward = call.dtype, call.backward
         # Known from inputs of the same shape, or computed by ``check``.
         self.tolerance: dict[str, float] = {}
-        self.cost: Cost = replace(point.call(), pattern=self.pattern).cost()
+        self.cost: Cost = call.cost()
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of q, k, v."""
@@ -380,9 +380,9 @@ def choose_kernel(point: Point, device, backend: str = "auto", **use) -> kernels
     """The kernel for a point, ``use`` as in ``kernels.choose``; raises
     NotImplementedError if there is none.
     """
-    use |= {"causal": point.causal, "backward": point.passes == "fwd+bwd"}
-    dtype = getattr(torch, point.dtype)
-    return kernels.choose(device, dtype, point.head_dim, backend=backend, **use)
+    call = replace(point.call(), backend=backend)
+    use |= call.options("causal", "backward", "backend")
+    return kernels.choose(device, call.dtype, call.head_dim, **use)
 
 
 def dense_sdpa(point: Point, device) -> System:
