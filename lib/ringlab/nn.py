@@ -106,10 +106,8 @@ class MultiheadAttention(nn.Module):
     ):
         super().__init__()
         check_unknown("MultiheadAttention", refused, REFUSED)
-        embed_dim, num_heads = (
-            check_int("embed_dim", embed_dim, most=LARGEST),
-            check_int("num_heads", num_heads),
-        )
+        embed_dim = check_int("embed_dim", embed_dim, most=LARGEST)
+        num_heads = check_int("num_heads", num_heads)
         if num_kv_heads is None:
             num_kv_heads = num_heads
         num_kv_heads = check_int("num_kv_heads", num_kv_heads)

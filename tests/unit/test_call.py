@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ringlab import Dense, Dilated, Execution, cost, hardware, kernels, meta_run
+from ringlab import (
+    Dense,
+    Dilated,
+    Execution,
+    blocks,
+    cost,
+    hardware,
+    kernels,
+    meta_run,
+)
 from ringlab.call import CallSpec
 from ringlab.measure.points import Point
 from ringlab.ring import Problem
@@ -97,6 +106,9 @@ def test_a_call_makes_the_problem_across_its_ranks():
         ]
     with pytest.raises(ValueError, match="unknown scheme"):
         replace(CALL, scheme="rings").problem()
+    window = blocks.sliding_window(1, block_size=32)
+    with pytest.raises(ValueError, match="does not serve block-sparse"):
+        replace(CALL, pattern=window, scheme="ring").problem()
 
 
 def test_the_scheme_of_auto_depends_on_the_passes_and_is_the_runs():
@@ -125,13 +137,14 @@ def test_a_point_is_the_call_that_it_measures():
 
 def test_the_kernel_that_auto_takes_is_that_of_the_pattern_on_one_rank_alone():
     pattern = Dilated([2048, 4096], [1, 2])
-    call = CallSpec(pattern, 8192, dtype=torch.bfloat16, profile="h200")
-    use = {"causal": False, "for_gradients": True}
+    call = CallSpec(pattern, 8192, dtype=torch.bfloat16, causal=True, profile="h200")
+    use = {"causal": True, "for_gradients": True}
     own, dense = (
         kernels.expected("cuda", (9, 0), torch.bfloat16, 64, pattern_kind=kind, **use)
         for kind in (kernels.kind_of(pattern, 8192, 8, 8), "dense")
     )
     assert call.kernel_choice(True) == own != dense
+    assert call.kernel_choice().name != own.name  # forward
     tiled = replace(call, execution=Execution(tile=512))
     for other in (replace(call, ranks=2), tiled):
         assert other.kernel_choice(True) == dense
