@@ -186,6 +186,18 @@ def test_flash_attention_4_takes_the_heads_that_it_has_kernels_for(
     assert "not installed" in kernel.refuses(device, torch.bfloat16, 64)
 
 
+def test_what_no_package_would_help_is_refused_before_the_package_is_asked_for():
+    hopper = DeviceSpec("cuda", (9, 0))
+    for name, dtype, head_dim in (
+        ("flash_attn_2", torch.float32, 64),
+        ("flash_attn_3", torch.float32, 64),
+        ("xformers", torch.float64, 64),
+        ("xformers", torch.float16, 60),
+    ):
+        why = KERNELS[name].refuses(hopper, dtype, head_dim)
+        assert "not float" in why or "not 60" in why
+
+
 # Of runs on an H200: milliseconds of the list kernels and of one merge of the calls of
 # cuDNN and of FlashAttention-4, forward and with backward, by (kind of pattern, head_dim,
 # causal). 65,536 tokens, 16 heads, bf16.

@@ -12,15 +12,8 @@ from .. import cache as caches
 from ..block_patterns import BlockSparse, Window
 from ..modes import refuse_recording
 from ..patterns import Dense
-from .base import (
-    HALF,
-    capability,
-    needs_bf16,
-    needs_cuda,
-    needs_head_dim,
-    wants_dtype,
-)
-from .torch_kernels import OperatorKernel
+from .base import HALF, capability, needs_cuda, needs_head_dim, wants_dtype
+from .torch_kernels import Efficient, OperatorKernel
 
 NOT_INSTALLED = "is not installed"
 
@@ -43,7 +36,7 @@ def not_installed(package: str) -> str | None:
     return None
 
 
-class Xformers(OperatorKernel):
+class Xformers(Efficient):
     """``xformers.ops.fmha``, which picks a kernel by itself: for fp32 and on Pascal it
     is torch's own efficient one.
     """
@@ -51,15 +44,8 @@ class Xformers(OperatorKernel):
     name = "xformers"
 
     def refuses(self, device, dtype, head_dim):
-        why = (
-            needs_cuda(device, (5, 0))
-            or needs_bf16(device, dtype)
-            or missing("xformers.ops.fmha", "xformers")
-        )
-        multiple = 4 if dtype == torch.float32 else 8
-        if why is None and head_dim % multiple:
-            return f"needs a head_dim that is a multiple of {multiple}, not {head_dim}"
-        return why or wants_dtype(dtype, (torch.float32, *HALF))
+        why = super().refuses(device, dtype, head_dim)
+        return why or missing("xformers.ops.fmha", "xformers")
 
     def _forward(self, q, k, v, causal, scale):
         from xformers.ops import fmha
@@ -89,12 +75,8 @@ class FlashAttn2(OperatorKernel):
     name = "flash_attn_2"
 
     def refuses(self, device, dtype, head_dim):
-        why = needs_head_dim(head_dim, 256) or needs_cuda(device, (8, 0))
-        return (
-            why
-            or missing("flash_attn.flash_attn_interface", "flash-attn")
-            or wants_dtype(dtype, HALF)
-        )
+        why = super().refuses(device, dtype, head_dim)
+        return why or missing("flash_attn.flash_attn_interface", "flash-attn")
 
     def _forward(self, q, k, v, causal, scale):
         from flash_attn.flash_attn_interface import _flash_attn_forward
@@ -146,14 +128,11 @@ class FlashAttn3(OperatorKernel):
     """
 
     name = "flash_attn_3"
+    oldest, alone = (9, 0), True
 
     def refuses(self, device, dtype, head_dim):
-        why = needs_head_dim(head_dim, 256) or needs_cuda(device, (9, 0), alone=True)
-        return (
-            why
-            or missing("flash_attn_interface", "flash-attn 3")
-            or wants_dtype(dtype, HALF)
-        )
+        why = super().refuses(device, dtype, head_dim)
+        return why or missing("flash_attn_interface", "flash-attn 3")
 
     def _forward(self, q, k, v, causal, scale):
         from flash_attn_interface import _flash_attn_forward
@@ -198,24 +177,30 @@ class FlashAttn4(OperatorKernel):
         # probe loads it, and gives the reason. flash-attn 2 may hold an older copy.
         return needs_head_dim(head_dim, most) or not_installed("flash-attn-4")
 
-    def _forward(self, q, k, v, causal, scale, **more):
+    def _forward(self, q, k, v, causal, scale, **options):
         from flash_attn.cute.interface import _flash_attn_fwd
 
         refuse_recording("FlashAttention-4", "cudnn")
-        more |= {"softmax_scale": scale, "causal": causal, "return_lse": True}
+        options |= {"softmax_scale": scale, "causal": causal, "return_lse": True}
         with torch.cuda.device_of(q):
-            out, lse, *_ = _flash_attn_fwd(q, k, v, **more)
+            out, lse, *_ = _flash_attn_fwd(q, k, v, **options)
         return out, lse
 
-    def _backward(self, dout, q, k, v, out, lse, causal, scale, **more):
+    def _backward(self, dout, q, k, v, out, lse, causal, scale, **options):
         from flash_attn.cute.interface import _flash_attn_bwd
 
         refuse_recording("FlashAttention-4", "cudnn")
         dq, dk, dv = _dense_like(q, k, v)
-        more |= {"softmax_scale": scale, "causal": causal, "dq": dq, "dk": dk, "dv": dv}
-        more["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        options |= {
+            "softmax_scale": scale,
+            "causal": causal,
+            "dq": dq,
+            "dk": dk,
+            "dv": dv,
+        }
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         with torch.cuda.device_of(q):
-            return _flash_attn_bwd(q, k, v, out, dout, lse, **more)
+            return _flash_attn_bwd(q, k, v, out, dout, lse, **options)
 
 
 BLOCK = 128  # rows of a tile of FlashAttention-4, which takes lists of whole tiles
@@ -243,8 +228,8 @@ class FlashAttn4Blocks(FlashAttn4):
         """
         lists = _block_lists(q, pattern, causal, False, cached)
         # Packed heads would be tiles of other rows.
-        more = {"block_sparse_tensors": lists, "pack_gqa": False}
-        return self._forward(q, k, v, causal, scale, **more)
+        options = {"block_sparse_tensors": lists, "pack_gqa": False}
+        return self._forward(q, k, v, causal, scale, **options)
 
     def gradients(
         self,
@@ -269,8 +254,8 @@ class FlashAttn4Blocks(FlashAttn4):
             )
         lists = _block_lists(q, pattern, causal, True, cached)
         dout, out = (t.to(q.dtype) for t in (dout, out))
-        more = {"block_sparse_tensors": lists, "dlse": dlse}
-        return self._backward(dout, q, k, v, out, lse, causal, scale, **more)
+        options = {"block_sparse_tensors": lists, "dlse": dlse}
+        return self._backward(dout, q, k, v, out, lse, causal, scale, **options)
 
 
 def _block_lists(q: Tensor, pattern, causal: bool, by_key: bool, cached):
@@ -311,6 +296,5 @@ def _block_lists(q: Tensor, pattern, causal: bool, by_key: bool, cached):
 
 def _dense_like(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Uninitialised contiguous tensors, of expanded heads too."""
-    return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors
-    )
+    dense = torch.contiguous_format
+    return tuple(torch.empty_like(t, memory_format=dense) for t in tensors)

@@ -135,8 +135,9 @@ def hidden_keys(m: int, m_k: int, device) -> Tensor:
 
 # The kernel's backward in half precision takes up to three times as long as batched
 # products for so few rows.
-SHORT = 128
-FEW = 16  # keys, whose gradients cancel: the products sum in the same order and leave less
+MAX_HALF_ROWS_BY_PRODUCTS = 128
+# The gradients of few keys cancel: products sum in the same order and leave less.
+MAX_KEYS_BY_PRODUCTS = 16
 _MATMUL = Eager(tile_bytes=1 << 20)
 
 
@@ -175,52 +176,44 @@ class CpuFlash:
         )  # half precision would round the bias
 
     def forward(self, q, k, v, causal, scale, bias=None):
-        if q.dtype in HALF and not has_half_units(q.dtype):
-            q, k, v = q.float(), k.float(), v.float()
-        mask = (
-            _lower_right(q, k)
-            if causal and q.shape[1] != k.shape[1]
-            else _mask(bias, q)
-        )
-        q_t, k_t, v_t = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k, v, mask = _cpu_inputs(q, k, v, causal, bias)
+        plain_causal = causal and mask is None
         out, lse = _CPU_FORWARD(
-            q_t, k_t, v_t, 0.0, causal and mask is None, attn_mask=mask, scale=scale
+            *to_bhmd(q, k, v), 0.0, plain_causal, attn_mask=mask, scale=scale
         )
         if _hides(mask) and not _finite(lse):
             return _MATMUL.forward(q, k, v, causal, scale, bias)
         return out.transpose(1, 2), lse
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
-        if k.shape[1] <= FEW or (
-            q.dtype in HALF and max(q.shape[1], k.shape[1]) <= SHORT
-        ):
+        few = k.shape[1] <= MAX_KEYS_BY_PRODUCTS
+        short = max(q.shape[1], k.shape[1]) <= MAX_HALF_ROWS_BY_PRODUCTS
+        if few or (q.dtype in HALF and short):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale, bias)
-        if q.dtype in HALF and not has_half_units(q.dtype):
-            q, k, v = q.float(), k.float(), v.float()
+        q, k, v, mask = _cpu_inputs(q, k, v, causal, bias)
         dout, out = dout.to(q.dtype), out.to(q.dtype)
-        mask = (
-            _lower_right(q, k)
-            if causal and q.shape[1] != k.shape[1]
-            else _mask(bias, q)
-        )
-        reads = (
-            dout.transpose(1, 2),
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            out.transpose(1, 2),
-        )
+        plain_causal = causal and mask is None
+        tensors = *to_bhmd(dout, q, k, v, out), lse
         dq, dk, dv = _CPU_BACKWARD(
-            *reads, lse, 0.0, causal and mask is None, attn_mask=mask, scale=scale
+            *tensors, 0.0, plain_causal, attn_mask=mask, scale=scale
         )
         if _hides(mask) and not _finite(dv.sum()):
             return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale, bias)
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        return to_bhmd(dq, dk, dv)
 
 
-def _mask(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """A bias (b, m or 1, h, m_k) as the mask (b, h, m or 1, m_k) to add."""
-    return None if bias is None else bias.transpose(1, 2).to(q.dtype)
+def _cpu_inputs(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v in the dtype that the operator computes in, and the mask (b or 1, h or 1,
+    m or 1, m_k) that it adds to the scores: of ``bias`` (b, m or 1, h, m_k), or of a
+    causal call with more keys than queries.
+    """
+    if q.dtype in HALF and not has_half_units(q.dtype):
+        q, k, v = q.float(), k.float(), v.float()
+    if causal and q.shape[1] != k.shape[1]:
+        return q, k, v, _lower_right(q, k)
+    return q, k, v, None if bias is None else bias.transpose(1, 2).to(q.dtype)
 
 
 def _hides(mask: Tensor | None) -> bool:
@@ -244,8 +237,7 @@ def _finite(t: Tensor) -> bool:
     """Whether a masked result has no NaN, which an infinite score and the -inf that
     hides it make. True for meta.
     """
-    found = t.isfinite().all()
-    return found.is_meta or bool(found)
+    return t.is_meta or bool(t.isfinite().all())
 
 
 BY_PRODUCTS = Eager()  # for a GPU: calls that need no kernel
@@ -258,7 +250,19 @@ class OperatorKernel:
     calls of a single key. Operators read memory as they expect it to lie, whatever the
     strides and dtypes say, or refuse. Here is what all of them need; subclasses have
     ``_forward`` and ``_backward``.
+
+    ``max_head_dim``; ``oldest``: the compute capability from which on it runs, or the
+    only one if ``alone``.
     """
+
+    max_head_dim, oldest, alone = 256, (8, 0), False
+
+    def refuses(self, device, dtype, head_dim):
+        return (
+            needs_head_dim(head_dim, self.max_head_dim)
+            or needs_cuda(device, self.oldest, self.alone)
+            or wants_dtype(dtype, HALF)
+        )
 
     def forward(self, q, k, v, causal, scale):
         if _needs_no_kernel(q, k):
@@ -296,13 +300,6 @@ class Flash(OperatorKernel):
     """
 
     name = "flash"
-
-    def refuses(self, device, dtype, head_dim):
-        return (
-            needs_head_dim(head_dim, 256)
-            or needs_cuda(device, (8, 0))
-            or wants_dtype(dtype, HALF)
-        )
 
     def _forward(self, q, k, v, causal, scale):
         out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
@@ -378,13 +375,7 @@ class CuDNN(OperatorKernel):
     """
 
     name = "cudnn"
-
-    def refuses(self, device, dtype, head_dim):
-        return (
-            needs_head_dim(head_dim, 128)
-            or needs_cuda(device, (8, 0))
-            or wants_dtype(dtype, HALF)
-        )
+    max_head_dim = 128
 
     def _forward(self, q, k, v, causal, scale):
         op = _ATEN._scaled_dot_product_cudnn_attention
