@@ -234,7 +234,7 @@ def test_flex_attention_runs_a_block_sparse_pattern():
 @gpu_only
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_size_that_tuning_may_choose_is_right(monkeypatch, causal, head_dim):
+def test_every_default_size_is_right(monkeypatch, causal, head_dim):
     kernel, pattern = (
         kernel_for("triton", BF16, head_dim),
         Dilated([1024, 2048], [1, 2]),
@@ -243,13 +243,12 @@ def test_every_size_that_tuning_may_choose_is_right(monkeypatch, causal, head_di
         draw(1, 2048, heads, head_dim, dtype=BF16, seed=0) for heads in (4, 2, 2)
     )
     for name in triton_config.TILE_PASSES:
-        for size in triton_config.candidates(
-            name, head_dim, BF16, torch.cuda.get_device_capability(DEVICE)
-        ):
+        kind = triton.kind_of_launch(name, q, k, causal)
+        for size in {triton_config.sizes(kind), triton_config.pointer_sizes(kind)}:
             monkeypatch.setattr(
                 triton_config,
                 "chosen",
-                lambda use, *_, of={name: size}: of.get(use.name),
+                lambda kind, _, of={name: size}: of.get(kind.name),
             )
             (one,) = kernel.launches(name, (q, k, v), pattern, causal)
             assert one.size == size
@@ -265,7 +264,8 @@ def test_what_is_tuned_here_is_kept_and_taken(monkeypatch, tmp_path):
     q, k, v = (draw(1, 4096, 4, 64, dtype=BF16, seed=i) for i in range(3))
     (found,) = triton_tune.tune(q, k, v, Dilated([2048], [1]), passes=("forward",))
     assert found.refused == {} and min(found.seconds.values()) > 0
-    assert triton.tuned("forward", q, k, False, False) == found.best
+    kind = triton.kind_of_launch("forward", q, k, causal=False)
+    assert triton.tuned(kind, q.device) == found.best
 
 
 # --------------------------------------------------------------------------------------

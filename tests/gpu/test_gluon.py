@@ -68,7 +68,7 @@ def fold(monkeypatch):
     """Fold branches whose pieces hold one tile of queries: short sequences have what
     long ones have.
     """
-    monkeypatch.setattr(tile_schedule, "LONG", 1)
+    monkeypatch.setattr(tile_schedule, "MIN_TILES", 1)
 
 
 def row_sums(dout, out, lse, dlse, cached):
@@ -87,7 +87,7 @@ def run(monkeypatch, case, change=lambda source: source, seed=0):
         (launch,) = kernel.launches(
             name, (q, k, v) if name == "forward" else (dout, q, k, v), *call
         )
-        assert launch.why is None and launch.size.reads == "gluon"
+        assert launch.size.reads == "gluon"
     with running(change, seed):
         out, lse = kernel.attend(q, k, v, *call, case.d**-0.5)
         got = (
@@ -201,17 +201,21 @@ def test_a_wrong_kernel_is_found(monkeypatch, mutant):
     raise AssertionError(f"not found: {mutant}: {found}")
 
 
-def test_what_the_kernels_cannot_serve_is_refused_and_pointers_are_read():
+def test_what_the_kernels_cannot_serve_is_refused_and_pointers_are_read(monkeypatch):
     q = torch.randn(1, 512, 2, 16).half()
     size = Sizes(128, 64, 4, 2, "gluon")
-    ladder = Dilated([256, 512], [1, 2])
+    ladder, unfit = Dilated([256, 512], [1, 2]), gluon.unfit
 
     def why(q=q, pattern=ladder, size=size):
+        reasons = []
+        monkeypatch.setattr(
+            gluon, "unfit", lambda *call: reasons.append(unfit(*call)) or reasons[-1]
+        )
         kernel = TritonKernel(lambda *_: size)
         launches = kernel.launches("forward", (q, q, q), pattern, False)
-        for launch in launches:
-            assert (launch.size.reads == "pointers") == (launch.why is not None)
-        return launches[-1].why
+        reads = ["gluon" if reason is None else "pointers" for reason in reasons]
+        assert [launch.size.reads for launch in launches] == reads
+        return reasons[-1]
 
     assert why() is None
     assert (

@@ -311,7 +311,7 @@ def main(part: str):
     torch.use_deterministic_algorithms(
         True
     )  # new tensors hold NaN, so that a row that nobody wrote shows
-    tile_schedule.LONG = 1  # fold short branches too
+    tile_schedule.MIN_TILES = 1  # fold short branches too
     kernels.PROBE_ROWS = (20,)  # interpreted, a program takes milliseconds
     if part == "plain":
         for name, case in PLAIN.items():
@@ -359,12 +359,8 @@ def tuning():
     fastest right one.
     """
     quick, slow, wrong = Sizes(16, 32, 4, 1), Sizes(32, 16, 4, 1), Sizes(32, 32, 4, 1)
-    short, odd, failing = (
-        Sizes(256, 16, 4, 1),
-        Sizes(16, 16, 4, 1, "gluon"),
-        Sizes(24, 16, 4, 1),
-    )
-    triton_config.chosen, times = CHOSEN, iter([3.0, 2.0, 4.0, 1.0])
+    short, failing = Sizes(256, 16, 4, 1), Sizes(24, 16, 4, 1)
+    triton_config.chosen, times = CHOSEN, iter([3.0, 2.0, 4.0])
 
     def spoiled(schedule):
         if (schedule.rows, schedule.cols) == (wrong.rows, wrong.cols):
@@ -379,12 +375,13 @@ def tuning():
             mock.patch.object(triton_config, "candidates", lambda *_: every),
             schedules(spoiled),
         ):
-            before = triton.tuned("forward", q, k, False, False)
+            kind = triton.kind_of_launch("forward", q, k, causal=False)
+            before = triton.tuned(kind, q.device)
             pattern, timer = Dilated([128], [rate]), lambda call: call() and next(times)
             (found,) = triton_tune.tune(
                 q, k, v, pattern, passes=("forward",), timer=timer
             )
-            after = triton.tuned("forward", q, k, False, False)
+            after = triton.tuned(kind, q.device)
         return {
             "before": str(before),
             "after": str(after),
@@ -396,12 +393,8 @@ def tuning():
     with cache:
         show(
             "tuned",
-            **tuned(
-                129, 2, Sizes(16, 16, 4, 1), quick, slow, wrong, short, odd, failing
-            ),
+            **tuned(129, 2, Sizes(16, 16, 4, 1), quick, slow, wrong, short, failing),
         )
-        unfit = Sizes(128, 64, 4, 2, "gluon")
-        show("unfit", **tuned(129, 2, unfit, slow))
 
 
 def joined():

@@ -29,7 +29,6 @@ DEVICE_CODE = f"{__package__}.gluon_kernels"
 HOPPER = "triton.experimental.gluon.nvidia.hopper"
 GROUP_ROWS = 64  # of a warp group: a descriptor of owned rows reads those of one group
 REGISTERS = 168  # of a thread, before the computing warps take some of the reading one
-ALIGNED = 16  # bytes: what a tensor descriptor requires of addresses and strides
 
 
 @cache
@@ -59,8 +58,8 @@ def unfit(
         return "the rows of a tile are no block of the sequence"
     for t in tensors:
         steps = [s * t.element_size() for s in t.stride()[:3]]
-        if t.data_ptr() % ALIGNED or any(s % ALIGNED or s < ALIGNED for s in steps):
-            return f"descriptors take addresses and strides of {ALIGNED} bytes"
+        if t.data_ptr() % jit.ALIGNED or any(s % jit.ALIGNED or not s for s in steps):
+            return f"descriptors take addresses and strides of {jit.ALIGNED} bytes"
         if not t.numel():
             return "descriptors take tensors that hold something"
     return None
@@ -84,13 +83,13 @@ def run(
     size, schedule, by_key = launch.size, launch.schedule, name == "backward_kv"
     if not launch.descriptors:
         launch.descriptors = [
-            _of(descriptor(t, schedule.stride, block_rows), None)  # keeps no tensor
+            _with_base(descriptor(t, schedule.stride, block_rows), None)
             for t, block_rows in zip(read, _block_rows(size, by_key, len(read)))
-        ]
-    described = map(_of, launch.descriptors, read)
+        ]  # which keep no tensor
+    descriptors = map(_with_base, launch.descriptors, read)
     programs = len(schedule.tiles)
     arguments = (
-        *described,
+        *descriptors,
         *rows,
         *results,
         schedule.tiles,
@@ -122,9 +121,9 @@ def _block_rows(size: Sizes, by_key: bool, count: int) -> list[int]:
     return [own] * (count - 2) + [other] * 2
 
 
-def _of(described, t: Tensor | None):
-    """The descriptor of another tensor that lies alike."""
-    other = copy.copy(described)
+def _with_base(descriptor, t: Tensor | None):
+    """The same descriptor of another tensor, of the same shape and strides."""
+    other = copy.copy(descriptor)
     other.base = t
     return other
 

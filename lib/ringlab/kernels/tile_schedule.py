@@ -27,8 +27,8 @@ from torch import Tensor
 from ..block_patterns import BlockSparse
 from ..patterns import Branch, Pattern
 
-CHUNK = 1 << 22  # candidate pairs of intervals examined at once
-LONG = 4  # tiles that an interval should hold for its branches to be folded
+MAX_CANDIDATES = 1 << 22  # pairs of intervals that are examined at once
+MIN_TILES = 4  # that an interval should hold for its branches to be folded
 Source = BlockSparse | tuple[Branch, ...]
 
 
@@ -44,24 +44,23 @@ def split(
 
     >>> from ringlab.patterns import Dilated
     >>> ladder = Dilated([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
-    >>> [[b.rate for b in some] for some in split(ladder, 65536, 4, 4)]
+    >>> [[b.rate for b in group] for group in split(ladder, 65536, 4, 4)]
     [[1, 2, 4], [8, 16]]
     """
     if isinstance(pattern, BlockSparse):
         return [pattern]
     branches = sorted(pattern.branches(n, heads, kv_heads), key=lambda b: b.rate)
-    if len({h for b in branches for h in b.heads}) == sum(
-        len(b.heads) for b in branches
-    ):
+    all_heads = [h for b in branches for h in b.heads]
+    if len(all_heads) == len(set(all_heads)):
         return [tuple(branches)]
-    found: list[tuple[Branch, ...]] = []
-    for branch in branches:
-        together = (*found[-1], branch) if found else (branch,)
-        if found and interval_rows(together) >= LONG * rows:
-            found[-1] = together
+    groups = [(branches[0],)]
+    for branch in branches[1:]:
+        group = *groups[-1], branch
+        if interval_rows(group) >= MIN_TILES * rows:
+            groups[-1] = group
         else:
-            found.append((branch,))
-    return found
+            groups.append((branch,))
+    return groups
 
 
 def interval_rows(source: Source) -> int:
@@ -71,18 +70,30 @@ def interval_rows(source: Source) -> int:
     return max(1, min(b.length for b in source) // lcm(*(b.rate for b in source)))
 
 
+class Pairs(NamedTuple):
+    """Pairs of intervals that attend, each field (P,).
+
+    ``interval``: of the side that owns tiles. ``first``, ``count``: the first row and
+    the number of rows of the interval of the other side. ``times``: M.
+    """
+
+    interval: Tensor
+    first: Tensor
+    count: Tensor
+    member: Tensor
+    times: Tensor
+
+
 class Intervals(NamedTuple):
     """Row intervals and the pairs of them that attend, repeated ``times`` times,
     ``period`` positions apart.
 
-    Interval i has the rows ``first[i] + j * stride``, j < ``count[i]``. ``pairs``:
-    (interval, first row and number of rows of an interval of the other side, member,
-    M), each (P,).
+    Interval i has the rows ``first[i] + j * stride``, j < ``count[i]``.
     """
 
     first: Tensor
     count: Tensor
-    pairs: tuple[Tensor, ...]
+    pairs: Pairs
     stride: int = 1
     times: int = 1
     period: int = 0
@@ -102,9 +113,8 @@ def _intervals(
         )
         member = torch.arange(members)
         zero = torch.zeros_like(member)
-        yield Intervals(
-            zero[:1], own, (zero, zero, other.expand(members), member, zero + 1)
-        )
+        pairs = Pairs(zero, zero, other.expand(members), member, zero + 1)
+        yield Intervals(zero[:1], own, pairs)
     else:
         branches = [b for spec in specs for b in spec]
         stride = lcm(*(rate for _, rate, _ in branches))
@@ -120,33 +130,22 @@ def _dilated(specs, stride: int, start: int, stop: int, times: int = 1) -> Inter
     """The intervals of [start, stop): a residue class mod ``stride`` between two
     boundaries of any segments.
     """
-    length, rate, offset = torch.tensor(
-        [b for spec in specs for b in spec]
-    ).T  # (branches,)
-    member = torch.tensor(
-        [g for g, spec in enumerate(specs) for _ in spec]
-    )  # (branches,)
+    branches = [b for spec in specs for b in spec]
+    length, rate, offset = torch.tensor(branches).T  # (branches,)
+    members = [member for member, spec in enumerate(specs) for _ in spec]
     inner = [torch.arange(-(-start // w) * w, stop, w) for w in length.tolist()]
-    edges = torch.cat(
-        [torch.tensor([start, stop]), *inner]
-    ).unique()  # (intervals + 1,)
+    ends = torch.tensor([start, stop])
+    edges = torch.cat([ends, *inner]).unique()  # (intervals + 1,)
     left = edges[:-1, None]  # (intervals, 1)
-    segment = (
-        left // length * length
-    )  # first position of each branch's segment (intervals, branches)
-    shown = (
-        segment + offset
-    ) % rate  # the class mod its rate that a branch selects there
+    # The first position of each branch's segment, and the residue class mod its rate
+    # that the branch selects there.
+    segment = left // length * length  # (intervals, branches)
+    shown = (segment + offset) % rate  # (intervals, branches)
     classes = torch.arange(stride)
-    selected = (classes % rate[:, None] == shown[:, :, None]).any(
-        1
-    )  # (intervals, stride)
+    selected = classes % rate[:, None] == shown[:, :, None]
+    selected = selected.any(1)  # (intervals, stride)
     first = left + (classes - left) % stride  # (intervals, stride)
-    count = (
-        (edges[1:, None] - first + stride - 1)
-        .div(stride, rounding_mode="floor")
-        .clamp(min=0)
-    )
+    count = (edges[1:, None] - first + stride - 1) // stride  # (intervals, stride)
     interval, residue = (selected & (count > 0)).nonzero(as_tuple=True)  # (P,)
     first, count = first[interval, residue], count[interval, residue]
     runs = residue[:, None] % rate == shown[interval]  # (P, branches)
@@ -155,24 +154,23 @@ def _dilated(specs, stride: int, start: int, stop: int, times: int = 1) -> Inter
     # intervals.
     low = torch.where(runs, segment, stop).amin(1).clamp(min=start)
     high = torch.where(runs, segment + length, start).amax(1).clamp(max=stop)
-    from_, to = (
+    begin, end = (
         torch.searchsorted(interval, torch.searchsorted(edges, x)) for x in (low, high)
     )  # (P,)
-    found = []
-    for some in torch.arange(len(first)).split(
-        max(1, CHUNK // max((to - from_).tolist(), default=1))
-    ):
-        nth, within = _ragged((to - from_)[some])
-        a, b = some[nth], from_[some[nth]] + within
+    candidates, parts = end - begin, []
+    step = max(1, MAX_CANDIDATES // max(candidates.tolist(), default=1))
+    for chunk in torch.arange(len(first)).split(step):
+        nth, within = _ragged(candidates[chunk])
+        a = chunk[nth]  # (candidates,)
+        b = begin[a] + within  # (candidates,)
         both = runs[a] & runs[b] & (segment[a] == segment[b])  # (candidates, branches)
-        counts = torch.zeros(len(a), len(specs), dtype=torch.int64).index_add_(
-            1, member, both.long()
-        )  # M by member
-        pair, g = counts.nonzero(as_tuple=True)
-        found.append((a[pair], first[b[pair]], count[b[pair]], g, counts[pair, g]))
-    return Intervals(
-        first, count, tuple(map(torch.cat, zip(*found))), stride, times, stop - start
-    )
+        counts = torch.zeros(len(a), len(specs), dtype=torch.int64)  # M by member
+        counts.index_add_(1, torch.tensor(members), both.long())
+        pair, member = counts.nonzero(as_tuple=True)
+        a, b, times_shown = a[pair], b[pair], counts[pair, member]
+        parts.append((a, first[b], count[b], member, times_shown))
+    pairs = Pairs(*map(torch.cat, zip(*parts)))
+    return Intervals(first, count, pairs, stride, times, stop - start)
 
 
 def _ragged(sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,19 +187,16 @@ def _blocks(pattern: BlockSparse, n: int, members: int, by: str) -> Intervals:
     if by == "key":
         order = b.argsort(stable=True)
         a, b = b[order], a[order]
-    each = a, first[b], size[b], torch.zeros_like(a), torch.ones_like(a)
-    pairs = [x.repeat(members) for x in each]
-    pairs[3] = torch.arange(members).repeat_interleave(len(a))
-    return Intervals(first, size, tuple(pairs))
+    member = torch.arange(members).repeat_interleave(len(a))
+    a, b = a.repeat(members), b.repeat(members)
+    pairs = Pairs(a, first[b], size[b], member, torch.ones_like(a))
+    return Intervals(first, size, pairs)
 
 
-HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = range(
-    9
-)  # the columns of ``TileSchedule.tiles``
-ROWS_BITS, TIMES_BITS = (
-    9,
-    8,
-)  # of a packed entry: rows that count, M; the rest is the member
+# The columns of ``TileSchedule.tiles``.
+HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = range(9)
+# Bits of a packed entry: rows that count, M; the rest is the member.
+ROWS_BITS, TIMES_BITS = 9, 8
 SPAN = 1 << 32  # more than any two positions lie apart
 
 
@@ -280,45 +275,32 @@ def make_schedule(
         )
     if members >= 1 << (31 - ROWS_BITS - TIMES_BITS):
         raise ValueError(f"a K/V head cannot serve {members} query heads")
-    owners_of: dict[
-        tuple, list[int]
-    ] = {}  # by the branches of each member: heads with equal ones share their entries
+    # By the branches of each member: heads with equal ones share their entries.
+    owners_of: dict[tuple, list[int]] = {}
     for owner in range(heads // members):
         served = range(owner * members, (owner + 1) * members)
-        specs = (
-            ("blocks",)
-            if isinstance(source, BlockSparse)
-            else tuple(
-                tuple(
-                    (b.length, b.rate, b.offsets[b.heads.index(h)])
-                    for b in source
-                    if h in b.heads
-                )
-                for h in served
-            )
-        )
+        specs = () if isinstance(source, BlockSparse) else _branches_of(source, served)
         owners_of.setdefault(specs, []).append(owner)
     all_tiles, all_entries = [torch.zeros(0, MASKED + 1, dtype=torch.int64)], []
-    covered, stored = True, 0
+    covered, num_entries = True, 0
     for specs, owners in owners_of.items():
-        reached = 0
+        num_rows = 0
         for intervals in _intervals(source, specs, n, keys or n, members, by):
-            if not len(intervals.pairs[0]):
+            if not len(intervals.pairs.interval):
                 continue  # no branch selects a row there
-            tiles, entries = _scheduled(intervals, rows, cols, causal, by)
-            reached += intervals.times * int(tiles[:, COUNT].sum())
-            tiles[:, START] += stored
-            stored += len(entries)
+            tiles, entries = _tiles_and_entries(intervals, rows, cols, causal, by)
+            num_rows += intervals.times * int(tiles[:, COUNT].sum())
+            tiles[:, START] += num_entries
+            num_entries += len(entries)
             bases = torch.arange(intervals.times) * intervals.period  # (times,)
-            tiles = tiles.repeat(
-                len(owners), intervals.times, 1, 1
-            )  # (owners, times, T, 9)
+            repeats = len(owners), intervals.times, 1, 1
+            tiles = tiles.repeat(repeats)  # (owners, times, T, 9)
             tiles[..., HEAD] = torch.tensor(owners)[:, None, None]
             tiles[..., FIRST] += bases[:, None]
             tiles[..., BASE] = bases[:, None]
             all_tiles.append(tiles.flatten(0, 2))
             all_entries.append(entries)
-        covered &= reached == (n if by == "query" else keys or n)
+        covered &= num_rows == (n if by == "query" else keys or n)
     tiles = torch.cat(all_tiles)
     # Programs that read the same keys come together, so that these stay in the cache,
     # and the longest first.
@@ -328,68 +310,67 @@ def make_schedule(
         order = order[key[order].argsort(stable=True)]
     entries = torch.cat([*all_entries, torch.zeros(1, 2, dtype=torch.int64)])
     strides = tiles[:, STRIDE].unique().tolist()
-    return TileSchedule(
-        tiles[order].int(),
-        entries.int(),
-        rows,
-        cols,
-        covered,
-        strides[0] if len(strides) == 1 else 0,
+    stride = strides[0] if len(strides) == 1 else 0
+    return TileSchedule(tiles[order].int(), entries.int(), rows, cols, covered, stride)
+
+
+def _branches_of(source: tuple[Branch, ...], heads: range) -> tuple:
+    """Of each head, (length, rate, offset) of each of its branches."""
+    return tuple(
+        tuple(
+            (b.length, b.rate, b.offsets[b.heads.index(h)])
+            for b in source
+            if h in b.heads
+        )
+        for h in heads
     )
 
 
-def _scheduled(
+def _tiles_and_entries(
     intervals: Intervals, rows: int, cols: int, causal: bool, by: str
 ) -> tuple[Tensor, Tensor]:
     """tiles (T, 9) with head 0, and entries (E, 2), both int64."""
-    interval, first, count, packed = _visited(intervals, cols)  # (E,)
+    interval, first, count, packed = _entries(intervals, cols)  # (E,)
     # A causal tile visits the keys before it; if keys own tiles, with mirrored
     # positions, the queries after it.
-    low, high = _span(first, count, intervals.stride, by)
+    low, high = _bounds(first, count, intervals.stride, by)
     full = count == cols
+    # Partial ones from the far end, then full ones.
     order = torch.where(full, low, -low).argsort(stable=True)
-    order = order[
-        (2 * interval + full)[order].argsort(stable=True)
-    ]  # partial from the far end, then full
-    number = len(intervals.first)
+    order = order[(2 * interval + full)[order].argsort(stable=True)]
+    number, stride = len(intervals.first), intervals.stride
     partials, fulls = (
         torch.bincount(interval[x], minlength=number) for x in (~full, full)
-    )  # (number,)
+    )  # (intervals,)
     starts = (partials + fulls).cumsum(0) - partials - fulls
-    owner, begin, size = _tiles(
-        intervals.first, intervals.count, intervals.stride, rows
-    )  # (T,)
-    partial, whole, seen = (x[owner] for x in (partials, fulls, fulls))  # (T,)
+    owner, begin, size = _cut(intervals.first, intervals.count, stride, rows)  # (T,)
+    partial, whole, seen = partials[owner], fulls[owner], fulls[owner]  # (T,)
     if causal:
-        near, far = _span(begin, size, intervals.stride, by)
-        whole = _below(interval[full], high[full], owner, near)
-        seen = _below(interval[full], low[full], owner, far)
-        partial = _below(interval[~full], low[~full], owner, far)
-    zero, start = torch.zeros_like(owner), starts[owner] + partials[owner] - partial
-    columns = (
-        zero,
-        begin,
-        size,
-        zero + intervals.stride,
-        zero,
-        start,
-        partial,
-        whole,
-        partial + seen - whole,
-    )
-    return torch.stack(columns, 1)[partial + seen > 0], torch.stack([first, packed], 1)[
-        order
-    ]
+        near, far = _bounds(begin, size, stride, by)
+        whole = _count_up_to(interval[full], high[full], owner, near)
+        seen = _count_up_to(interval[full], low[full], owner, far)
+        partial = _count_up_to(interval[~full], low[~full], owner, far)
+    tiles = torch.zeros(len(owner), MASKED + 1, dtype=torch.int64)
+    tiles[:, FIRST], tiles[:, COUNT], tiles[:, STRIDE] = begin, size, stride
+    tiles[:, START] = starts[owner] + partials[owner] - partial
+    tiles[:, PARTIAL], tiles[:, FULL] = partial, whole
+    tiles[:, MASKED] = partial + seen - whole
+    entries = torch.stack([first, packed], 1)[order]
+    return tiles[partial + seen > 0], entries
 
 
-def _below(interval: Tensor, value: Tensor, owner: Tensor, limit: Tensor) -> Tensor:
+def _count_up_to(
+    interval: Tensor, value: Tensor, owner: Tensor, limit: Tensor
+) -> Tensor:
     """For each tile, how many entries of its interval have ``value <= limit``."""
     keys = (interval * SPAN + value).sort().values
     end = torch.searchsorted(keys, owner * SPAN + limit, right=True)
     return end - torch.searchsorted(keys, owner * SPAN - SPAN // 2)
 
 
-def _span(first: Tensor, count: Tensor, stride: int, by: str) -> tuple[Tensor, Tensor]:
+def _bounds(
+    first: Tensor, count: Tensor, stride: int, by: str
+) -> tuple[Tensor, Tensor]:
     """The lowest and the highest position, mirrored if keys own the tiles, because
     causal queries come after keys.
     """
@@ -397,32 +378,27 @@ def _span(first: Tensor, count: Tensor, stride: int, by: str) -> tuple[Tensor, T
     return (first, last) if by == "query" else (-last, -first)
 
 
-def _visited(intervals: Intervals, cols: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _entries(intervals: Intervals, cols: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """interval, first, count, packed of tiles of ``cols`` rows: adjacent intervals with
     one M are cut as one.
     """
-    a, first, count, member, times = intervals.pairs
-    order = ((first % intervals.stride << 31) + first).argsort()  # class by class
-    order = order[(a * SPAN + member)[order].argsort(stable=True)]
-    a, first, count, member, times = (x[order] for x in intervals.pairs)
-    joins = first[1:] == first[:-1] + intervals.stride * count[:-1]
-    for x in (a, member, times):
+    pairs, stride = intervals.pairs, intervals.stride
+    order = ((pairs.first % stride << 31) + pairs.first).argsort()  # class by class
+    order = order[(pairs.interval * SPAN + pairs.member)[order].argsort(stable=True)]
+    interval, first, count, member, times = (x[order] for x in pairs)
+    joins = first[1:] == first[:-1] + stride * count[:-1]
+    for x in (interval, member, times):
         joins &= x[1:] == x[:-1]
     new = torch.cat([torch.ones(1, dtype=torch.bool), ~joins])
-    length = torch.zeros(int(new.sum()), dtype=torch.int64).index_add_(
-        0, new.cumsum(0) - 1, count
-    )
-    run, begin, size = _tiles(first[new], length, intervals.stride, cols)
-    a, member, times = (x[new][run] for x in (a, member, times))
-    return (
-        a,
-        begin,
-        size,
-        size + (times << ROWS_BITS) + (member << ROWS_BITS + TIMES_BITS),
-    )
+    length = torch.zeros(int(new.sum()), dtype=torch.int64)
+    length.index_add_(0, new.cumsum(0) - 1, count)
+    run, begin, size = _cut(first[new], length, stride, cols)
+    interval, member, times = (x[new][run] for x in (interval, member, times))
+    packed = size + (times << ROWS_BITS) + (member << ROWS_BITS + TIMES_BITS)
+    return interval, begin, size, packed
 
 
-def _tiles(
+def _cut(
     first: Tensor, count: Tensor, stride: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(interval, first row, rows) of the tiles of intervals."""

@@ -8,7 +8,7 @@ row sum per query and, for half precision in several launches, fp32 results.
 
 Tile sizes are those that ``triton_tune`` found for this GPU, else the defaults: on
 compute capability 9.0 the Gluon kernels where they can run (see ``gluon``), elsewhere
-kernels that read by pointers. Values are tested by Triton's interpreter, and all sizes
+kernels that read by pointers. Values are tested by Triton's interpreter, and the defaults
 compile for compute capability 8.0 to 12.0 without spills. Measured on an H200
 (2026-11-26, tree 8f63b8c): right, and in half precision 2.6 to 71 times as fast as a
 call for each branch or block; in fp32 torch's efficient kernel is 2.2 times as fast.
@@ -31,12 +31,10 @@ from . import gluon, jit, tile_schedule, triton_config
 from .base import HALF, capability, needs_cuda, wants_dtype
 from .external import missing
 from .tile_schedule import Source, TileSchedule
-from .triton_config import LOG2E, Sizes, early, padded, precision
+from .triton_config import LOG2E, LaunchKind, Sizes, early, padded, precision, tuned
 
-WIDEST = 256  # head_dim
-Pick = Callable[
-    [str, Tensor, Tensor, bool, bool], Sizes
-]  # by pass, q, k, causal and joins
+MAX_HEAD_DIM = 256
+Pick = Callable[[LaunchKind, torch.device], Sizes]
 
 
 def interpreted() -> bool:
@@ -50,33 +48,30 @@ def interpreted() -> bool:
 class Launch:
     """One launch of a pass, for tensors that differ in nothing but their addresses.
 
-    ``why``: the reason why the picked sizes cannot run here and pointers are read, or
-    None. ``compiled`` is of ``jit.launch``, ``descriptors`` of ``gluon``.
+    ``compiled`` is of ``jit.launch``, ``descriptors`` of ``gluon``.
     """
 
     size: Sizes
     schedule: TileSchedule
-    why: str | None
     compiled: dict = field(default_factory=dict)
     descriptors: list = field(default_factory=list)
 
 
-def tuned(name: str, q: Tensor, k: Tensor, causal: bool, joins: bool) -> Sizes:
-    """The sizes that were tuned for a launch on this GPU, else the defaults."""
-    d, compute = q.shape[3], compute_of(q)
-    use = triton_config.Use.of(
-        name, d, q.dtype, causal, joins, q.shape[2] // k.shape[2]
-    )
-    return triton_config.chosen(use, q.device, compute) or triton_config.sizes(
-        name, d, q.dtype, compute, joins
-    )
+def kind_of_launch(
+    name: str, q: Tensor, k: Tensor, causal: bool, joins: bool = False
+) -> LaunchKind:
+    """The kind of a launch of the pass ``name``, for q (b, n, h, d) and k (b, m, h_kv,
+    d).
+    """
+    group = q.shape[2] // k.shape[2]
+    return LaunchKind(name, q.shape[3], q.dtype, compute_of(q), causal, joins, group)
 
 
 class TritonKernel:
     """A dense kernel like the others, and whole patterns by ``attend`` and
     ``gradients``.
 
-    ``pick`` chooses the sizes of a launch.
+    ``pick(kind, device)`` chooses the sizes of a launch.
     """
 
     name = "triton"
@@ -85,14 +80,13 @@ class TritonKernel:
         self._pick = pick
 
     def refuses(self, device, dtype, head_dim):
-        if why := (None if interpreted() else needs_cuda(device, (8, 0))) or missing(
-            "triton", "triton"
-        ):
+        why = None if interpreted() else needs_cuda(device, (8, 0))
+        if why := why or missing("triton", "triton"):
             return why
         if interpreted() and dtype == torch.bfloat16:
             return "triton's interpreter multiplies bfloat16 wrongly"
-        if head_dim > WIDEST:
-            return f"needs a head_dim of at most {WIDEST}, not {head_dim}"
+        if head_dim > MAX_HEAD_DIM:
+            return f"needs a head_dim of at most {MAX_HEAD_DIM}, not {head_dim}"
         return wants_dtype(dtype, (torch.float32, *HALF))
 
     def forward(self, q, k, v, causal, scale):
@@ -145,10 +139,9 @@ class TritonKernel:
         the final out and lse.
         """
         dout, rows = dense_rows(dout), row_sums(dout, out, lse, dlse, cached)
-        given = dout, rows, q, k, v, pattern, causal, scale, cached
-        return *self.gradient("backward_q", *given), *self.gradient(
-            "backward_kv", *given
-        )
+        call = dout, rows, q, k, v, pattern, causal, scale, cached
+        (dq,) = self.gradient("backward_q", *call)
+        return dq, *self.gradient("backward_kv", *call)
 
     def gradient(
         self,
@@ -161,7 +154,7 @@ class TritonKernel:
         pattern: Pattern,
         causal,
         scale,
-        cached=caches.GLOBAL.get,
+        cached,
     ):
         """(dq,) of "backward_q" or (dk, dv) of "backward_kv"; ``rows`` is the result of
         ``row_sums``.
@@ -169,22 +162,20 @@ class TritonKernel:
         refuse_recording("Triton's kernels", "efficient")
         launches = self._kept(name, (dout, q, k, v), pattern, causal, cached)
         dtype = q.dtype if len(launches) == 1 else torch.float32
-        made = torch.empty if launches[0].schedule.covered else torch.zeros
-        into = [
-            made(t.shape, dtype=dtype, device=t.device)
-            for t in ((q,) if name == "backward_q" else (k, v))
-        ]
+        new = torch.empty if launches[0].schedule.covered else torch.zeros
+        inputs = (q,) if name == "backward_q" else (k, v)
+        grads = [new(t.shape, dtype=dtype, device=t.device) for t in inputs]
         for i, launch in enumerate(launches):
-            _launch(name, launch, (dout, q, k, v), rows, into, scale, causal, i > 0)
-        return tuple(t.to(q.dtype) for t in into)
+            _launch(name, launch, (dout, q, k, v), rows, grads, scale, causal, i > 0)
+        return tuple(t.to(q.dtype) for t in grads)
 
     def _kept(self, name, read, pattern: Pattern, causal: bool, cached) -> list[Launch]:
         """The launches of a pass, kept from call to call for one layout of the tensors
         that it reads.
         """
         q, k = read[-3:-1]
-        picked = (self._pick(name, q, k, causal, joins) for joins in (False, True))
-        key = "launches", name, pattern, causal, *picked, *map(layout, read), q.device
+        sizes = (self._sizes(name, q, k, causal, joins) for joins in (False, True))
+        key = "launches", name, pattern, causal, *sizes, *map(layout, read), q.device
         return cached(key, lambda: self.launches(name, read, pattern, causal, cached))
 
     def launches(
@@ -193,28 +184,22 @@ class TritonKernel:
         """The launches of the pass ``name``, in order; ``read`` is (dout of a backward
         pass,) q, k, v.
         """
-        q, k = read[-3:-1]
-        (_, n, heads, d), kv_heads, by = (
-            q.shape,
-            k.shape[2],
-            "key" if name == "backward_kv" else "query",
-        )
-        found: list[Launch] = []
-        for source in tile_schedule.split(
-            pattern, n, heads, kv_heads, self._pick(name, q, k, causal, False).rows
-        ):
-            joins = bool(found)
-            size, why = self._pick(name, q, k, causal, joins), None
+        (q, k), launches = read[-3:-1], []
+        by = "key" if name == "backward_kv" else "query"
+        rows = self._sizes(name, q, k, causal, False).rows
+        sources = tile_schedule.split(pattern, *q.shape[1:3], k.shape[2], rows)
+        for i, source in enumerate(sources):
+            size = self._sizes(name, q, k, causal, i > 0)
             schedule = _schedule(source, size, q, k, causal, by, cached)
-            if size.reads == "gluon" and (
-                why := gluon.unfit(size, schedule, read, joins)
-            ):
-                size = triton_config.pointer_sizes(
-                    name, d, q.dtype, compute_of(q), joins
-                )
+            if size.reads == "gluon" and gluon.unfit(size, schedule, read, i > 0):
+                kind = kind_of_launch(name, q, k, causal, i > 0)
+                size = triton_config.pointer_sizes(kind)
                 schedule = _schedule(source, size, q, k, causal, by, cached)
-            found.append(Launch(size, schedule, why))
-        return found
+            launches.append(Launch(size, schedule))
+        return launches
+
+    def _sizes(self, name, q: Tensor, k: Tensor, causal: bool, joins: bool) -> Sizes:
+        return self._pick(kind_of_launch(name, q, k, causal, joins), q.device)
 
 
 def compute_of(t: Tensor) -> tuple[int, int]:
@@ -240,21 +225,17 @@ def _schedule(
     """The cached schedule of a source, with smaller tiles if its row intervals are
     shorter.
     """
-    short = max(
-        triton_config.LEAST, 1 << (tile_schedule.interval_rows(source) - 1).bit_length()
-    )
-    rows = min(size.rows, short)
-    cols = size.cols if isinstance(source, BlockSparse) else min(size.cols, short)
+    most = padded(tile_schedule.interval_rows(source))
+    rows = min(size.rows, most)
+    cols = size.cols if isinstance(source, BlockSparse) else min(size.cols, most)
     (n, heads), (m, kv_heads) = q.shape[1:3], k.shape[1:3]
-
     options = {"rows": rows, "cols": cols, "causal": causal, "by": by, "keys": m}
-    key = ("tile schedule", source, n, heads, kv_heads, *options.values(), q.device)
-    return cached(
-        key,
-        lambda: tile_schedule.make_schedule(source, n, heads, kv_heads, **options).to(
-            q.device
-        ),
-    )
+    call = source, n, heads, kv_heads
+
+    def build() -> TileSchedule:
+        return tile_schedule.make_schedule(*call, **options).to(q.device)
+
+    return cached(("tile schedule", *call, *options.values(), q.device), build)
 
 
 def row_sums(

@@ -1,11 +1,11 @@
 """Tile sizes of the Triton and Gluon kernels: defaults, candidates for tuning, and the
 file of tuned sizes.
 
-Candidates were compiled without a GPU, in bfloat16 for head_dim 64, 128 and 256, causal
-or not, for compute capability 8.0, 8.6, 8.9, 9.0, 10.0 and 12.0. None spills registers
-or needs more shared memory than there is. On an H200 (2026-11-26, tree 8f63b8c) the
-Gluon kernels were the fastest of each pass in half precision, and right: they are the
-default for compute capability 9.0.
+The defaults were compiled without a GPU, in bfloat16 for head_dim 64, 128 and 256,
+causal or not, for compute capability 8.0, 8.6, 8.9, 9.0, 10.0 and 12.0. None spills
+registers or needs more shared memory than there is. On an H200 (2026-11-26, tree
+8f63b8c) the Gluon kernels were the fastest of each pass in half precision, and right:
+they are the default for compute capability 9.0.
 
 The tuned sizes of each GPU model are one JSON file in the user's cache folder, valid
 for one version of Triton and of the kernels' code. A file that cannot be read or does
@@ -30,6 +30,7 @@ from .base import HALF
 LEAST = 16  # rows of the smallest tile that tensor cores take
 LOG2E = 1.4426950408889634
 TILE_PASSES = ("forward", "backward_q", "backward_kv")
+MAX_GROUP = 8  # query heads per K/V head; more are tuned as if there were 8
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,34 @@ class Sizes:
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.cols}, {self.warps} warps, {self.stages} stages, {self.reads}"
+
+
+@dataclass(frozen=True)
+class LaunchKind:
+    """What tile sizes depend on. The sequence length is not part of it.
+
+    ``name``: the pass. ``capability``: the GPU's. ``joins``: the launch adds to the
+    results of an earlier one. ``group``: query heads per K/V head; its text, by which
+    sizes are stored, rounds them to a power of two.
+
+    >>> str(LaunchKind("forward", 128, torch.bfloat16, (8, 6), causal=True, group=12))
+    'forward, head_dim 128, bfloat16, causal, groups of 8'
+    """
+
+    name: str
+    head_dim: int
+    dtype: torch.dtype
+    capability: tuple[int, int]
+    causal: bool = False
+    joins: bool = False
+    group: int = 1
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        group = min(MAX_GROUP, 1 << (self.group.bit_length() - 1))
+        flags = [*["causal"] * self.causal, *["joins"] * self.joins]
+        parts = self.name, f"head_dim {self.head_dim}", dtype, *flags
+        return ", ".join([*parts, f"groups of {group}"])
 
 
 # By pass, then head_dim up to: (2-byte dtypes; the same on Hopper and data-centre
@@ -89,104 +118,47 @@ GLUON = {
 
 # Whose default sizes were measured: nothing is left to tune.
 MEASURED = ((9, 0),)
-# What tuning times besides the defaults in 2-byte dtypes, by architecture class and
-# pass: for head_dim up to 64, to 128 and to 256. As Sizes read by pointers.
-CANDIDATES = {
-    ("10.x", "forward"): ([(128, 64, 4, 2)], [(128, 32, 8, 2)], [(64, 64, 8, 2)]),
-    ("10.x", "backward_q"): (
-        [(128, 32, 8, 2), (64, 64, 4, 2)],
-        [(64, 64, 8, 2)],
-        [(32, 64, 8, 1)],
-    ),
-    ("10.x", "backward_kv"): (
-        [(128, 32, 8, 2), (64, 64, 8, 2)],
-        [(64, 32, 8, 2), (64, 64, 8, 2)],
-        [(32, 64, 8, 1)],
-    ),
-    ("8.0", "forward"): (
-        [(64, 64, 4, 2)],
-        [(64, 32, 4, 2), (64, 32, 4, 3)],
-        [(64, 32, 8, 2), (32, 32, 4, 2)],
-    ),
-    ("8.0", "backward_q"): (
-        [(128, 32, 8, 2), (128, 64, 8, 3)],
-        [(64, 64, 8, 2), (128, 32, 8, 3)],
-        [(64, 64, 8, 1), (64, 32, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1)],
-    ),
-    ("8.0", "backward_kv"): (
-        [(128, 32, 8, 3), (64, 32, 4, 2)],
-        [(64, 64, 8, 1)],
-        [(32, 64, 8, 1)],
-    ),
-    ("small", "forward"): (
-        [(64, 64, 4, 2)],
-        [(64, 32, 4, 2), (64, 32, 4, 3)],
-        [(64, 32, 8, 2), (32, 32, 4, 2)],
-    ),
-    ("small", "backward_q"): (
-        [(128, 32, 8, 2)],
-        [(64, 64, 8, 2), (64, 32, 4, 2)],
-        [(32, 32, 4, 1)],
-    ),
-    ("small", "backward_kv"): ([(64, 32, 4, 2)], [(32, 32, 4, 2)], []),
-}
+# What tuning times besides the defaults in 2-byte dtypes, read by pointers. A GPU
+# refuses those that take more than it has.
+CANDIDATES = (
+    Sizes(128, 64, 8, 2),
+    Sizes(128, 32, 8, 2),
+    Sizes(64, 64, 8, 2),
+    Sizes(64, 64, 4, 2),
+    Sizes(64, 32, 4, 2),
+    Sizes(32, 32, 4, 1),
+)
 
 
-def sizes(
-    name: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    compute: tuple[int, int],
-    joins: bool = False,
-) -> Sizes:
-    """The default of the pass ``name`` on a compute capability: Gluon where it can run.
-
-    ``joins``: for a launch that adds to the results of an earlier one.
-    """
-    if compute == (9, 0) and dtype in HALF and not joins and (name, head_dim) in GLUON:
-        return GLUON[name, head_dim]
-    return pointer_sizes(name, head_dim, dtype, compute, joins)
+def sizes(kind: LaunchKind) -> Sizes:
+    """The default of a kind of launch: Gluon where it can run."""
+    known = (kind.name, kind.head_dim) in GLUON and kind.dtype in HALF
+    if known and kind.capability == (9, 0) and not kind.joins:
+        return GLUON[kind.name, kind.head_dim]
+    return pointer_sizes(kind)
 
 
-def pointer_sizes(
-    name: str, head_dim: int, dtype: torch.dtype, compute: tuple[int, int], joins: bool
-) -> Sizes:
+def pointer_sizes(kind: LaunchKind) -> Sizes:
     """The default among those that read by pointers. Patterns with short row intervals
-    make it smaller, and a launch that ``joins`` takes more registers.
+    make it smaller, and a launch that joins takes more registers.
     """
-    small, large, single = next(
-        x for most, x in SIZES[name].items() if head_dim <= most
-    )
-    return (
-        single
-        if dtype not in HALF
-        else large
-        if compute[0] in (9, 10) and not joins
-        else small
-    )
+    by_head_dim = SIZES[kind.name].items()
+    small, large, fp32 = next(x for most, x in by_head_dim if kind.head_dim <= most)
+    if kind.dtype not in HALF:
+        return fp32
+    return large if kind.capability[0] in (9, 10) and not kind.joins else small
 
 
-def candidates(
-    name: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    compute: tuple[int, int],
-    joins: bool = False,
-):
-    """The ``Sizes`` that tuning times, at most six, the default first.
+def candidates(kind: LaunchKind) -> tuple[Sizes, ...]:
+    """The ``Sizes`` that tuning times, the default first.
 
-    >>> candidates("backward_kv", 128, torch.float32, (8, 6))
+    >>> candidates(LaunchKind("backward_kv", 128, torch.float32, (8, 6)))
     (Sizes(rows=32, cols=16, warps=8, stages=1, reads='pointers'),)
     """
-    default = sizes(name, head_dim, dtype, compute, joins)
-    if dtype not in HALF:
-        return (default,)
-    pointers, listed = pointer_sizes(name, head_dim, dtype, compute, joins), []
-    if compute not in MEASURED:
-        large = "8.0" if compute in ((8, 0), (8, 7)) else "small"
-        kind = "10.x" if compute[0] == 10 else large
-        listed = CANDIDATES[kind, name][(head_dim > 64) + (head_dim > 128)]
-    return tuple(dict.fromkeys((default, pointers, *(Sizes(*x) for x in listed))))
+    if kind.dtype not in HALF:
+        return (sizes(kind),)
+    more = () if kind.capability in MEASURED else CANDIDATES
+    return tuple(dict.fromkeys((sizes(kind), pointer_sizes(kind), *more)))
 
 
 def precision(head_dim: int, dtype: torch.dtype) -> str:
@@ -225,73 +197,16 @@ CODE = (
     "gluon_kernels.py",
 )
 FILES = "triton-lists-*.json"
-MOST_MEMBERS = 8  # query heads per K/V head; more are tuned as if there were 8
-
-
-@dataclass(frozen=True)
-class Use:
-    """What sizes are tuned for. The sequence length is not part of it.
-
-    ``name``: the pass. ``joins``: a launch that adds to the results of an earlier one.
-    ``group``: query heads per K/V head, as a power of two.
-
-    >>> str(Use.of("forward", 128, torch.bfloat16, True, False, 12))
-    'forward, head_dim 128, bfloat16, causal, groups of 8'
-    """
-
-    name: str
-    head_dim: int
-    dtype: torch.dtype
-    causal: bool
-    joins: bool
-    group: int
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        head_dim: int,
-        dtype: torch.dtype,
-        causal: bool,
-        joins: bool,
-        group: int,
-    ) -> Use:
-        """The use of a launch with any number of query heads per K/V head."""
-        return cls(
-            name,
-            head_dim,
-            dtype,
-            causal,
-            joins,
-            min(MOST_MEMBERS, 1 << (group.bit_length() - 1)),
-        )
-
-    def __str__(self) -> str:
-        said = (
-            self.name,
-            f"head_dim {self.head_dim}",
-            str(self.dtype).removeprefix("torch."),
-        )
-        return ", ".join(
-            [
-                *said,
-                *["causal"] * self.causal,
-                *["joins"] * self.joins,
-                f"groups of {self.group}",
-            ]
-        )
 
 
 def folder() -> Path:
     """``RINGLAB_CACHE``, else ``ringlab`` in the user's cache folder. It need not
     exist.
     """
-    if given := os.environ.get("RINGLAB_CACHE"):
-        return Path(given)
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-        / "ringlab"
-    )
+    if named := os.environ.get("RINGLAB_CACHE"):
+        return Path(named)
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches, "ringlab")
 
 
 @lru_cache(maxsize=64)
@@ -299,24 +214,20 @@ def stamp(device: torch.device) -> dict[str, str]:
     """The GPU model, Triton's version and a hash of the kernels' code: tuned sizes hold
     for these alone.
     """
-    model = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
-    )
-    here, sha = Path(__file__).parent, hashlib.sha256()
+    model = "interpreter"
+    if device.type == "cuda":
+        model = torch.cuda.get_device_name(device)
+    sha = hashlib.sha256()
     for name in CODE:
-        sha.update((here / name).read_bytes())
-    return {
-        "device": model,
-        "triton": version("triton"),
-        "engine": sha.hexdigest()[:12],
-    }
+        sha.update((Path(__file__).parent / name).read_bytes())
+    engine = sha.hexdigest()[:12]
+    return {"device": model, "triton": version("triton"), "engine": engine}
 
 
 def path(device: torch.device) -> Path:
     """The file of the tuned sizes for a GPU. It need not exist."""
-    return folder() / FILES.replace(
-        "*", hashlib.sha256(json.dumps(stamp(device)).encode()).hexdigest()[:12]
-    )
+    digest = hashlib.sha256(json.dumps(stamp(device)).encode()).hexdigest()
+    return folder() / FILES.replace("*", digest[:12])
 
 
 @lru_cache(maxsize=64)  # it takes as long as a launch
@@ -324,22 +235,23 @@ def _path(device: torch.device, _folder: str | None) -> Path:
     return path(device)
 
 
-def chosen(use: Use, device: torch.device, compute: tuple[int, int]) -> Sizes | None:
-    """The sizes that were tuned for a use on a GPU, or None."""
-    file = _path(device, os.environ.get("RINGLAB_CACHE"))
-    text = (choices := _read(file, device)) and choices.get(str(use))
-    if not text:
+def tuned(kind: LaunchKind, device: torch.device) -> Sizes:
+    """The sizes of a kind of launch on a GPU: those that were tuned, else the default."""
+    return chosen(kind, device) or sizes(kind)
+
+
+def chosen(kind: LaunchKind, device: torch.device) -> Sizes | None:
+    """The sizes that were tuned for a kind of launch on a GPU, or None."""
+    choices = _read(_path(device, os.environ.get("RINGLAB_CACHE")), device)
+    if not choices or not (text := choices.get(str(kind))):
         return None
-    known = {
-        str(x): x
-        for x in candidates(use.name, use.head_dim, use.dtype, compute, use.joins)
-    }
+    known = {str(x): x for x in candidates(kind)}
     if str(text) not in known:
-        _warn(path(device), f"{text} is no candidate for {use}")
+        _warn(path(device), f"{text} is no candidate for {kind}")
     return known.get(str(text))
 
 
-def keep(found: dict[Use, Sizes], device: torch.device) -> Path:
+def keep(best: dict[LaunchKind, Sizes], device: torch.device) -> Path:
     """Add tuned sizes to the file of a GPU and return its path. The file is replaced at
     once, never half written.
 
@@ -347,31 +259,27 @@ def keep(found: dict[Use, Sizes], device: torch.device) -> Path:
     """
     file = path(device)
     _read.cache_clear()  # another process may have written
-    choices = _read(file, device) | {str(use): str(x) for use, x in found.items()}
+    choices = _read(file, device) | {str(kind): str(x) for kind, x in best.items()}
+    contents = stamp(device) | {"choices": dict(sorted(choices.items()))}
     file.parent.mkdir(parents=True, exist_ok=True)
-    made = file.with_suffix(f".{os.getpid()}.tmp")
-    made.write_text(
-        json.dumps(
-            stamp(device) | {"choices": dict(sorted(choices.items()))}, indent=1
-        ),
-        encoding="utf-8",
-    )
-    os.replace(made, file)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(contents, indent=1), encoding="utf-8")
+    os.replace(temporary, file)
     _read.cache_clear()
     return file
 
 
 @lru_cache(maxsize=64)
 def _read(file: Path, device: torch.device) -> dict[str, str]:
-    """Sizes by use, both as text. Nothing, and one warning, if the file is not valid
-    for this GPU and code.
+    """Sizes by kind of launch, both as text. Nothing, and one warning, if the file is
+    not valid for this GPU and code.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        choices = found.pop("choices")
-        if found == stamp(device):
+        origin = json.loads(file.read_text(encoding="utf-8"))
+        choices = origin.pop("choices")
+        if origin == stamp(device):
             return dict(choices)
-        _warn(file, f"it is of {found}")
+        _warn(file, f"it is of {origin}")
     except FileNotFoundError:
         pass
     except (

@@ -16,28 +16,28 @@ from torch import Tensor
 from ..cache import PatternCache
 from ..patterns import Pattern
 from . import PROBE_ERROR, probe, triton_config
-from .triton import Launch, TritonKernel, compute_of, dense_rows, row_sums
-from .triton_config import TILE_PASSES, Sizes, Use, shortened
+from .triton import Launch, TritonKernel, dense_rows, kind_of_launch, row_sums
+from .triton_config import TILE_PASSES, LaunchKind, Sizes, shortened
 
 Timer = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """The result for one use: seconds per call of each correct candidate, and the
+    """The result for one kind of launch: seconds per call of each correct candidate, and the
     reason why others were not timed.
 
     ``default`` runs if nothing is tuned.
 
     >>> first, second = Sizes(128, 64, 8, 2), Sizes(64, 64, 4, 2)
-    >>> use = Use.of("forward", 64, torch.float16, False, False, 1)
-    >>> print(Timed(use, first, {first: 0.002, second: 0.0015}, {}))
+    >>> kind = LaunchKind("forward", 64, torch.float16, (8, 6))
+    >>> print(Timed(kind, first, {first: 0.002, second: 0.0015}, {}))
     forward, head_dim 64, float16, groups of 1: 64 x 64, 4 warps, 2 stages, pointers
         1.500 ms  64 x 64, 4 warps, 2 stages, pointers
         2.000 ms  128 x 64, 8 warps, 2 stages, pointers
     """
 
-    use: Use
+    kind: LaunchKind
     default: Sizes
     seconds: dict[Sizes, float]
     refused: dict[Sizes, str]
@@ -57,7 +57,7 @@ class Timed:
         lines += [
             f"{'refused':>12}  {size}: {why}" for size, why in self.refused.items()
         ]
-        return "\n".join([f"{self.use}: {self.best}", *lines])
+        return "\n".join([f"{self.kind}: {self.best}", *lines])
 
 
 def median(call: Callable[[], object]) -> float:
@@ -82,7 +82,7 @@ def tune(
 
     A candidate must give the results of the defaults, up to rounding; the probe
     compares those with float64. One that differs, does not compile or cannot read these
-    tensors is refused with the reason. The fastest is stored for its use (``Use``) in
+    tensors is refused with the reason. The fastest is stored for its ``LaunchKind`` in
     the file of this GPU. If a pattern needs several launches, the first is tuned, then
     the later ones. ``timer(call)`` returns the seconds of a call.
 
@@ -97,56 +97,55 @@ def tune(
         raise NotImplementedError(
             f"backend 'triton' cannot run on {q.device.type} in {q.dtype}: {why}"
         )
-    calls, found = Calls(q, k, v, pattern, causal), []
+    calls, best = Calls(q, k, v, pattern, causal), {}
+    results = []
     for name in passes:
-        taken: dict[Use, Sizes] = {}
         for joins in (False, True):  # the first launch, and those that add to it
-            if len(calls.launches(name, taken)) > joins:
-                found.append(_timed(calls, calls.use(name, joins), taken, timer))
-                taken[found[-1].use] = found[-1].best
-    triton_config.keep({one.use: one.best for one in found}, q.device)
-    return found
+            if len(calls.launches(name, best)) > joins:
+                kind = kind_of_launch(name, *calls.tensors[:2], causal, joins)
+                results.append(_timed(calls, kind, best, timer))
+                best[kind] = results[-1].best
+    triton_config.keep(best, q.device)
+    return results
 
 
-def _timed(calls: Calls, use: Use, taken: dict[Use, Sizes], timer: Timer) -> Timed:
+def _timed(
+    calls: Calls, kind: LaunchKind, best: dict[LaunchKind, Sizes], timer: Timer
+) -> Timed:
+    """Time the candidates of a kind of launch; earlier launches have their ``best``."""
     from triton.errors import TritonError
 
-    default, *_ = tried = calls.candidates(use)
-    want = calls.call(use.name, taken | {use: default})()
-    found = Timed(use, default, {}, {})
-    for size in tried:
-        now = taken | {use: size}
-        launch = calls.launches(use.name, now)[use.joins]
+    default, *_ = sizes = triton_config.candidates(kind)
+    expected = calls.call(kind.name, best | {kind: default})()
+    result = Timed(kind, default, {}, {})
+    for size in sizes:
+        launch = calls.launches(kind.name, best | {kind: size})[kind.joins]
         # Tiles that this pattern makes smaller would be timed under the name of larger
         # ones.
-        why = launch.why or (
-            None if size == default else shortened(size, launch.schedule)
-        )
+        why = None if size == default else shortened(size, launch.schedule)
         try:
-            call = calls.call(use.name, now)
-            why = why or differs(call(), want, PROBE_ERROR.get(use.dtype, 0.05))
+            call = calls.call(kind.name, best | {kind: size})
+            why = why or differs(call(), expected, PROBE_ERROR.get(kind.dtype, 0.05))
             if why is None:
-                found.seconds[size] = timer(call)
+                result.seconds[size] = timer(call)
         except (RuntimeError, TritonError) as failure:
             why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
         if why is not None:
-            found.refused[size] = why
-    return found
+            result.refused[size] = why
+    return result
 
 
 def differs(
-    found: tuple[Tensor, ...], want: tuple[Tensor, ...], most: float
+    results: tuple[Tensor, ...], expected: tuple[Tensor, ...], most: float
 ) -> str | None:
     """Why results are not those of the defaults, or None. Rows that see nothing have
     lse -inf in both.
     """
-    for x, y in zip(found, want):
-        off = (
-            torch.where(x == y, 0, x - y).float().norm()
-            / y.float().nan_to_num(0, 0, 0).norm()
-        )
-        if not off <= most:
-            return f"wrong result: off by {off:.1e}"
+    for x, y in zip(results, expected):
+        difference = torch.where(x == y, 0, x - y).float().norm()
+        error = difference / y.float().nan_to_num(0, 0, 0).norm()
+        if not error <= most:
+            return f"wrong result: off by {error:.1e}"
     return None
 
 
@@ -157,42 +156,27 @@ class Calls:
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, causal: bool
     ) -> None:
         self.tensors = tuple(map(dense_rows, (q, k, v)))
-        self.shared = (pattern, causal, q.shape[3] ** -0.5)
+        self.options = pattern, causal, q.shape[3] ** -0.5
         out, lse = self.call("forward", {})()
         self.dout = torch.randn(q.shape, device=q.device).to(q.dtype)
         self.rows = row_sums(self.dout, out, lse, None, PatternCache().get)
 
-    def use(self, name: str, joins: bool) -> Use:
-        q, k, _ = self.tensors
-        return Use.of(
-            name, q.shape[3], q.dtype, self.shared[1], joins, q.shape[2] // k.shape[2]
+    def kernel(self, sizes: dict[LaunchKind, Sizes]) -> TritonKernel:
+        """The kernel with these sizes, and the defaults for every other launch."""
+        return TritonKernel(
+            lambda kind, _: sizes.get(kind) or triton_config.sizes(kind)
         )
 
-    def candidates(self, use: Use) -> tuple[Sizes, ...]:
-        compute = compute_of(self.tensors[0])
-        return triton_config.candidates(
-            use.name, use.head_dim, use.dtype, compute, use.joins
-        )
-
-    def kernel(self, taken: dict[Use, Sizes]) -> TritonKernel:
-        """The kernel with these sizes, and the defaults for every other use."""
-
-        def pick(name, q, k, causal, joins) -> Sizes:
-            return taken.get(use := self.use(name, joins)) or self.candidates(use)[0]
-
-        return TritonKernel(pick)
-
-    def launches(self, name: str, taken: dict[Use, Sizes]) -> list[Launch]:
+    def launches(self, name: str, sizes: dict[LaunchKind, Sizes]) -> list[Launch]:
         read = self.tensors if name == "forward" else (self.dout, *self.tensors)
-        return self.kernel(taken).launches(name, read, *self.shared[:2])
+        return self.kernel(sizes).launches(name, read, *self.options[:2])
 
     def call(
-        self, name: str, taken: dict[Use, Sizes]
+        self, name: str, sizes: dict[LaunchKind, Sizes]
     ) -> Callable[[], tuple[Tensor, ...]]:
         """One pass, ready to run. It keeps its own plans."""
-        kernel, cached = self.kernel(taken), PatternCache(1 << 30).get
+        kernel, cached = self.kernel(sizes), PatternCache(1 << 30).get
+        call = *self.tensors, *self.options, cached
         if name == "forward":
-            return lambda: kernel.attend(*self.tensors, *self.shared, cached)
-        return lambda: kernel.gradient(
-            name, self.dout, self.rows, *self.tensors, *self.shared, cached
-        )
+            return lambda: kernel.attend(*call)
+        return lambda: kernel.gradient(name, self.dout, self.rows, *call)
