@@ -61,11 +61,16 @@ def refuses(device: torch.device | DeviceSpec, dtype: torch.dtype) -> str | None
 class Rows:
     """Where the rows of each call's result lie, for the device code.
 
-    ``table`` (heads, calls, 11) int64: first position, length, segments, rate, rows of
-    a segment; then first element, stride of the batch and of rows in the result, and
-    the same in its lse. 0 segments: the call does not have the head. ``firsts``
-    (owners,): the first row to merge; further ones are ``step`` apart. ``aligned``: a
-    common divisor of all elements, at most 16. ``compiled`` is of ``jit.launch``.
+    ``table`` (heads, calls, 11) int64, in each line
+
+    - of the positions: the first one, the length of a segment, segments (0: the call
+      does not have the head), rate, rows of a segment;
+    - of the result: the first element, the strides of batch and rows;
+    - the same three of its lse.
+
+    ``firsts`` (owners,): the first row to merge; further ones are ``step`` apart.
+    ``aligned``: a common divisor of all elements, at most 16. ``compiled`` is of
+    ``jit.launch``.
     """
 
     table: Tensor
@@ -95,45 +100,30 @@ def make_rows(
     >>> rows.step, rows.firsts.tolist(), rows.aligned, rows.table.flatten().tolist()
     (2, [1], 8, [1, 8, 1, 2, 4, 0, 32, 8, 0, 4, 1])
     """
-    lines = [[[0] * 11 for _ in calls] for _ in range(heads)]
+    table = [[[0] * 11 for _ in calls] for _ in range(heads)]
     for i, (call, ((o_b, o_n, o_h), (l_b, l_h, l_n))) in enumerate(zip(calls, strides)):
         for j in range(call.heads):
             q = call.q
             # A GPU divides by the length: one segment must have one.
             length = q.node_step if call.nodes > 1 else n
-            place = q.first + j * q.shift, length, call.nodes, q.step, q.rows
-            lines[q.head + j * q.head_step][i] = [
-                *place,
-                j * o_h,
-                o_b,
-                o_n,
-                j * l_h,
-                l_b,
-                l_n,
-            ]
-    aligned = gcd(16, *(x for head in lines for line in head for x in line[5:8]))
+            rows = q.first + j * q.shift, length, call.nodes, q.step, q.rows
+            elements = j * o_h, o_b, o_n, j * l_h, l_b, l_n
+            table[q.head + j * q.head_step][i] = [*rows, *elements]
+    aligned = gcd(16, *(x for head in table for line in head for x in line[5:8]))
     firsts, step = [0] * (heads // group), 1
     if over:
         step = 0
         for owner in range(heads // group):
-            mine = [
-                line
-                for head in lines[owner * group : (owner + 1) * group]
-                for line in head
-                if line[2]
-            ]
-            firsts[owner] = mine[0][0] if mine else n
-            for start, length, segments, rate, rows, *_ in mine:
-                step = gcd(
-                    step,
-                    start - firsts[owner],
-                    rate if rows > 1 else 0,
-                    length if segments > 1 else 0,
-                )
+            members = table[owner * group : (owner + 1) * group]
+            lines = [line for head in members for line in head if line[2]]
+            firsts[owner] = lines[0][0] if lines else n
+            for start, length, segments, rate, rows, *_ in lines:
+                steps = rate if rows > 1 else 0, length if segments > 1 else 0
+                step = gcd(step, start - firsts[owner], *steps)
         step = step or n
         firsts = [first if first == n else first % step for first in firsts]
     return Rows(
-        torch.tensor(lines, device=device),
+        torch.tensor(table, device=device),
         torch.tensor(firsts, device=device),
         step,
         aligned,
@@ -149,32 +139,20 @@ def forward(q, k, v, plan, causal: bool, scale: float, kernel: Kernel, cached):
     first, views = _first(plan, n, reads, kv)
     rest = [call for call in plan.calls if call is not first]
     if first is not None:
-        o, l = kernel.forward(*views, causal, scale)  # (b', m, h, d), (b', h, m)
-        out = o.reshape(q.shape).to(q.dtype)
-        lse = (
-            l.unflatten(0, (b, first.nodes))
-            .transpose(1, 2)
-            .reshape(b, heads, n)
-            .contiguous()
-        )
-        del o, l
+        out, lse = kernel.forward(*views, causal, scale)  # (b', m, h, d), (b', h, m)
+        out = out.reshape(q.shape).to(q.dtype)
+        lse = lse.unflatten(0, (b, first.nodes)).transpose(1, 2)  # (b, h, nodes, m)
+        lse = lse.reshape(b, heads, n).contiguous()
     else:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(
-            b, heads, n, dtype=accumulation_dtype(q.dtype), device=q.device
-        )
-    for some, calls in _entries(rest, reads, kv):
-        if found := [kernel.forward(*views, causal, scale) for views in calls]:
-            _merge(
-                out[some],
-                lse[some],
-                rest,
-                *zip(*found),
-                1,
-                first is not None,
-                cached,
-            )
-        del found  # before those of the next entry are made
+        dtype = accumulation_dtype(q.dtype)
+        lse = torch.empty(b, heads, n, dtype=dtype, device=q.device)
+    over = first is not None
+    for entries, calls in _entries(rest, reads, kv):
+        if results := [kernel.forward(*views, causal, scale) for views in calls]:
+            into = out[entries], lse[entries]
+            _merge(*into, rest, *zip(*results), 1, over, cached)
+        del results  # before those of the next entry are made
     return out, lse
 
 
@@ -199,28 +177,17 @@ def backward(
     first, views = _first(plan, n, reads, kv) if group == 1 else (None, None)
     rest = [call for call in plan.calls if call is not first]
     if first is not None:
-        grads = tuple(
-            g.reshape(q.shape).to(q.dtype)
-            for g in kernel.backward(*views, causal, scale)
-        )
+        grads = kernel.backward(*views, causal, scale)
+        grads = tuple(g.reshape(q.shape).to(q.dtype) for g in grads)
     else:
-        grads = tuple(
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
-        )
-    for some, calls in _entries(rest, reads, kv):
-        found = [kernel.backward(*views, causal, scale) for views in calls]
-        for grad, parts, members in zip(grads, zip(*found), (1, group, group)):
-            _merge(
-                grad[some],
-                None,
-                rest,
-                parts,
-                parts,
-                members,
-                first is not None,
-                cached,
-            )
-        del found
+        like = torch.contiguous_format
+        grads = tuple(torch.empty_like(t, memory_format=like) for t in (q, k, v))
+    over = first is not None
+    for entries, calls in _entries(rest, reads, kv):
+        results = [kernel.backward(*views, causal, scale) for views in calls]
+        for grad, parts, members in zip(grads, zip(*results), (1, group, group)):
+            _merge(grad[entries], None, rest, parts, parts, members, over, cached)
+        del results
     return grads
 
 
@@ -241,8 +208,8 @@ def _entries(calls: list, reads, kv) -> list[tuple[slice, list[list[Tensor]]]]:
     folds = all(len(call.views(reads, kv)) == 1 for call in calls)
     entries = [slice(0, b)] if folds else [slice(i, i + 1) for i in range(b)]
     return [
-        (some, [call.views([t[some] for t in reads], kv)[0] for call in calls])
-        for some in entries
+        (entry, [call.views([t[entry] for t in reads], kv)[0] for call in calls])
+        for entry in entries
     ]
 
 
@@ -264,16 +231,7 @@ def _merge(
     refuse_recording("the merging kernel", "efficient")
     b, n, owners, d = into.shape
     parts = tuple(map(dense_rows, parts))
-    # 0 for dimensions of one element, whose strides have no meaning
-    strides = tuple(
-        tuple(
-            tuple(
-                step if size > 1 else 0 for size, step in zip(t.shape[:3], t.stride())
-            )
-            for t in pair
-        )
-        for pair in zip(parts, lses)
-    )
+    strides = tuple((_strides(part), _strides(l)) for part, l in zip(parts, lses))
     dtypes = into.dtype, *(t.dtype for t in (*parts, *lses))
     places = tuple((call.q, call.heads, call.nodes) for call in calls)
     shape = n, owners, d, group, strides, over, lse is None
@@ -311,6 +269,12 @@ def _merge(
     with torch.cuda.device_of(into):
         programs = tiles * owners * b
         jit.launch(join, rows.compiled, programs, arguments, constants, num_warps=4)
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """The first three strides; 0 where a dimension of one element gives none meaning."""
+    sizes = zip(t.shape[:3], t.stride())
+    return tuple(step if size > 1 else 0 for size, step in sizes)
 
 
 # --------------------------------------------------------------------------------------
@@ -366,12 +330,12 @@ def _values(
     """
     dims = tl.arange(0, PAD)
     first = tl.multiple_of(at[:, None], [ALIGNED, ALIGNED])
-    found = tl.load(
+    values = tl.load(
         pointer + first + dims[None, :],
         mask=rows[:, None] & (dims < DIM)[None, :],
         other=0.0,
     )
-    return found.to(tl.float32)
+    return values.to(tl.float32)
 
 
 @triton.jit
@@ -436,8 +400,8 @@ def join(
                 values = _values(parts[i], at, wrote, DIM, PAD, ALIGNED)
                 if WEIGH:
                     at = _elements(line + LSE, batch * segments, segment, row)
-                    found = tl.load(lses[i] + at, mask=wrote, other=float("-inf"))
-                    acc, top, total = _joined(acc, top, total, values, found)
+                    part_lse = tl.load(lses[i] + at, mask=wrote, other=float("-inf"))
+                    acc, top, total = _joined(acc, top, total, values, part_lse)
                 else:
                     acc += values
                 held = held | wrote

@@ -334,9 +334,9 @@ def _forward_step(
 
 @gluon.jit
 def _forward_consumer(
-    given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr
+    arguments, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr
 ):
-    out, lse, tiles, entries, scale, programs, work, heads, n = given
+    out, lse, tiles, entries, scale, programs, work, heads, n = arguments
     q_ring, k_ring, v_ring, barriers = rings
     STAGES: gl.constexpr = k_ring.shape[0]
     COLS: gl.constexpr = k_ring.shape[4]
@@ -443,11 +443,11 @@ def forward(
     are descriptors.
     """
     rings = allocate(q, k, v, 1, STAGES)
-    given = (out, lse, tiles, entries, scale, programs, work, heads, n)
+    arguments = (out, lse, tiles, entries, scale, programs, work, heads, n)
     gl.warp_specialize(
         [
-            (_forward_consumer, (given, rings, 0, STEP, CAUSAL)),
-            (_forward_consumer, (given, rings, 1, STEP, CAUSAL)),
+            (_forward_consumer, (arguments, rings, 0, STEP, CAUSAL)),
+            (_forward_consumer, (arguments, rings, 1, STEP, CAUSAL)),
             (
                 producer,
                 (
@@ -521,9 +521,9 @@ def _dq_step(
 
 @gluon.jit
 def _dq_consumer(
-    given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr
+    arguments, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr
 ):
-    lse, less, dq, tiles, entries, scale, programs, work, heads, n = given
+    lse, less, dq, tiles, entries, scale, programs, work, heads, n = arguments
     own_ring, k_ring, v_ring, barriers = rings
     STAGES: gl.constexpr = k_ring.shape[0]
     COLS: gl.constexpr = k_ring.shape[4]
@@ -634,11 +634,11 @@ def backward_q(
     are descriptors.
     """
     rings = allocate(q, k, v, 2, STAGES)
-    given = (lse, less, dq, tiles, entries, scale, programs, work, heads, n)
+    arguments = (lse, less, dq, tiles, entries, scale, programs, work, heads, n)
     gl.warp_specialize(
         [
-            (_dq_consumer, (given, rings, 0, STEP, CAUSAL)),
-            (_dq_consumer, (given, rings, 1, STEP, CAUSAL)),
+            (_dq_consumer, (arguments, rings, 0, STEP, CAUSAL)),
+            (_dq_consumer, (arguments, rings, 1, STEP, CAUSAL)),
             (
                 producer,
                 (
@@ -731,10 +731,10 @@ def _dkv_step(
 
 @gluon.jit
 def _dkv_consumer(
-    given, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr
+    arguments, rings, WHICH: gl.constexpr, STEP: gl.constexpr, CAUSAL: gl.constexpr
 ):
     lse, less, dk, dv, tiles, entries, scale, programs, work, heads, group, n, keys = (
-        given
+        arguments
     )
     own_ring, q_ring, g_ring, barriers = rings
     STAGES: gl.constexpr = q_ring.shape[0]
@@ -854,7 +854,7 @@ def backward_kv(
     reads by descriptors.
     """
     rings = allocate(k, q, dout, 2, STAGES)
-    given = (
+    arguments = (
         lse,
         less,
         dk,
@@ -871,8 +871,8 @@ def backward_kv(
     )
     gl.warp_specialize(
         [
-            (_dkv_consumer, (given, rings, 0, STEP, CAUSAL)),
-            (_dkv_consumer, (given, rings, 1, STEP, CAUSAL)),
+            (_dkv_consumer, (arguments, rings, 0, STEP, CAUSAL)),
+            (_dkv_consumer, (arguments, rings, 1, STEP, CAUSAL)),
             (
                 producer,
                 (

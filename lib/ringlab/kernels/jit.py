@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-ALIGNED = 16  # bytes: Triton compiles anew for addresses that are no multiples of these
+# Bytes: Triton compiles anew for addresses that are no multiples of these, and tensor
+# descriptors require them.
+ALIGNED = 16
 
 
 def launch(
@@ -27,11 +29,11 @@ def launch(
     grid = (programs, 1, 1)
     aligned = tuple(
         t.data_ptr() % ALIGNED == 0
-        for some in arguments
-        for t in (some if isinstance(some, tuple) else (some,))
+        for argument in arguments
+        for t in (argument if isinstance(argument, tuple) else (argument,))
         if isinstance(t, Tensor)
     )
-    if (ready := compiled.get(aligned)) is not None:
-        ready[grid](*arguments, *constants.values())
+    if (binary := compiled.get(aligned)) is not None:
+        binary[grid](*arguments, *constants.values())
     else:  # None where Triton interprets
         compiled[aligned] = kernel[grid](*arguments, **constants, **options)

@@ -204,15 +204,23 @@ SPAN = 1 << 32  # more than any two positions lie apart
 class TileSchedule:
     """The tiles that programs own, one each, and the tiles that each of them visits.
 
-    ``tiles`` (T, 9) int32, a row per program: head, first position, rows, stride, base to add to the entries' first
-    positions; then the place of its entries: start, partial, full, masked. They are stored as
-    [masked: ``partial`` entries][full: ``full`` entries][masked: the rest], from ``start`` on. Full tiles need no mask.
-    The ``masked`` masked ones need a row count and, if causal, a position comparison.
-    ``entries`` (E + 1, 2) int32: first position less the base, and ``rows | M << 9 | member << 17``. The stride is the
-    tile's. ``member``: the query head in the K/V head's group, if K/V heads own the tiles. The last entry is padding,
-    so that the next one can always be fetched early.
-    ``rows``, ``cols``: of an owned and of a visited tile. ``covered``: every row of every head lies in a tile.
-    ``stride``: of every tile, or 0 if they differ.
+    ``tiles`` (T, 9) int32, a row per program, with the columns
+
+    - HEAD, FIRST, COUNT, STRIDE: the rows that it owns: their head, the first position,
+      their number, and how far apart they lie;
+    - BASE: added to the first positions of its entries;
+    - START: where its entries begin: PARTIAL masked ones, FULL ones that need no mask,
+      the rest of the masked ones;
+    - PARTIAL, FULL, MASKED: numbers of entries; of MASKED ones rows are counted and, in
+      causal calls, positions are compared.
+
+    ``entries`` (E + 1, 2) int32: the first position less the base, and ``rows | M << 9 |
+    member << 17``. The stride is the tile's. ``member``: the query head in the K/V
+    head's group, if K/V heads own the tiles. The last entry is padding, so that the next
+    one can always be fetched early.
+
+    ``rows``, ``cols``: of an owned and of a visited tile. ``covered``: every row of
+    every head lies in a tile. ``stride``: of every tile, or 0 if they differ.
     """
 
     tiles: Tensor

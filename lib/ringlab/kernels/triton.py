@@ -6,10 +6,10 @@ Rows are read in place by strides; nothing is gathered. The branches of a patter
 launches, each adds to the results of the one before. Only results are allocated, one
 row sum per query and, for half precision in several launches, fp32 results.
 
-Tile sizes are those that ``triton_tune`` found for this GPU, else the defaults: on
+Tile sizes are those that ``triton_tune`` stored for this GPU, else the defaults: on
 compute capability 9.0 the Gluon kernels where they can run (see ``gluon``), elsewhere
-kernels that read by pointers. Values are tested by Triton's interpreter, and the defaults
-compile for compute capability 8.0 to 12.0 without spills. Measured on an H200
+kernels that read by pointers. Values are tested by Triton's interpreter, and the
+defaults compile for compute capability 8.0 to 12.0 without spills. Measured on an H200
 (2026-11-26, tree 8f63b8c): right, and in half precision 2.6 to 71 times as fast as a
 call for each branch or block; in fp32 torch's efficient kernel is 2.2 times as fast.
 """
