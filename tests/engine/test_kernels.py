@@ -196,6 +196,10 @@ def test_what_no_package_would_help_is_refused_before_the_package_is_asked_for()
     ):
         why = KERNELS[name].refuses(hopper, dtype, head_dim)
         assert "not float" in why or "not 60" in why
+    assert "at most 128" in KERNELS["cudnn"].refuses(hopper, torch.float16, 136)
+    assert KERNELS["flash"].refuses(hopper, torch.float16, 136) is None
+    newer = DeviceSpec("cuda", (10, 0))
+    assert "9.0, this" in KERNELS["flash_attn_3"].refuses(newer, torch.float16, 64)
 
 
 # Of runs on an H200: milliseconds of the list kernels and of one merge of the calls of

@@ -137,6 +137,19 @@ def test_gluon_is_the_default_where_it_was_measured(name, joins):
                 assert size.reads == "pointers"
 
 
+def test_a_launch_that_adds_to_an_earlier_one_has_sizes_of_its_own():
+    """The default holds fewer registers; the kernel asks for each launch's own."""
+    first = LaunchKind("forward", 128, torch.bfloat16, (9, 0))
+    later, older = replace(first, joins=True), replace(first, capability=(8, 6))
+    assert triton_config.pointer_sizes(later) == triton_config.pointer_sizes(older)
+    assert triton_config.pointer_sizes(later) != triton_config.pointer_sizes(first)
+    sizes = triton_config.Sizes(64, 64, 4, 1), triton_config.Sizes(32, 32, 4, 1)
+    kernel = triton.TritonKernel(lambda kind, device: sizes[kind.joins])
+    q = torch.zeros(1, 512, 2, 64)
+    launches = kernel.launches("forward", (q, q, q), Dilated([256, 512], [1, 2]), False)
+    assert tuple(launch.size for launch in launches) == sizes
+
+
 def test_a_hopper_gpu_takes_gluon_unless_the_call_does_not_suit_it(monkeypatch):
     pytest.importorskip("triton.experimental.gluon")
     monkeypatch.setattr(triton, "compute_of", lambda q: (9, 0))

@@ -214,10 +214,10 @@ class TileSchedule:
     - PARTIAL, FULL, MASKED: numbers of entries; of MASKED ones rows are counted and, in
       causal calls, positions are compared.
 
-    ``entries`` (E + 1, 2) int32: the first position less the base, and ``rows | M << 9 |
-    member << 17``. The stride is the tile's. ``member``: the query head in the K/V
-    head's group, if K/V heads own the tiles. The last entry is padding, so that the next
-    one can always be fetched early.
+    ``entries`` (E + 1, 2) int32: the first position less the base, and
+    ``rows | M << 9 | member << 17``. The stride is the tile's. ``member``: the query
+    head in the K/V head's group, if K/V heads own the tiles. The last entry is padding,
+    so that the next one can always be fetched early.
 
     ``rows``, ``cols``: of an owned and of a visited tile. ``covered``: every row of
     every head lies in a tile. ``stride``: of every tile, or 0 if they differ.

@@ -118,8 +118,8 @@ GLUON = {
 
 # Whose default sizes were measured: nothing is left to tune.
 MEASURED = ((9, 0),)
-# What tuning times besides the defaults in 2-byte dtypes, read by pointers. A GPU
-# refuses those that take more than it has.
+# What tuning times besides the defaults in 2-byte dtypes. Not each fits each GPU: one
+# that does not is refused when it is launched.
 CANDIDATES = (
     Sizes(128, 64, 8, 2),
     Sizes(128, 32, 8, 2),
@@ -236,7 +236,7 @@ def _path(device: torch.device, _folder: str | None) -> Path:
 
 
 def tuned(kind: LaunchKind, device: torch.device) -> Sizes:
-    """The sizes of a kind of launch on a GPU: those that were tuned, else the default."""
+    """The sizes of a kind of launch on a GPU: those that were tuned, or the default."""
     return chosen(kind, device) or sizes(kind)
 
 

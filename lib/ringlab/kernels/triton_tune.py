@@ -24,8 +24,8 @@ Timer = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Timed:
-    """The result for one kind of launch: seconds per call of each correct candidate, and the
-    reason why others were not timed.
+    """The result for one kind of launch: seconds per call of each correct candidate,
+    and the reason why others were not timed.
 
     ``default`` runs if nothing is tuned.
 
