@@ -82,18 +82,21 @@ def is_fake(t: torch.Tensor) -> bool:
 _keys = getattr(
     torch._C, "_TorchDispatchModeKey", None
 )  # None: a torch that does not tell
-_recorders = (
-    getattr(torch._C, "_get_dispatch_mode", None),
-    getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None),
-)
+_recorders = [
+    mode_of
+    for mode_of in (
+        getattr(torch._C, "_get_dispatch_mode", None),
+        getattr(torch._ops, "_get_dispatch_mode_pre_dispatch", None),
+    )
+    if mode_of is not None and _keys is not None
+]
 
 
 def refuse_recording(what: str, backend: str) -> None:
     """Raise NotImplementedError where torch.fx records the operators that are called: it
     does not see ``what``, and would leave it out. ``backend`` is one that it sees.
     """
-    if _keys is not None and any(
-        mode is not None and mode(_keys.PROXY) is not None for mode in _recorders
-    ):
-        why = f"torch.fx cannot record {what}"
-        raise NotImplementedError(f"{why}; use torch.export, or backend={backend!r}")
+    for mode_of in _recorders:
+        if mode_of(_keys.PROXY) is not None:
+            why = f"torch.fx cannot record {what}; use torch.export"
+            raise NotImplementedError(f"{why}, or backend={backend!r}")

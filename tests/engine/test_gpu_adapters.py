@@ -25,7 +25,7 @@ from ringlab import (
     kernels,
     reference,
 )
-from ringlab.engine import autograd
+from ringlab.engine import ways
 from ringlab.kernels import KERNELS
 from ringlab.ring import contiguous
 
@@ -392,8 +392,8 @@ def merged(monkeypatch, **how):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     module = SimpleNamespace(forward=fails, backward=fails, refuses=lambda *_: None)
-    monkeypatch.setattr(autograd, "_merge_works", lambda *_: True)
-    monkeypatch.setattr(autograd, "_fused_merge", lambda: module)
+    monkeypatch.setattr(ways, "_merge_works", lambda *_: True)
+    monkeypatch.setattr(ways, "_fused_merge", lambda: module)
     case = Case(Dilated([16, 64], [1, 2]), 64, BF16, False, 1, 4, 4, 16)
     with gpu((8, 0)):
         return wrong(replace(case, execution=Execution(**how)))

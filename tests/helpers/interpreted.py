@@ -469,7 +469,7 @@ def join_bytes(
     Every result of a call is read once. If the first call's result becomes the output,
     its rows are read and written only where other calls have them too.
     """
-    first = plan.whole(n, heads)
+    first = plan.covering_call(n, heads)
     held = torch.zeros(1, n, heads, 1, dtype=torch.bool)
     rest = [call for call in plan.calls if call is not first]
     for call in rest:

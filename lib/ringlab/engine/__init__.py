@@ -92,6 +92,13 @@ class Execution:
         """The options in words, as a part of names."""
         return str(self)
 
+    @cached_property
+    def switches(self) -> Execution:
+        """The options that decide how a call runs."""
+        names = "gather", "tile", "blocks", "merge"
+        pool = self.pool is not False
+        return Execution(**{x: getattr(self, x) for x in names}, pool=pool)
+
     def cached(self, key, build):
         """The value of a key from the cache in use, or what ``build`` makes."""
         if self.cache is False:

@@ -13,17 +13,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from .. import kernels
-from ..block_patterns import BlockSparse
 from ..cost import count_pairs
-from ..kernels.base import accumulation_dtype, device_type_of, tensor_device
-from ..kernels.triton import interpreted
-from ..modes import flop_counters, is_fake, outside_modes
-from ..patterns import Dilated, Pattern, from_dict
-from ..tracking import is_out_of_memory
-from . import DEFAULT, Execution, blocks, dilated, execute, folding, gather
+from ..kernels.base import accumulation_dtype, device_type_of
+from ..modes import flop_counters, is_fake
+from ..patterns import Pattern, from_dict
+from . import DEFAULT, Execution
 from .documents import Documents
 from .sinks import add_sinks_, sinks_gradient
+from .ways import way_of
 
 # ``_text`` is a constant of the compiled graph. torch.compiler.assume_constant_result
 # sets the same attribute but loads the compiler with this module. With other versions
@@ -85,10 +82,15 @@ def _transformed() -> bool:
 
 def is_followed(*tensors: Tensor | None) -> bool:
     """Whether autograd or a transform must see the call; a plain function is faster."""
-    return _transformed() or (
-        torch.is_grad_enabled()
-        and any(t is not None and t.requires_grad for t in tensors)
-    )
+    return _transformed() or (torch.is_grad_enabled() and requires_grad(*tensors))
+
+
+def requires_grad(*tensors: Tensor | None) -> bool:
+    """Whether one of the tensors requires a gradient."""
+    for t in tensors:
+        if t is not None and t.requires_grad:
+            return True
+    return False
 
 
 def outside_graphs(call):
@@ -120,65 +122,23 @@ def forward(
     scale: float,
     backend,
     execution: Execution,
-    documents=None,
+    documents: Documents | None = None,
+    differentiable: bool | None = None,
 ):
-    """out (b, n, h, d), lse (b, h, n)."""
-    alike = q.shape[1] == k.shape[1]
-    execution.check(pattern, "one device" if alike else "other keys")
-    rest = pattern, causal, scale, backend, execution
+    """out (b, n, h, d), lse (b, h, n). ``differentiable``: a gradient will be asked
+    for; None: if a tensor requires one.
+    """
+    if differentiable is None:
+        differentiable = requires_grad(q, k, v, sinks)
     if documents is not None:
-        return documents.forward(q, k, v, lambda *some: forward(*some, sinks, *rest))
-    followed = any(t is not None and t.requires_grad for t in (q, k, v, sinks))
-    return add_sinks_(*_forward(q, k, v, *rest, followed), sinks)
-
-
-def _forward(
-    q,
-    k,
-    v,
-    pattern: Pattern,
-    causal: bool,
-    scale: float,
-    backend,
-    execution: Execution,
-    followed: bool,
-):
-    """As ``forward``, without sinks; ``followed``: a gradient will be asked for."""
+        execution.check(pattern)
+        call = sinks, pattern, causal, scale, backend, execution, None, differentiable
+        return documents.forward(q, k, v, lambda *tensors: forward(*tensors, *call))
+    way = way_of(q, k, pattern, causal, backend, execution, differentiable)
     flip, scale = positive_scale(scale)
-    choice = _choice(q, k, pattern, causal, backend, execution, followed, False)
-    kernel = choice.kernel
-    q = flip(q)
     with without_autocast(q):
-        alike = q.shape[1] == k.shape[1]  # not in cross-attention
-        if alike and execution.plain and hasattr(kernel, "attend"):
-            return kernel.attend(q, k, v, pattern, causal, scale, execution.cached)
-        kernel = execution.tiled(kernel)
-        if alike and _merges_once(q, pattern, execution, kernel):
-            plan = _apart(q, k, pattern, execution)
-            call = causal, scale, kernel, execution.cached
-            found = _in_memory(lambda: _fused_merge().forward(q, k, v, plan, *call))
-            if found is not None:
-                return found
-        if isinstance(pattern, BlockSparse):
-            return blocks.forward(
-                q,
-                k,
-                v,
-                pattern,
-                causal,
-                scale,
-                kernel,
-                execution,
-                execution.results_of(q),
-            )
-        if execution.gather:
-            index = _gather_index(q, k, pattern, execution)
-            return gather.forward(
-                q, k, v, index, causal, scale, kernel, execution.scratch()
-            )
-        plan = _plan_for(q, k, pattern, causal, kernel, execution, backward=False)
-        lent = {"pool": execution.scratch(), "results": execution.results_of(q)}
-        return execute.forward(q, k, v, plan, causal, scale, kernel, **lent)
+        out, lse = way.forward((flip(q), k, v), scale, execution)
+    return (out, lse) if sinks is None else add_sinks_(out, lse, sinks)
 
 
 def backward(
@@ -193,192 +153,28 @@ def backward(
     causal: bool,
     scale: float,
     backend,
-    execution,
-    documents=None,
+    execution: Execution,
+    documents: Documents | None = None,
 ):
     """dq, dk, dv for cotangents of out and, if not None, of lse."""
-    rest = pattern, causal, scale, backend, execution
+    call = pattern, causal, backend, execution, True, True
     if documents is not None:
-        given = dout, dlse, q, k, v, out, lse
-        return documents.backward(*given, lambda *some: backward(*some, *rest))
+        tensors, rest = (dout, dlse, q, k, v, out, lse), (pattern, causal, scale)
+        rest += backend, execution
+        return documents.backward(*tensors, lambda *tensors: backward(*tensors, *rest))
     flip, scale = positive_scale(scale)
-    q, d = flip(q), q.shape[3]
-    choice = _choice(q, k, pattern, causal, backend, execution, True, True)
+    q, head_dim = flip(q), q.shape[3]
+    way = way_of(q, k, *call)
     with without_autocast(q):
-        alike = q.shape[1] == k.shape[1]
-        if alike and execution.plain and hasattr(choice.kernel, "gradients"):
-            dq, dk, dv = choice.kernel.gradients(
-                dout,
-                dlse,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                pattern,
-                causal,
-                scale,
-                execution.cached,
-            )
-            return flip(dq), dk, dv
-        tensors = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
-        tensors = [*_rows_dense(*tensors[:5]), lse]
-        _, q, k, *_ = tensors
-        if dlse is not None:  # the heads are wider now, and not every kernel takes them
-            choice = _choice(q, k, pattern, causal, backend, execution, True, True)
-        kernel, grads = execution.tiled(choice.kernel), None
-        if alike and _merges_once(q, pattern, execution, kernel):
-            plan = _apart(q, k, pattern, execution)
-            call = causal, scale, kernel, execution.cached
-            grads = _in_memory(lambda: _fused_merge().backward(*tensors, plan, *call))
-        if grads is not None:
-            pass
-        elif isinstance(pattern, BlockSparse):
-            grads = blocks.backward(*tensors, pattern, causal, scale, kernel, execution)
-        elif execution.gather:
-            index = _gather_index(q, k, pattern, execution)
-            grads = gather.backward(
-                *tensors, index, causal, scale, kernel, execution.scratch()
-            )
-        else:
-            plan = _plan_for(q, k, pattern, causal, kernel, execution, backward=True)
-            into = (
-                None
-                if alike
-                else [
-                    torch.zeros(t.shape, dtype=lse.dtype, device=t.device)
-                    for t in tensors[1:4]
-                ]
-            )
-            grads = execute.backward(
-                *tensors,
-                plan,
-                causal,
-                scale,
-                kernel,
-                into=into,
-                pool=execution.scratch(),
-            )
-            grads = grads if alike else tuple(grad.to(q.dtype) for grad in grads)
-    dq, dk, dv = grads if dlse is None else (g[..., :d] for g in grads)
+        reads = dout, q, k, v, out, lse
+        if folds := dlse is not None and not way.takes_dlse:
+            reads = fold_lse_gradient(*reads, dlse)
+            way, dlse = way_of(*reads[1:3], *call), None  # of wider heads
+        if not way.takes_dlse:
+            reads = *_rows_dense(*reads[:5]), lse
+        grads = way.backward(dlse, reads, scale, execution)
+    dq, dk, dv = (grad[..., :head_dim] for grad in grads) if folds else grads
     return flip(dq), dk, dv
-
-
-def _choice(
-    q: Tensor,
-    k: Tensor,
-    pattern: Pattern,
-    causal: bool,
-    backend,
-    execution: Execution,
-    backward: bool,
-    for_gradients: bool,
-) -> kernels.Choice:
-    """The kernel of a pass: of whole patterns only where nothing cuts them up."""
-    how = {"causal": causal, "backward": backward, "backend": backend}
-    free = execution.plain and execution.merge == "auto"  # how branches are merged
-    if free and device_type_of(q) == "cuda":
-        n, heads = q.shape[1:3]
-        if n == k.shape[1]:
-            how["pattern_kind"] = kernels.kind_of(pattern, n, heads, k.shape[2])
-            how["for_gradients"] = for_gradients
-    return kernels.choose(q.device, q.dtype, q.shape[3], **how)
-
-
-def _plan_for(
-    q: Tensor,
-    k: Tensor,
-    pattern: Pattern,
-    causal: bool,
-    kernel,
-    execution: Execution,
-    *,
-    backward: bool,
-):
-    if execution.merge == "eager":
-        return dilated.plan_for(
-            q, k, pattern, execution.cached, backward=backward, causal=causal
-        )
-    return folding.plan_for(
-        q, k, pattern, causal, kernel, execution.cached, backward=backward
-    )
-
-
-def _fused_merge():
-    """The module of the merging kernel, which loads Triton."""
-    from ..kernels import fused_merge
-
-    return fused_merge
-
-
-def _merges_once(q: Tensor, pattern: Pattern, execution: Execution, kernel) -> bool:
-    """Whether one kernel merges the results of all calls: where it works, the dense
-    kernel stores no scores, and no option asks for less memory or another way.
-    """
-    several = isinstance(pattern, Dilated) and len(pattern.segment_lengths) > 1
-    free = execution.plain and execution.merge == "auto" and not execution.pool
-    device = tensor_device(q)
-    if not (several and free and (device.type == "cuda" or interpreted())):
-        return False  # before Triton is loaded
-    if kernel.name == "eager" or _fused_merge().refuses(device, q.dtype) is not None:
-        return False
-    # A run without data is of hardware that need not be here.
-    return q.is_meta or _merge_works(q.device, q.dtype)
-
-
-def _in_memory(merged):
-    """What ``merged()`` gives; None where memory runs out: merging the calls one after
-    the other holds less.
-    """
-    try:
-        return merged()
-    except torch.OutOfMemoryError:
-        kernels.LOG.warning("one merge is out of memory: calls are merged in turn")
-        return None
-
-
-@lru_cache(maxsize=64)
-def _merge_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the merging kernel gives what calls one after the other give; a failure
-    is logged.
-    """
-    kernel, generator = kernels.KERNELS["eager"], torch.Generator().manual_seed(0)
-    with outside_modes(), torch.no_grad():
-        q, dout, k, v = (
-            torch.randn(2, 128, heads, 16, generator=generator).to(device, dtype)
-            for heads in (2, 2, 1, 1)
-        )
-        # A segment that is the whole sequence, too.
-        pattern, call = Dilated([32, 128], [1, 2]), (True, 0.25, kernel)
-        plan = dilated.make_plan(pattern, 128, 2, 1)
-        want = execute.forward(q, k, v, plan, *call)
-        tensors = dout, q, k, v, *want
-        want += execute.backward(*tensors, plan, *call)
-        try:
-            module, cached = _fused_merge(), Execution().cached
-            found = module.forward(q, k, v, plan, *call, cached)
-            found += module.backward(*tensors, plan, *call, cached)
-            off = max(float((x - y).norm() / y.norm()) for x, y in zip(found, want))
-            works = off <= kernels.PROBE_ERROR.get(dtype, 0.05)
-            why = f"its results are off by {off:.1e}"
-        except Exception as failure:  # Triton's and its compilers' are of any kind
-            if is_out_of_memory(failure):
-                raise
-            works, why = False, " ".join(str(failure).split())[:200]
-    if not works:
-        kernels.LOG.warning(f"branches are merged one after the other: {why}")
-    return works
-
-
-def _apart(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
-    """The plan of a pattern, branch by branch."""
-    given = pattern, q.shape[1], q.shape[2], k.shape[2]
-    return execution.cached(("plan", *given), lambda: dilated.make_plan(*given))
-
-
-def _gather_index(q: Tensor, k: Tensor, pattern: Pattern, execution: Execution):
-    given = pattern, q.shape[1], q.shape[2], k.shape[2], q.device
-    return execution.cached(("gather", *given), lambda: gather.gather_indices(*given))
 
 
 class NoVmap(torch.autograd.Function):
@@ -500,7 +296,10 @@ def _of_text(text: str) -> tuple[Pattern, str | tuple[str, ...], Execution]:
 
 
 def _rows_dense(*tensors: Tensor) -> list[Tensor]:
-    return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
+    dense = []
+    for t in tensors:
+        dense.append(t if t.stride(-1) == 1 else t.contiguous())
+    return dense
 
 
 @torch.library.custom_op("ringlab::attention", mutates_args=())
@@ -518,8 +317,8 @@ def operator(
     keep it whole.
     """
     pattern, backend, execution = _of_text(text)
-    call = pattern, causal, scale, backend, execution, followed
-    out, lse = add_sinks_(*_forward(*_rows_dense(q, k, v), *call), sinks)
+    call = pattern, causal, scale, backend, execution, None, followed
+    out, lse = forward(*_rows_dense(q, k, v), sinks, *call)
     return out, lse.contiguous()
 
 

@@ -21,9 +21,8 @@ from torch.nn import functional as F
 
 from ..block_patterns import AT_ONCE, BlockSparse, Random, Window
 from ..kernels.base import Cost, Kernel, cost_of, supports_lower_right_causal
-from . import execute, torch_sparse
 from .dilated import even_runs, first_and_step
-from .execute import Call, Plan, View, altered, anew, in_head_blocks
+from .execute import Call, HeadBlock, Plan, Planner, View, altered, anew
 
 WAYS = {
     "auto": "views",
@@ -35,111 +34,32 @@ WAYS = {
 }
 
 
-def forward(
-    q,
-    k,
-    v,
+def planner(
     pattern: BlockSparse,
-    causal: bool,
-    scale: float,
-    kernel: Kernel,
-    execution,
-    results=None,
-):
-    """out (b, n, h, d), lse (b, h, n) in the way that ``execution.blocks`` asks for;
-    ``results`` lends out.
-
-    "flex" on a CPU runs views too, for the lse that torch's kernel does not return
-    there.
-    """
-    n, way = q.shape[1], execution.blocks
-    if way == "bsr":
-        return torch_sparse.bsr_forward(
-            q, k, v, _bsr_index(pattern, n, causal, q, execution), causal, scale
-        )
-    if way == "flex":
-        torch_sparse.refuse(
-            way, torch_sparse.refusal(q.device, q.dtype, q.shape[3], pattern.block_size)
-        )
-        key = "flex", pattern, n, causal, q.device
-        mask = execution.cached(
-            key, lambda: torch_sparse.flex_prepare(pattern, n, causal, q.device)
-        )
-        out, lse = torch_sparse.flex_forward(q, k, v, mask, scale, with_lse=True)
-        if lse is not None:
-            return out, lse
-    plan = plan_for(q, k, pattern, causal, kernel, execution, backward=False)
-    pool = execution.scratch()
-    found = execute.forward(
-        q, k, v, plan, causal, scale, kernel, pool=pool, results=results
-    )
-    return found if way != "flex" else (out, found[1])
-
-
-def backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    pattern: BlockSparse,
-    causal: bool,
-    scale: float,
-    kernel: Kernel,
-    execution,
-):
-    """dq (b, n, h, d), dk, dv (b, n, h_kv, d), for the final out and lse (b, h, n) of
-    any way.
-    """
-    if execution.blocks == "bsr":
-        index = _bsr_index(pattern, q.shape[1], causal, q, execution)
-        return torch_sparse.bsr_backward(dout, q, k, v, out, lse, index, causal, scale)
-    plan = plan_for(q, k, pattern, causal, kernel, execution, backward=True)
-    return execute.backward(
-        dout, q, k, v, out, lse, plan, causal, scale, kernel, pool=execution.scratch()
-    )
-
-
-def _bsr_index(
-    pattern: BlockSparse, n: int, causal: bool, q: Tensor, execution
-) -> torch_sparse.Index:
-    key = "bsr", pattern, n, causal, q.device
-    return execution.cached(
-        key, lambda: torch_sparse.bsr_prepare(pattern, n, causal, q.device)
-    )
-
-
-def plan_for(
-    q: Tensor,
-    k: Tensor,
-    pattern: BlockSparse,
+    n: int,
+    heads: int,
+    kv_heads: int,
     causal: bool,
     kernel: Kernel,
-    execution,
-    backward: bool,
-) -> Plan:
-    """The plan for tensors q (b, n, h, d) and k, by views or by copied keys."""
-    way = execution.blocks if execution.blocks in ("batched", "rows") else "views"
-    (_, n, heads, _), kv_heads = q.shape, k.shape[2]
+    way: str,
+) -> Planner:
+    """The planner by views or, where ``way`` says so, by copied keys."""
+    rest = heads, kv_heads, causal, way if way in ("batched", "rows") else "views"
+    call = pattern, n, *rest, kernel
 
-    def key(n: int) -> tuple:
-        return "blocks", pattern, n, heads, kv_heads, causal, way, kernel
-
-    def build() -> Plan:
+    def build(cached: Callable) -> Plan:
         size = pattern.block_size
         whole = pattern.count(n) * size
-        if (
-            n == whole or LONG % size
-        ):  # a call of LONG keys from inside a block might lie wholly behind n
-            return make_plan(*key(n)[1:], execution.cached)
+        # A call of LONG keys from inside a block might lie wholly behind n.
+        if n == whole or LONG % size:
+            return make_plan(*call, cached)
         # Sequences of as many blocks share a plan: documents of a batch have hundreds
         # of lengths.
-        return execution.cached(key(whole), lambda: make_plan(*key(whole)[1:])).before(
-            n
-        )
+        longer = pattern, whole, *rest, kernel
+        plan = cached(("blocks", *longer), lambda: make_plan(*longer))
+        return plan.before(n)
 
-    return in_head_blocks(key(n), build, q, kv_heads, backward, execution.cached)
+    return Planner(("blocks", *call), build)
 
 
 def make_plan(
@@ -607,7 +527,7 @@ def _plan(
         for c in found
     ]
     strips = [strip for call in every_head for strip in _in_strips(call, lower_right)]
-    block = range(heads), tuple(strips), tuple(every_head)
+    block = HeadBlock(range(heads), tuple(strips), tuple(every_head))
     return Plan((block,), ranges, merges, same_rows=False, rows=range(n), period=n)
 
 

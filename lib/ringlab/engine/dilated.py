@@ -17,7 +17,19 @@ import torch
 from torch import Tensor
 
 from ..patterns import Branch, Pattern
-from .execute import Call, Plan, View, altered, in_head_blocks
+from .execute import Call, HeadBlock, Plan, Planner, View, altered
+
+
+def planner(
+    pattern: Pattern, n: int, heads: int, kv_heads: int, chunk: range | None = None
+) -> Planner:
+    """The planner of ``make_plan`` with these arguments."""
+    call = pattern, n, heads, kv_heads, chunk
+    return Planner(
+        ("plan", *call),
+        lambda cached: make_plan(*call),
+        lambda plan, block: make_plan(*call, block),
+    )
 
 
 def plan_for(
@@ -27,7 +39,6 @@ def plan_for(
     cached,
     *,
     backward: bool = False,
-    causal: bool = False,
     n: int | None = None,
     chunk: range | None = None,
 ) -> Plan:
@@ -36,16 +47,9 @@ def plan_for(
 
     ``cached(key, build)`` remembers it.
     """
-    heads, kv_heads = q.shape[2], k.shape[2]
-    if q.shape[1] != k.shape[1]:  # dense attention to other keys, or to more
-        key = "cross", q.shape[1], k.shape[1], heads, kv_heads, causal
-        return cached(key, lambda: _cross_plan(*key[1:]))
-    given = pattern, q.shape[1] if n is None else n, heads, kv_heads, chunk
-    build, cut = (
-        (lambda: make_plan(*given)),
-        (lambda plan, block: make_plan(*given, block)),
-    )
-    return in_head_blocks(("plan", *given), build, q, kv_heads, backward, cached, cut)
+    n = q.shape[1] if n is None else n
+    plans = planner(pattern, n, q.shape[2], k.shape[2], chunk)
+    return plans.plan(q, k.shape[2], cached, backward)
 
 
 def make_plan(
@@ -78,7 +82,7 @@ def make_plan(
             for b in branches
         )
         calls = tuple(call for calls in each for call in fold_heads(calls))
-        blocks.append((inside, calls, calls))
+        blocks.append(HeadBlock(inside, calls, calls))
     covered = all(h in first_branch and first_branch[h].rate == 1 for h in range(heads))
     return Plan(
         tuple(blocks),
@@ -88,6 +92,14 @@ def make_plan(
         rows=chunk,
         period=min(n, lcm(*(b.length for b in branches))),
     )
+
+
+def cross_planner(
+    n: int, keys: int, heads: int, kv_heads: int, causal: bool
+) -> Planner:
+    """The planner of dense attention to other keys, or to more."""
+    call = n, keys, heads, kv_heads, causal
+    return Planner(("cross", *call), lambda cached: _cross_plan(*call), cut=None)
 
 
 def _cross_plan(n: int, keys: int, heads: int, kv_heads: int, causal: bool) -> Plan:
@@ -106,7 +118,7 @@ def _cross_plan(n: int, keys: int, heads: int, kv_heads: int, causal: bool) -> P
         if before < keys:
             own = altered(rows, rows=n, first=before)
             calls.append(Call(queries, own, heads=len(run), causal=True))
-    block = range(heads), tuple(calls), tuple(calls)
+    block = HeadBlock(range(heads), tuple(calls), tuple(calls))
     return Plan((block,), (), before < keys, False, range(n), n)
 
 

@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +38,10 @@ def altered(value, **fields):
     new = object.__new__(type(value))
     vars(new).update(vars(value), **fields)
     return new
+
+
+# A tensor, its first (row, head), and the rows of it that a call reads.
+Operand = tuple[Tensor, tuple[int, int], "View"]
 
 
 def anew(key, build):
@@ -243,28 +249,33 @@ class Call:
                 yield altered(self, q=q, k=k, nodes=count)
             start += count
 
-    def biases(self, q: Tensor) -> list[tuple[Tensor, tuple[int, int], View]]:
-        """The bias, if there is one, as an entry of ``views_of``: (b', query rows or 1,
-        heads, key rows).
-        """
+    def bias_operand(self, q: Tensor) -> Operand | None:
+        """The bias, if there is one: (b', query rows or 1, heads, key rows)."""
         if self.bias is None:
-            return []
+            return None
         bias, rows = self.bias.to(q.device), View(len(self.bias))
-        return [(bias.expand(len(q), -1, -1, -1), WHOLE, rows)]
+        return bias.expand(len(q), -1, -1, -1), WHOLE, rows
+
+
+class HeadBlock(NamedTuple):
+    """The calls of some query heads, for each pass."""
+
+    heads: range
+    forward: tuple[Call, ...]
+    backward: tuple[Call, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
     """The calls of a pattern, in the order in which they run.
 
-    ``blocks``: (query heads, calls of the forward, calls of the backward), one after
-    the other. ``uncovered``: (start, stop) of query rows that no call writes first.
+    ``blocks`` run one after the other. ``uncovered``: (start, stop) of query rows that no call writes first.
     ``merges``: several calls write the same query rows. ``same_rows``: each call's keys
     are at its queries' positions. ``rows``: the positions of the queries; ``period``: a
     number of positions after which no node is cut.
     """
 
-    blocks: tuple[tuple[range, tuple[Call, ...], tuple[Call, ...]], ...]
+    blocks: tuple[HeadBlock, ...]
     uncovered: tuple[tuple[int, int], ...]
     merges: bool
     same_rows: bool
@@ -275,7 +286,8 @@ class Plan:
         """(query, key, head) products of a forward pass per batch entry, without what
         ``causal`` hides.
         """
-        each = ((c, causal and c.causal) for _, calls, _ in self.blocks for c in calls)
+        calls = (call for block in self.blocks for call in block.forward)
+        each = ((call, causal and call.causal) for call in calls)
         return sum(
             c.nodes
             * c.heads
@@ -288,8 +300,8 @@ class Plan:
         """All calls of the backward, by sets of heads."""
         return [
             one
-            for _, _, calls in self.blocks
-            for call in calls
+            for block in self.blocks
+            for call in block.backward
             for one in call.by_heads()
         ]
 
@@ -308,7 +320,10 @@ class Plan:
                     parts[id(call)] = [*call.before(n)]
             return tuple(part for call in calls for part in parts[id(call)])
 
-        blocks = tuple((heads, *map(cut, passes)) for heads, *passes in self.blocks)
+        blocks = tuple(
+            HeadBlock(block.heads, cut(block.forward), cut(block.backward))
+            for block in self.blocks
+        )
         uncovered = tuple(
             (start, min(stop, n)) for start, stop in self.uncovered if start < n
         )
@@ -326,11 +341,13 @@ class Plan:
             yield start - self.rows.start, stop - self.rows.start
             start = stop
 
-    def whole(self, n: int, heads: int, which: int = 1) -> Call | None:
-        """The first call, if it alone writes every row of every head, in memory order;
-        ``which``: of the forward, 1, or of the backward, 2.
+    def covering_call(self, n: int, heads: int, backward: bool = False) -> Call | None:
+        """The first call of a pass, if it alone writes every row of every head, in
+        memory order.
         """
-        calls = self.blocks[0][which] if len(self.blocks) == 1 else ()
+        if len(self.blocks) != 1:
+            return None
+        calls = self.blocks[0].backward if backward else self.blocks[0].forward
         if not calls:  # a chunk so short that no head selects a row of it
             return None
         call, rows = calls[0], calls[0].q
@@ -341,16 +358,12 @@ class Plan:
             and call.bias is None
             and (call.nodes == 1 or rows.node_step == rows.rows)
         )
-        return (
-            call
-            if in_order
-            and call.first
-            and call.heads == heads
-            and call.nodes * rows.rows == n
-            else None
-        )
+        covers = call.first and call.heads == heads and call.nodes * rows.rows == n
+        return call if in_order and covers else None
 
-    def narrow(self, dtype: torch.dtype, group: int, backward: bool) -> bool:
+    def needs_fp32_accumulator(
+        self, dtype: torch.dtype, group: int, backward: bool
+    ) -> bool:
         """Whether results in ``dtype`` are accumulated in fp32; ``group``: query heads
         for one K/V head.
         """
@@ -360,19 +373,21 @@ class Plan:
 
     def in_head_blocks(self, step: int) -> Plan:
         """The same calls for ``step`` query heads at a time."""
+
+        def part(calls: tuple[Call, ...], heads: range) -> tuple[Call, ...]:
+            parts = (
+                one.part(heads.start, heads.stop)
+                for call in calls
+                for one in call.by_heads()
+            )
+            return tuple(call for call in parts if call is not None)
+
         blocks = []
-        for heads, *passes in self.blocks:
-            for start in range(heads.start, heads.stop, step):
-                some = range(start, min(start + step, heads.stop))
-                each = (
-                    (one for call in calls for one in call.by_heads())
-                    for calls in passes
-                )
-                parts = [
-                    tuple(filter(None, (c.part(some.start, some.stop) for c in calls)))
-                    for calls in each
-                ]
-                blocks.append((some, *parts))
+        for block in self.blocks:
+            for start in range(block.heads.start, block.heads.stop, step):
+                heads = range(start, min(start + step, block.heads.stop))
+                passes = part(block.forward, heads), part(block.backward, heads)
+                blocks.append(HeadBlock(heads, *passes))
         return replace(self, blocks=tuple(blocks))
 
 
@@ -435,26 +450,25 @@ def forward(
     ``pool`` lends the accumulators, ``results`` the output.
     """
     b, n, heads, _ = q.shape
-    whole = None
+    covering = None
     if into is not None:
         out, lse = into[0], into[1].transpose(1, 2)  # (b, n, h)
         narrow = out.dtype in HALF
     else:
-        narrow = plan.narrow(q.dtype, heads // k.shape[2], backward=False)
+        narrow = plan.needs_fp32_accumulator(
+            q.dtype, heads // k.shape[2], backward=False
+        )
         if results is None and not narrow:
-            whole, views = _whole_call(plan, 1, q, k, v)
-        if (
-            whole is not None
-        ):  # one call writes every row: its result becomes the output
-            out, lse = kernel.forward(
-                *views, causal and whole.causal, scale
-            )  # (b', m, h, d), (b', h, m)
+            covering, views = _covering_views(plan, False, q, k, v)
+        if covering is not None:  # its result becomes the output
+            mask = causal and covering.causal
+            out, lse = kernel.forward(*views, mask, scale)  # (b', m, h, d), (b', h, m)
             if len(out) > b:
                 out, lse = (
                     out.reshape(q.shape),
                     lse.transpose(1, 2).reshape(b, n, heads).transpose(1, 2),
                 )
-            if len(plan.blocks[0][1]) == 1:
+            if len(plan.blocks[0].forward) == 1:
                 return out.to(q.dtype), lse
             out, lse = out.to(q.dtype), lse.transpose(1, 2)
         else:
@@ -467,51 +481,49 @@ def forward(
                 out[:, start:stop] = 0.0
                 lse[:, start:stop] = -torch.inf
     limit, load = piece_limit(q), into is not None or bool(plan.uncovered)
+    gathering, writes = gathers(kernel), hasattr(kernel, "forward_into")
     steps = _steps(
         plan,
-        1,
+        False,
         q,
         (out,),
         1,
         narrow,
         pool,
         load,
-        whole is not None,
-        copies=not gathers(kernel),
+        covering is not None,
+        copies=not gathering,
     )
     for call, nodes, (target,) in steps:
-        mine = _side(call.q, call.heads, nodes, (q, WHOLE), (lse, WHOLE), target)
-        bias, view, index = call.biases(q), call.k, []
-        if view.index is not None and gathers(kernel):
-            index = [_index_entry(view, call.heads, nodes, len(q))]
-            view = View(k.shape[1], head=view.head, head_step=view.head_step)
-        keys = _side(view, call.heads, nodes, (k, WHOLE), (v, WHOLE))
-        head_bytes = call.q.rows * q.shape[3] * target[0].element_size()
-        entries = mine + keys + bias + index
+        rows, keys, index = call.q, call.k, None
+        queries = [(q, WHOLE, rows), (lse, WHOLE, rows), (*target, rows)]
+        if rows.index is not None:
+            queries = _copies(queries, call.heads, nodes)
+        if keys.index is not None and gathering:
+            index = _index_operand(keys, call.heads, nodes, len(q))
+            keys = View(k.shape[1], head=keys.head, head_step=keys.head_step)
+        operands = [(k, WHOLE, keys), (v, WHOLE, keys)]
+        if keys.index is not None:
+            operands = _copies(operands, call.heads, nodes)
+        operands = [*queries, *operands, call.bias_operand(q), index]
+        head_bytes = rows.rows * q.shape[3] * target[0].element_size()
         fresh = call.first and into is None  # nothing was written there yet
-        shared = len(nodes) > 1 and call.q.shared  # several results for the same rows
+        shared = len(nodes) > 1 and rows.shared  # several results for the same rows
         fits = target[0].dtype == torch.float32 or fresh and target[0].dtype == q.dtype
-        if in_place := hasattr(kernel, "forward_into") and fits and not shared:
+        if in_place := writes and fits and not shared:
             head_bytes = 0  # no result to be kept small
+        mask = causal and call.causal
         for q_, lse_, out_, k_, v_, *more in views_of(
-            entries, nodes, call.heads, head_bytes, limit
+            operands, nodes, call.heads, head_bytes, limit
         ):
-            more = [None, *more] if index and not bias else more
             if in_place:
-                kernel.forward_into(
-                    out_,
-                    lse_,
-                    q_,
-                    k_,
-                    v_,
-                    causal and call.causal,
-                    scale,
-                    *more,
-                    merge=not fresh,
-                )
+                inputs = q_, k_, v_, mask, scale, *more
+                kernel.forward_into(out_, lse_, *inputs, merge=not fresh)
                 continue
+            while more and more[-1] is None:  # not every kernel takes them
+                more.pop()
             o, l = kernel.forward(
-                q_, k_, v_, causal and call.causal, scale, *more
+                q_, k_, v_, mask, scale, *more
             )  # (b', m, h, d), (b', h, m)
             if fresh:
                 out_.copy_(o)
@@ -522,13 +534,13 @@ def forward(
             else:
                 merge_(out_, lse_, o, l)
             del o, l  # before the next piece is computed
-        if call.q.index is not None:
-            index = _flat_index(call.q, nodes, q.device)
-            for to, (copy, *_) in zip(((lse, WHOLE), target), mine[1:]):
-                _heads_of(*to, call.q, call.heads)[:, index] = copy
+        if rows.index is not None:
+            index = _flat_index(rows, nodes, q.device)
+            for to, (copy, *_) in zip(((lse, WHOLE), target), queries[1:]):
+                _heads_of(*to, rows, call.heads)[:, index] = copy
             del copy
         # Gathered copies go before the next ones are made.
-        del mine, keys, entries, q_, lse_, out_, k_, v_
+        del queries, operands, q_, lse_, out_, k_, v_
     return out, lse.transpose(1, 2)
 
 
@@ -554,20 +566,18 @@ def backward(
     lends the accumulators.
     """
     n, heads = q.shape[1:3]
-    group, whole = heads // k.shape[2], None
-    narrow = into is None and plan.narrow(q.dtype, group, backward=True)
+    group, covering = heads // k.shape[2], None
+    narrow = into is None and plan.needs_fp32_accumulator(q.dtype, group, backward=True)
     reads = (dout, q, k, v, out, lse.transpose(1, 2))  # lse (b, n, h)
     if into is not None:
         grads = into
     else:
         if plan.same_rows and not narrow:
-            whole, views = _whole_call(plan, 2, *reads[1:4], dout, out, reads[5])
-        if (
-            whole is not None
-        ):  # one call writes every row: its results become the gradients
+            covering, views = _covering_views(plan, True, *reads[1:4], dout, *reads[4:])
+        if covering is not None:  # its results become the gradients
             q_, k_, v_, dout_, out_, lse_ = views
             grads = kernel.backward(
-                dout_, q_, k_, v_, out_, lse_, causal and whole.causal, scale
+                dout_, q_, k_, v_, out_, lse_, causal and covering.causal, scale
             )
             grads = tuple(g.reshape(q.shape).to(q.dtype) for g in grads)
         else:
@@ -584,7 +594,7 @@ def backward(
             )
     limit = piece_limit(q)
     for call, nodes, targets in _steps(
-        plan, 2, q, grads, group, narrow, pool, None, whole is not None
+        plan, True, q, grads, group, narrow, pool, None, covering is not None
     ):
         # Of calls on the same rows, the first one writes these rows of k and v too.
         first = call.first and not narrow and into is None
@@ -595,7 +605,7 @@ def backward(
 
 def _steps(
     plan: Plan,
-    which: int,
+    backward: bool,
     q: Tensor,
     results,
     group: int,
@@ -605,8 +615,7 @@ def _steps(
     skip: bool,
     copies: bool = True,
 ) -> Iterator[tuple[Call, range, list]]:
-    """The calls of a pass, ``which`` as in ``Plan.whole``, some nodes at a time;
-    ``skip``: without the first call.
+    """The calls of a pass, some nodes at a time; ``skip``: without the first call.
 
     Each comes with the tensors to add to and their first (row, head): the results or,
     if ``narrow``, fp32 tiles of them, which are rounded after their last call.
@@ -614,42 +623,35 @@ def _steps(
     use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head.
     ``copies``: few nodes at a time where keys are gathered, as these are copied.
     """
-    n, targets, memory = q.shape[1], [(t, WHOLE) for t in results], []
-    for inside, *passes in plan.blocks:
+    n, targets, memory = q.shape[1], [], []
+    for t in results:
+        targets.append((t, WHOLE))
+    for block in plan.blocks:
+        calls = block.backward if backward else block.forward
         for start, stop in plan.tiles() if narrow else ((0, n),):
             parts = []
             for i, t in enumerate(results if narrow else ()):
-                heads = (
-                    range(inside.start // group, -(-inside.stop // group))
-                    if i
-                    else inside
-                )
+                heads = block.heads
+                if i:
+                    heads = range(heads.start // group, -(-heads.stop // group))
                 parts.append(part := t[:, start:stop, heads.start : heads.stop])
-                if (
-                    len(memory) == i
-                ):  # no other tile is larger, and no block has more heads
-                    size = (t.shape[0] * min(n, plan.period) * len(heads) * t.shape[3],)
-                    memory.append(
-                        (pool.lend if pool else torch.empty)(
-                            size, dtype=torch.float32, device=t.device
-                        )
-                    )
+                if len(memory) == i:  # no other tile is larger, no block has more heads
+                    size = t.shape[0] * min(n, plan.period) * len(heads) * t.shape[3]
+                    make = pool.lend if pool else torch.empty
+                    memory.append(make((size,), dtype=torch.float32, device=t.device))
                 tile = memory[i][: part.numel()].view(part.shape)
                 targets[i] = tile, (start, heads.start)
                 if load is None:
                     tile.zero_()
                 elif load:
                     tile.copy_(part)
-            for call in passes[which - 1][skip:]:
-                nodes = (
-                    call.within(start, stop) if stop - start < n else range(call.nodes)
-                )
-                for some in (
-                    (_node_parts(call, nodes, q) if copies else (nodes,))
-                    if nodes
-                    else ()
-                ):
-                    yield call, some, targets
+            for call in calls[skip:]:
+                nodes = range(call.nodes)
+                if stop - start < n:
+                    nodes = call.within(start, stop)
+                if nodes:
+                    for subset in _node_parts(call, nodes, q) if copies else (nodes,):
+                        yield call, subset, targets
             for part, (tile, _) in zip(parts, targets):
                 part.copy_(tile)
 
@@ -664,65 +666,62 @@ def _call_backward(
     there yet, for dq and for dk and dv.
     """
     dout, q, k, v, out, lse = reads
+    queries, keys = call.q, call.k
     # Neighbouring nodes may read the same keys: their gradients are added slice by
     # slice, none of which overlap.
-    rows = call.k.rows
-    width = rows if call.k.index is not None else min(call.k.node_step, rows) or rows
-    slices = [(at, min(width, rows - at)) for at in range(0, rows, width)]
+    rows = keys.rows
+    width = rows if keys.index is not None else min(keys.node_step, rows) or rows
     # Gradients of shared K/V rows are summed over the heads of a piece: its size is
     # part of the result.
     head_bytes = (
-        (rows if call.shares_kv else max(rows, call.q.rows))
+        (rows if call.shares_kv else max(rows, queries.rows))
         * q.shape[3]
         * targets[2][0].element_size()
     )
-    reads = _side(call.q, call.heads, nodes, *((t, WHOLE) for t in (dout, q, out, lse)))
-    reads += _side(call.k, call.heads, nodes, (k, WHOLE), (v, WHOLE))
-    grads = _zeros_if_gathered(call.q, call.heads, nodes, targets[:1])
-    grads += _zeros_if_gathered(call.k, call.heads, nodes, targets[1:])
-    into = grads
-    if len(slices) > 1:
-        cut = [
-            altered(call.k, first=call.k.first + at, rows=count) for at, count in slices
-        ]
-        into = grads[:1] + [
-            (t, origin, view) for t, origin, _ in grads[1:] for view in cut
-        ]
+    operands = [(t, WHOLE, queries) for t in (dout, q, out, lse)]
+    key_operands = [(k, WHOLE, keys), (v, WHOLE, keys)]
+    into = [(*targets[0], queries), (*targets[1], keys), (*targets[2], keys)]
+    if queries.index is not None:
+        operands = _copies(operands, call.heads, nodes)
+        into[:1] = _zeros(into[:1], call.heads, nodes)
+    if keys.index is not None:
+        key_operands = _copies(key_operands, call.heads, nodes)
+        into[1:] = _zeros(into[1:], call.heads, nodes)
+    operands += [*key_operands, call.bias_operand(q)]
+    parts = [slice(at, min(at + width, rows)) for at in range(0, rows, width)]
+    if len(parts) == 1:
+        operands += into
+    else:
+        operands.append(into[0])
+        for t, origin, _ in into[1:]:
+            for part in parts:
+                first, count = keys.first + part.start, part.stop - part.start
+                operands.append((t, origin, altered(keys, first=first, rows=count)))
     several = len(nodes) > 1
-    q_axis = 0 if several and call.q.shared else None
-    k_axis = 0 if several and call.k.shared else 2 if call.shares_kv else None
-    biases = call.biases(q)
-    for piece in views_of(
-        reads + biases + into, nodes, call.heads, head_bytes, limit
+    q_axis = 0 if several and queries.shared else None
+    k_axis = 0 if several and keys.shared else 2 if call.shares_kv else None
+    mask = causal and call.causal
+    for dout_, q_, out_, lse_, k_, v_, bias, dq_, *others in views_of(
+        operands, nodes, call.heads, head_bytes, limit
     ):  # (b', m, h, d)
-        (dout_, q_, out_, lse_, k_, v_), bias, (dq_, *keys) = (
-            piece[:6],
-            piece[6 : 6 + len(biases)],
-            piece[6 + len(biases) :],
-        )
-        dq, *found = kernel.backward(
-            dout_, q_, k_, v_, out_, lse_, causal and call.causal, scale, *bias
-        )
+        more = () if bias is None else (bias,)
+        dq, dk, dv = kernel.backward(dout_, q_, k_, v_, out_, lse_, mask, scale, *more)
         _add(dq_, dq, alone[0], q_axis)
-        for i, target in enumerate(keys):
-            at, count = slices[i % len(slices)]
-            grad = found[i // len(slices)]
-            _add(
-                target,
-                grad if len(slices) == 1 else grad[:, at : at + count],
-                alone[1],
-                k_axis,
-            )
-        del dq, found, grad  # before the next piece is computed
-    for view, target, (copy, *_) in zip((call.q, call.k, call.k), targets, grads):
+        if len(parts) == 1:
+            _add(others[0], dk, alone[1], k_axis)
+            _add(others[1], dv, alone[1], k_axis)
+        else:
+            pairs = zip(others, product((dk, dv), parts))
+            for target, (grad, part) in pairs:
+                _add(target, grad[:, part], alone[1], k_axis)
+            del pairs, grad
+        del dq, dk, dv  # before the next piece is computed
+    for target, (copy, *_), view in zip(targets, into, (queries, keys, keys)):
         if view.index is not None:
-            t, index = (
-                _heads_of(*target, view, call.heads),
-                _flat_index(view, nodes, q.device),
-            )
-            t.index_add_(
-                1, index, copy if view.index.dim() == 2 else copy.flatten(1, 2)
-            )
+            index = _flat_index(view, nodes, q.device)
+            if view.index.dim() == 3:
+                copy = copy.flatten(1, 2)
+            _heads_of(*target, view, call.heads).index_add_(1, index, copy)
 
 
 def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
@@ -740,52 +739,47 @@ def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
 WHOLE = (0, 0)  # the first (row, head) of a tensor that holds all of them
 
 
-def _whole_call(plan: Plan, which: int, q, k, v, *more):
+def _covering_views(plan: Plan, backward: bool, q, k, v, *more):
     """(the first call, its views of q, k, v and more tensors of query rows) if its
-    results may become the outputs.
-
-    No piece of it may be converted, as half precision is on a CPU. ``which``: as in
-    ``Plan.whole``. (None, None) otherwise.
+    results may become the outputs, as no piece of it is converted; (None, None)
+    otherwise.
     """
     b, n, heads, _ = q.shape
     on_cpu = device_type_of(q) == "cpu"
     if heads != k.shape[2] or not q.is_contiguous() or (q.dtype in HALF and on_cpu):
         return None, None
-    call = plan.whole(n, heads, which)
+    call = plan.covering_call(n, heads, backward)
     if call is None:
         return None, None
     rows, nodes = call.q, range(call.nodes)
-    if call.nodes == 1 and call.k == View(
-        k.shape[1], node_step=call.k.node_step
-    ):  # k as it is
-        return call, [
-            q,
-            k,
-            v,
-            *(t if t.dim() == 4 else t.transpose(1, 2) for t in more),
-        ]
+    as_it_is = View(k.shape[1], node_step=call.k.node_step)
+    if call.nodes == 1 and call.k == as_it_is:
+        views = [q, k, v]
+        for t in more:
+            views.append(t if t.dim() == 4 else t.transpose(1, 2))
+        return call, views
     # Node by node, so that a CPU thread writes pages of its own; but keys of all nodes
     # fold into no larger batch.
     if call.nodes > 1 and call.k.shared and (b > 1 or not on_cpu):
         rows, nodes = altered(rows, rows=n), range(1)
-    entries = [
-        (q, WHOLE, rows),
-        (k, WHOLE, call.k),
-        (v, WHOLE, call.k),
-        *((t, WHOLE, rows) for t in more),
-    ]
-    views = list(views_of(entries, nodes, heads))
-    whole = len(views) == 1 and len(views[0][0]) == b * len(
-        nodes
-    )  # without data, equal pieces come once
-    return (call, views[0]) if whole else (None, None)
+    operands = [(q, WHOLE, rows), (k, WHOLE, call.k), (v, WHOLE, call.k)]
+    for t in more:
+        operands.append((t, WHOLE, rows))
+    views = list(views_of(operands, nodes, heads))
+    # Without data, equal pieces come once.
+    one = len(views) == 1 and len(views[0][0]) == b * len(nodes)
+    return (call, views[0]) if one else (None, None)
 
 
 def views_of(
-    entries, nodes: range, heads: int, head_bytes: int = 0, limit: int = 0
-) -> Iterator[list[Tensor]]:
-    """Views (b', rows, heads, d) of (tensor, its first (row, head), View) for some
-    nodes of a call, piece by piece.
+    operands: Iterable[Operand | None],
+    nodes: range,
+    heads: int,
+    head_bytes: int = 0,
+    limit: int = 0,
+) -> Iterator[list[Tensor | None]]:
+    """Views (b', rows, heads, d) of operands for some nodes of a call, piece by piece;
+    None for None.
 
     Batch and nodes fold into b' where the strides of all tensors allow it, else each
     batch entry comes by itself. Pieces are cut along b', then along the heads, to at
@@ -793,10 +787,15 @@ def views_of(
     log-sum-exps (b, n, heads), come as (b', heads, rows). Without data, one piece of
     each size comes.
     """
-    count, batch, apart, laid = len(nodes), entries[0][0].shape[0], False, []
+    (first, *_), count = operands[0], len(nodes)
+    batch, apart, laid = len(first), False, []
     if not count:
         return
-    for t, (row, head), view in entries:
+    for operand in operands:
+        if operand is None:
+            laid.append(None)
+            continue
+        t, (row, head), view = operand
         s_b, s_n, s_h, *s_d = t.stride()
         along = view.node_step * s_n + view.node_head * s_h
         apart |= batch > 1 and count > 1 and s_b != count * along
@@ -807,18 +806,8 @@ def views_of(
             + nodes.start * along
         )
         along = s_b if count == 1 else along
-        laid.append(
-            (
-                t,
-                view.rows,
-                at,
-                s_b,
-                along,
-                view.step * s_n,
-                view.head_step * s_h + view.shift * s_n,
-                s_d,
-            )
-        )
+        s_row, s_head = view.step * s_n, view.head_step * s_h + view.shift * s_n
+        laid.append((t, view.rows, at, s_b, along, s_row, s_head, s_d))
     size = count if apart else batch * count
     step, head_step = size, heads
     if head_bytes * heads * size > limit:
@@ -827,7 +816,7 @@ def views_of(
         )  # a CPU kernel shares out (batch, head) pairs: never fewer than threads
         step = max(1, limit // (head_bytes * heads), -(-threads // heads))
         head_step = heads if step > 1 else max(threads, limit // head_bytes)
-    sizes = set() if entries[0][0].is_meta else None
+    sizes = set() if first.is_meta else None
     for entry in range(batch if apart and sizes is None else 1):
         for i in range(0, size, step):
             b = min(step, size - i)
@@ -837,20 +826,18 @@ def views_of(
                     if (b, h) in sizes:
                         continue
                     sizes.add((b, h))
-                for t, rows, at, s_b, along, s_row, s_head, s_d in laid:
+                for place in laid:
+                    if place is None:
+                        views.append(None)
+                        continue
+                    t, rows, at, s_b, along, s_row, s_head, s_d = place
                     at += entry * s_b + i * along + j * s_head
                     if s_d:
-                        views.append(
-                            t.as_strided(
-                                (b, rows, h, t.shape[3]),
-                                (along, s_row, s_head, *s_d),
-                                at,
-                            )
-                        )
+                        shape = b, rows, h, t.shape[3]
+                        strides = along, s_row, s_head, *s_d
                     else:
-                        views.append(
-                            t.as_strided((b, h, rows), (along, s_head, s_row), at)
-                        )
+                        shape, strides = (b, h, rows), (along, s_head, s_row)
+                    views.append(t.as_strided(shape, strides, at))
                 yield views
 
 
@@ -863,25 +850,28 @@ def _node_parts(call: Call, nodes: range, q: Tensor) -> Iterator[range]:
     return (nodes[i : i + step] for i in range(0, len(nodes), step))
 
 
-def _side(view: View, heads: int, nodes: range, *tensors) -> list[tuple]:
-    """(tensor, its first (row, head), View) for each (tensor, first (row, head));
-    copies of the rows if gathered.
-    """
-    if view.index is None:
-        return [(t, origin, view) for t, origin in tensors]
+def _copies(operands: list[Operand], heads: int, nodes: range) -> list[Operand]:
+    """Copies of gathered rows, all by one view, in place of the tensors."""
+    view = operands[0][2]
     dense = View(view.rows, -nodes.start * view.rows, node_step=view.rows)
-    index = _flat_index(view, nodes, tensors[0][0].device)
-    copies = [_heads_of(t, origin, view, heads)[:, index] for t, origin in tensors]
-    return [
-        (c if view.index.dim() == 2 else c.unflatten(1, (-1, heads)), WHOLE, dense)
-        for c in copies
-    ]
+    index = _flat_index(view, nodes, operands[0][0].device)
+    copies = [_heads_of(t, at, view, heads)[:, index] for t, at, _ in operands]
+    if view.index.dim() == 3:
+        copies = [copy.unflatten(1, (-1, heads)) for copy in copies]
+    return [(copy, WHOLE, dense) for copy in copies]
 
 
-def _index_entry(view: View, heads: int, nodes: range, batch: int) -> tuple:
-    """The gathered rows as an entry of ``views_of``, (b', heads, rows), for a kernel
-    that reads such rows itself.
-    """
+def _zeros(operands: list[Operand], heads: int, nodes: range) -> list[Operand]:
+    """As ``_copies``, but zeros, to which gradients are added."""
+    view = operands[0][2]
+    dense = View(view.rows, -nodes.start * view.rows, node_step=view.rows)
+    rows = len(nodes) * view.rows
+    made = [t.new_zeros(len(t), rows, heads, t.shape[3]) for t, *_ in operands]
+    return [(t, WHOLE, dense) for t in made]
+
+
+def _index_operand(view: View, heads: int, nodes: range, batch: int) -> Operand:
+    """The gathered rows, (b', heads, rows), for a kernel that reads such rows itself."""
     index = _flat_index(view, nodes, "cpu").view(1, len(nodes) * view.rows, -1)
     each = View(
         view.rows,
@@ -890,20 +880,6 @@ def _index_entry(view: View, heads: int, nodes: range, batch: int) -> tuple:
         head_step=int(index.shape[2] > 1),
     )
     return index.expand(batch, -1, -1), WHOLE, each
-
-
-def _zeros_if_gathered(view: View, heads: int, nodes: range, targets) -> list[tuple]:
-    """As ``_side``, but with zeros in place of copies."""
-    if view.index is None:
-        return [(t, origin, view) for t, origin in targets]
-    dense = View(view.rows, -nodes.start * view.rows, node_step=view.rows)
-    shapes = [
-        (t.shape[0], len(nodes) * view.rows, heads, t.shape[3]) for t, _ in targets
-    ]
-    return [
-        (torch.zeros(s, dtype=t.dtype, device=t.device), WHOLE, dense)
-        for s, (t, _) in zip(shapes, targets)
-    ]
 
 
 def _flat_index(view: View, nodes: range, device: torch.device) -> Tensor:
@@ -952,25 +928,27 @@ def head_block(q: Tensor, kv_heads: int, period: int) -> int:
     return min(heads, group * max(1, budget // (4 * b * period * d * group)))
 
 
-def in_head_blocks(
-    key: tuple,
-    build: Callable[[], Plan],
-    q,
-    kv_heads: int,
-    backward: bool,
-    cached,
-    cut=None,
-) -> Plan:
-    """The plan of a key, from the cache or built; in blocks of heads where results in
-    q's dtype need accumulators.
-
-    ``cut(plan, heads)`` makes these; ``Plan.in_head_blocks`` by default.
+@dataclass(frozen=True)
+class Planner:
+    """``build(cached)`` makes the plan of a key, ``cut(plan, heads)`` the same in blocks
+    of heads, where results in the dtype of the tensors need accumulators; None: never.
+    ``cached(key, build)`` remembers plans and what they share.
     """
-    plan = cached(key, build)
-    if plan.narrow(q.dtype, q.shape[2] // kv_heads, backward):
-        block = head_block(q, kv_heads, min(plan.period, q.shape[1]))
-        if block < q.shape[2]:
-            return cached(
-                (*key, block), lambda: (cut or Plan.in_head_blocks)(plan, block)
-            )
-    return plan
+
+    key: tuple
+    build: Callable[[Callable], Plan]
+    cut: Callable[[Plan, int], Plan] | None = Plan.in_head_blocks
+
+    def whole(self, cached: Callable) -> Plan:
+        """The plan of all heads at once."""
+        return cached(self.key, lambda: self.build(cached))
+
+    def plan(self, q: Tensor, kv_heads: int, cached: Callable, backward: bool) -> Plan:
+        """The plan for tensors like q."""
+        plan = cached(self.key, lambda: self.build(cached))
+        if q.dtype in HALF and self.cut is not None:
+            if plan.needs_fp32_accumulator(q.dtype, q.shape[2] // kv_heads, backward):
+                block = head_block(q, kv_heads, min(plan.period, q.shape[1]))
+                if block < q.shape[2]:
+                    return cached((*self.key, block), lambda: self.cut(plan, block))
+        return plan

@@ -23,13 +23,12 @@ from ..kernels.base import (
     Kernel,
     accumulation_dtype,
     cost_of,
-    device_type_of,
     supports_bias,
 )
 from ..patterns import Dilated, Pattern
 from . import dilated
 from .dilated import even_runs, first_and_step, progressions
-from .execute import Call, Plan, View, altered, anew, in_head_blocks
+from .execute import Call, HeadBlock, Plan, Planner, View, altered, anew
 
 WIDEST = 8  # a segment that holds more of the next smaller ones is not split around each of them
 TABLE = 128  # rows and keys of a table of biases at least
@@ -38,48 +37,34 @@ MOST_RATE = 1024
 Rung = tuple[int, int, int]  # the length, rate and offset of a branch for one head
 
 
-def plan_for(
-    q: Tensor,
-    k: Tensor,
+def planner(
     pattern: Pattern,
+    n: int,
+    heads: int,
+    kv_heads: int,
     causal: bool,
+    dtype: torch.dtype,
     kernel: Kernel,
-    cached,
-    *,
-    backward: bool = False,
-) -> Plan:
-    """The plan for tensors q (b, n, h, d) and k: folded if that is predicted to be
-    faster, else as ``dilated`` has it.
-
-    ``cached(key, build)`` remembers it.
+) -> Planner:
+    """The planner of a call on a CPU: folded if that is predicted to be faster, else as
+    ``dilated`` has it.
     """
+    shape = pattern, n, heads, kv_heads
     several = (
         isinstance(pattern, Dilated)
         and pattern.mixing == "lse"
         and len(pattern.segment_lengths) > 1
     )
-    if several and device_type_of(q) == "cpu" and supports_bias(kernel, q.dtype):
-        given = (
-            pattern,
-            q.shape[1],
-            q.shape[2],
-            k.shape[2],
-            causal,
-            accumulation_dtype(q.dtype),
-            kernel,
-        )
-        key, where = ("folded", *given), given[:4]
+    if not several or not supports_bias(kernel, dtype):
+        return dilated.planner(*shape)
+    call = *shape, causal, accumulation_dtype(dtype), kernel
 
-        def cut(plan: Plan, block: int) -> Plan:
-            if plan.same_rows:  # branch by branch
-                return dilated.make_plan(*where, block=block)
-            return plan.in_head_blocks(block)
+    def cut(plan: Plan, block: int) -> Plan:
+        if plan.same_rows:  # branch by branch
+            return dilated.make_plan(*shape, block=block)
+        return plan.in_head_blocks(block)
 
-        def build() -> Plan:
-            return faster(*given, cached)
-
-        return in_head_blocks(key, build, q, k.shape[2], backward, cached, cut)
-    return dilated.plan_for(q, k, pattern, cached, backward=backward, causal=causal)
+    return Planner(("folded", *call), lambda cached: faster(*call, cached), cut)
 
 
 def faster(
@@ -106,8 +91,8 @@ def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
     calls.
     """
     price, total = cost_of(kernel), 0.0
-    for _, calls, _ in plan.blocks:
-        for call in calls:
+    for block in plan.blocks:
+        for call in block.forward:
             rows, keys = call.q.rows, call.k.rows
             seen = (
                 min(keys, (keys + price.block) / 2) if causal and call.causal else keys
@@ -191,7 +176,7 @@ def fold(
             parts(mine[chain.start : chain.stop], chain is chains[0]) for mine in rungs
         ]
         calls += _calls(nested, kv_heads, tables)
-    block = range(heads), tuple(calls), tuple(calls)
+    block = HeadBlock(range(heads), tuple(calls), tuple(calls))
     uncovered = () if branches[chains[0].start].rate == 1 else ((0, n),)
     return Plan(
         (block,),

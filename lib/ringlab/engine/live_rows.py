@@ -33,7 +33,7 @@ from ..kernels.torch_kernels import cap_
 from ..modes import outside_modes, refuse_recording
 from . import blocks, dilated, execute
 from .dilated import calls_on_rows, even_runs, fold_heads
-from .execute import Plan
+from .execute import HeadBlock, Plan
 from .retention import MAX_STEPS, RetentionPolicy
 
 if TYPE_CHECKING:
@@ -247,7 +247,9 @@ class LiveRows:
             plan = dilated.plan_for(q, k, pattern, execution.cached, n=n, chunk=new)
         if policy.ranks > 1:
             plan = _of_heads(plan, policy.own_heads, c)
-        if plan.narrow(q.dtype, heads // policy.kv_heads, backward=False):
+        if plan.needs_fp32_accumulator(
+            q.dtype, heads // policy.kv_heads, backward=False
+        ):
             plan = plan.in_head_blocks(max(1, heads // 8))
         pool = execution.scratch()
         out, lse = execute.forward(q, k, v, plan, True, scale, kernel, pool=pool)
@@ -285,7 +287,7 @@ class LiveRows:
             calls += calls_on_rows(branch, group, start, queries, before, 0, keys)
         calls = tuple(fold_heads(calls))
         return Plan(
-            ((range(policy.heads), calls, calls),),
+            (HeadBlock(range(policy.heads), calls, calls),),
             (),
             merges=True,
             same_rows=False,
@@ -721,13 +723,16 @@ def _of_heads(plan: Plan, heads: range, rows: int) -> Plan:
     """The forward of a plan for some of its heads; the others see nothing."""
     calls = (
         one
-        for _, forward, _ in plan.blocks
-        for call in forward
+        for block in plan.blocks
+        for call in block.forward
         for one in call.by_heads()
     )
     mine = tuple(filter(None, (call.part(heads.start, heads.stop) for call in calls)))
     return replace(
-        plan, blocks=((heads, mine, mine),), uncovered=((0, rows),), merges=True
+        plan,
+        blocks=(HeadBlock(heads, mine, mine),),
+        uncovered=((0, rows),),
+        merges=True,
     )
 
 

@@ -121,7 +121,19 @@ def choose(
         return _choose.__wrapped__(*asked)
 
 
-@lru_cache(maxsize=1024, typed=True)  # typed: 1 must not pass as True
+def until_forgotten(function):
+    """``function``, whose results are remembered until ``forget_probes``; what it
+    raises is not.
+    """
+    remembered = lru_cache(maxsize=1024, typed=True)(function)  # 1 is not True
+    _REMEMBERED.append(remembered)
+    return remembered
+
+
+_REMEMBERED = []
+
+
+@until_forgotten
 def _choose(
     device: torch.device | DeviceSpec,
     dtype,
@@ -211,8 +223,8 @@ def _warn_once(text: str) -> None:
 
 def forget_probes() -> None:
     """Probe again at the next choice."""
-    for cached in (probe, _choose, _warn_once):
-        cached.cache_clear()
+    for remembered in (*_REMEMBERED, _warn_once):
+        remembered.cache_clear()
 
 
 def expected(
@@ -293,7 +305,7 @@ def table(
     return [(name, why is None, why, name == chosen) for name, why in reasons.items()]
 
 
-@lru_cache(maxsize=1024)
+@until_forgotten
 def probe(
     name: str,
     device: torch.device | DeviceSpec,

@@ -134,13 +134,14 @@ def pretend(device: DeviceSpec, kernel: Kernel | None = None) -> Iterator[None]:
 
 def tensor_device(t: Tensor) -> torch.device | DeviceSpec:
     """A tensor's device, or the one that ``pretend`` names."""
-    found = PRETENDED.get()
-    return t.device if found is None else found[0]
+    pretended = PRETENDED.get()
+    return t.device if pretended is None else pretended[0]
 
 
 def device_type_of(t: Tensor) -> str:
     """The type of ``tensor_device``, "cpu" or "cuda"."""
-    return tensor_device(t).type
+    pretended = PRETENDED.get()
+    return t.device.type if pretended is None else pretended[0].type
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -49,10 +49,8 @@ class Compiled:
 
     def forward(self, q, k, v, causal, scale, bias=None, index=None):
         b, m, h, _ = q.shape
-        out, lse = (
-            torch.empty(shape, dtype=torch.float32, device=q.device)
-            for shape in (q.shape, (b, h, m))
-        )
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty((b, h, m), dtype=torch.float32, device=q.device)
         self.forward_into(out, lse, q, k, v, causal, scale, bias, index, merge=False)
         return out, lse
 
@@ -72,14 +70,14 @@ class Compiled:
         )
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
-        dout, out = (
-            t.to(q.dtype) if t.stride(3) == 1 else t.to(q.dtype).contiguous()
-            for t in (dout, out)
-        )
-        dq, dk, dv = (
-            torch.empty(t.shape, dtype=torch.float32, device=q.device)
-            for t in (q, k, v)
-        )
+        dout, out = dout.to(q.dtype), out.to(q.dtype)
+        if dout.stride(3) != 1:
+            dout = dout.contiguous()
+        if out.stride(3) != 1:
+            out = out.contiguous()
+        dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        dk = torch.empty(k.shape, dtype=torch.float32, device=q.device)
+        dv = torch.empty(v.shape, dtype=torch.float32, device=q.device)
         _run(
             "backward",
             (q, k, v, bias, out, lse, None, dout, dq, dk, dv),
@@ -106,10 +104,8 @@ def _run(
     narrow = function == "forward" and out.dtype != torch.float32
     if narrow and merge:
         raise ValueError("results are merged in float32")
-    threads, keys = (
-        torch.get_num_threads(),
-        k.shape[1] if index is None else index.shape[2],
-    )
+    threads = torch.get_num_threads()
+    keys = k.shape[1] if index is None else index.shape[2]
     values = [
         batch,
         heads,
@@ -124,22 +120,23 @@ def _run(
     ]
     if bias is not None and bias.shape[1] == 1:
         tensors = *tensors[:3], bias.expand(-1, queries, -1, -1), *tensors[4:]
-    tensors = [
-        t.resolve_neg() if t is not None and t.is_neg() else t for t in tensors
-    ]  # kept until the call has ended
+    copies = []  # kept until the call has ended
     for t in tensors:
         if t is None:
             values += 0, 0, 0, 0, 0
             continue
+        if t.is_neg():
+            copies.append(t := t.resolve_neg())
         pointer = t.data_ptr()
         if not pointer and t.numel():
             raise NotImplementedError(
                 f"the compiled kernel needs plain tensors, got {type(t).__name__}"
             )
-        batch, row, head, *item = (
-            t.stride() if t.dim() == 4 else (t.stride(0), t.stride(2), t.stride(1), 0)
-        )
-        values += pointer, batch, row, head, *item
+        if t.dim() == 4:
+            values += pointer, *t.stride()
+        else:  # (b, h, m)
+            batch, head, row = t.stride()
+            values += pointer, batch, row, head, 0
     if getattr(native.library()[0], function)(
         struct.pack(f"d{len(values)}q", scale, *values)
     ):

@@ -195,7 +195,7 @@ def _first(plan, n: int, reads, kv):
     """(the call whose result becomes the output, its views), or two None if no call
     writes every row at once.
     """
-    call = plan.whole(n, reads[0].shape[2])
+    call = plan.covering_call(n, reads[0].shape[2])
     views = [] if call is None else call.views(reads, kv)
     return (call, views[0]) if len(views) == 1 else (None, None)
 

@@ -26,7 +26,7 @@ from ..engine.dilated import (
     progressions,
     runs_alike,
 )
-from ..engine.execute import Call, Plan, View, head_block
+from ..engine.execute import Call, HeadBlock, Plan, View, head_block
 from ..kernels.base import HALF, Kernel, accumulation_dtype
 from ..patterns import Branch, Dense
 from .exchange import Problem, RankPlan, keys_of, plan_rank
@@ -210,7 +210,7 @@ class Rank:
             tuple(fold_heads(calls)),
         )
         return Plan(
-            ((heads, calls, calls),),
+            (HeadBlock(heads, calls, calls),),
             (),
             merges=True,
             same_rows=False,
@@ -352,7 +352,9 @@ class BlockRank(Rank):
 
     def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:
         plan = self.calls(self.rank)
-        if plan.narrow(q.dtype, q.shape[2] // k.shape[2], backward=False):
+        if plan.needs_fp32_accumulator(
+            q.dtype, q.shape[2] // k.shape[2], backward=False
+        ):
             plan = self.calls(self.rank, self.heads_at_a_time(q))
         return execute.forward(
             q, k, v, plan, *self.kernel_args, pool=self.execution.scratch()

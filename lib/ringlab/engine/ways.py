@@ -1,0 +1,320 @@
+"""How a call runs on one device. What decides it is asked once, and the way is
+remembered; plans and index tensors are those of the call's cache.
+
+Each way has ``forward(inputs, scale, execution)`` of (q, k, v), which gives out (b, n, h,
+d) and lse (b, h, n), and ``backward(dlse, reads, scale, execution)`` of (dout, q, k, v,
+out, lse), which gives dq, dk, dv; dlse is None unless the way ``takes_dlse``. ``scale``
+is positive, and the last dimension of all tensors is contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..block_patterns import BlockSparse
+from ..kernels.base import PRETENDED, DeviceSpec, Kernel
+from ..kernels.triton import interpreted
+from ..modes import outside_modes
+from ..patterns import Dilated, Pattern
+from ..tracking import is_out_of_memory
+from . import DEFAULT, Execution, blocks, dilated, execute, folding, gather
+from . import torch_sparse as sparse
+from .execute import Planner
+
+
+@dataclass(frozen=True)
+class WholePattern:
+    """One kernel runs the pattern as it is."""
+
+    kernel: kernels.PatternKernel
+    pattern: Pattern
+    causal: bool
+    takes_dlse = True
+
+    def forward(self, inputs, scale: float, execution: Execution):
+        call = self.pattern, self.causal, scale, execution.cached
+        return self.kernel.attend(*inputs, *call)
+
+    def backward(self, dlse, reads, scale: float, execution: Execution):
+        dout, *others = reads
+        call = self.pattern, self.causal, scale, execution.cached
+        return self.kernel.gradients(dout, dlse, *others, *call)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Dense calls, merged one after the other. ``other_keys``: k and v are not at the
+    positions of the queries.
+    """
+
+    kernel: Kernel
+    planner: Planner
+    causal: bool
+    other_keys: bool = False
+    takes_dlse = False
+
+    def forward(self, inputs, scale: float, execution: Execution):
+        q, k, v = inputs
+        plan = self.planner.plan(q, k.shape[2], execution.cached, backward=False)
+        call = plan, self.causal, scale, self.kernel
+        lent = {"pool": execution.scratch(), "results": execution.results_of(q)}
+        return execute.forward(q, k, v, *call, **lent)
+
+    def backward(self, dlse, reads, scale: float, execution: Execution):
+        _, q, k, v, _, lse = reads
+        plan = self.planner.plan(q, k.shape[2], execution.cached, backward=True)
+        call, pool = (plan, self.causal, scale, self.kernel), execution.scratch()
+        if not self.other_keys:
+            return execute.backward(*reads, *call, pool=pool)
+        make = partial(torch.zeros, dtype=lse.dtype, device=q.device)
+        into = [make(t.shape) for t in (q, k, v)]
+        grads = execute.backward(*reads, *call, into=into, pool=pool)
+        return tuple(grad.to(q.dtype) for grad in grads)
+
+
+@dataclass(frozen=True)
+class MergedOnce:
+    """Dense calls, whose results one kernel merges; ``in_turn`` where memory runs out:
+    that holds less.
+    """
+
+    in_turn: Planned
+    planner: Planner
+    takes_dlse = False
+
+    def forward(self, inputs, scale: float, execution: Execution):
+        call = self._call(scale, execution)
+        try:
+            return _fused_merge().forward(*inputs, *call)
+        except torch.OutOfMemoryError:
+            kernels.LOG.warning(OUT_OF_MEMORY)
+        return self.in_turn.forward(inputs, scale, execution)
+
+    def backward(self, dlse, reads, scale: float, execution: Execution):
+        call = self._call(scale, execution)
+        try:
+            return _fused_merge().backward(*reads, *call)
+        except torch.OutOfMemoryError:
+            kernels.LOG.warning(OUT_OF_MEMORY)
+        return self.in_turn.backward(dlse, reads, scale, execution)
+
+    def _call(self, scale: float, execution: Execution) -> tuple:
+        plan, way = self.planner.whole(execution.cached), self.in_turn
+        return plan, way.causal, scale, way.kernel, execution.cached
+
+
+OUT_OF_MEMORY = "one merge is out of memory: calls are merged in turn"
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Rows copied by index-select; ``where``: pattern, positions, heads, K/V heads and
+    device.
+    """
+
+    kernel: Kernel
+    where: tuple
+    causal: bool
+    takes_dlse = False
+
+    def forward(self, inputs, scale: float, execution: Execution):
+        return gather.forward(*inputs, *self._call(scale, execution))
+
+    def backward(self, dlse, reads, scale: float, execution: Execution):
+        return gather.backward(*reads, *self._call(scale, execution))
+
+    def _call(self, scale: float, execution: Execution) -> tuple:
+        build = partial(gather.gather_indices, *self.where)
+        index = execution.cached(("gather", *self.where), build)
+        return index, self.causal, scale, self.kernel, execution.scratch()
+
+
+@dataclass(frozen=True)
+class Bsr:
+    """A block-sparse pattern by torch's sparse products."""
+
+    pattern: BlockSparse
+    causal: bool
+    takes_dlse = False
+
+    def forward(self, inputs, scale: float, execution: Execution):
+        index = self._index(inputs[0], execution)
+        return sparse.bsr_forward(*inputs, index, self.causal, scale)
+
+    def backward(self, dlse, reads, scale: float, execution: Execution):
+        index = self._index(reads[1], execution)
+        return sparse.bsr_backward(*reads, index, self.causal, scale)
+
+    def _index(self, q: Tensor, execution: Execution) -> sparse.Index:
+        where = self.pattern, q.shape[1], self.causal, q.device
+        build = partial(sparse.bsr_prepare, *where)
+        return execution.cached(("bsr", *where), build)
+
+
+@dataclass(frozen=True)
+class Flex:
+    """A block-sparse pattern by torch's FlexAttention; by ``views`` in the backward, and
+    on a CPU for the lse that torch's kernel does not return there.
+    """
+
+    pattern: BlockSparse
+    views: Planned
+    takes_dlse = False
+
+    def forward(self, inputs, scale: float, execution: Execution):
+        q, size = inputs[0], self.pattern.block_size
+        why = sparse.refusal(q.device, q.dtype, q.shape[3], size)
+        sparse.refuse("flex", why)
+        where = self.pattern, q.shape[1], self.views.causal, q.device
+        build = partial(sparse.flex_prepare, *where)
+        mask = execution.cached(("flex", *where), build)
+        out, lse = sparse.flex_forward(*inputs, mask, scale, with_lse=True)
+        if lse is None:
+            _, lse = self.views.forward(inputs, scale, execution)
+        return out, lse
+
+    def backward(self, *call):
+        return self.views.backward(*call)
+
+
+Way = WholePattern | Planned | MergedOnce | Gathered | Bsr | Flex
+
+
+def way_of(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    causal: bool,
+    backend: str | tuple[str, ...],
+    execution: Execution,
+    differentiable: bool,
+    for_gradients: bool = False,
+) -> Way:
+    """How a call of a pattern runs. ``differentiable``: its backward must run, too;
+    ``for_gradients``: the way is that of the backward.
+
+    A way is remembered until ``kernels.forget_probes``, but not on a pretended device.
+    Raises what ``kernels.choose`` and ``Execution.check`` raise.
+    """
+    choose = _way if PRETENDED.get() is None else _way.__wrapped__
+    sizes = *q.shape[1:], *k.shape[1:3]
+    call = pattern, causal, backend, execution.switches, differentiable, for_gradients
+    return choose(sizes, q.dtype, q.device, *call)
+
+
+@kernels.until_forgotten
+def _way(
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    pattern: Pattern,
+    causal: bool,
+    backend,
+    switches: Execution,
+    differentiable: bool,
+    for_gradients: bool,
+) -> Way:
+    n, heads, head_dim, keys, kv_heads = sizes
+    here, place = n == keys, (PRETENDED.get() or (device,))[0]
+    switches.check(pattern, "one device" if here else "other keys")
+    shape, free = (n, heads, kv_heads), switches.plain and switches.merge == "auto"
+    options = {"causal": causal, "backward": differentiable, "backend": backend}
+    if here and free and place.type == "cuda":  # nothing cuts the pattern up
+        options["pattern_kind"] = kernels.kind_of(pattern, *shape)
+        options["for_gradients"] = for_gradients
+    kernel = kernels.choose(device, dtype, head_dim, **options).kernel
+    if here and switches.plain and hasattr(kernel, "attend"):
+        return WholePattern(kernel, pattern, causal)
+    kernel = switches.tiled(kernel)
+    if isinstance(pattern, BlockSparse):
+        return blocks_way(pattern, *shape, causal, kernel, switches.blocks)
+    if switches.gather:
+        return Gathered(kernel, (pattern, *shape, device), causal)
+    if not here:
+        planner = dilated.cross_planner(n, keys, heads, kv_heads, causal)
+        return Planned(kernel, planner, causal, other_keys=True)
+    planner = branches = dilated.planner(pattern, *shape)
+    if switches.merge != "eager" and place.type == "cpu":
+        planner = folding.planner(pattern, *shape, causal, dtype, kernel)
+    way = Planned(kernel, planner, causal)
+    several = isinstance(pattern, Dilated) and len(pattern.segment_lengths) > 1
+    if several and free and not switches.pool:  # no option asks for less memory
+        if _merges_once(kernel, place, device, dtype):
+            return MergedOnce(way, branches)
+    return way
+
+
+def blocks_way(
+    pattern: BlockSparse,
+    n: int,
+    heads: int,
+    kv_heads: int,
+    causal: bool,
+    kernel: Kernel,
+    way: str,
+) -> Bsr | Flex | Planned:
+    """How a block-sparse pattern runs, ``way`` as in ``Execution.blocks``."""
+    if way == "bsr":
+        return Bsr(pattern, causal)
+    planner = blocks.planner(pattern, n, heads, kv_heads, causal, kernel, way)
+    views = Planned(kernel, planner, causal)
+    return Flex(pattern, views) if way == "flex" else views
+
+
+def _fused_merge():
+    """The module of the merging kernel, which loads Triton."""
+    from ..kernels import fused_merge
+
+    return fused_merge
+
+
+def _merges_once(
+    kernel: Kernel, place: torch.device | DeviceSpec, device: torch.device, dtype
+) -> bool:
+    """Whether one kernel merges the results of all calls: where it works, and the dense
+    kernel stores no scores.
+    """
+    if not (place.type == "cuda" or interpreted()):
+        return False  # before Triton is loaded
+    if kernel.name == "eager" or _fused_merge().refuses(place, dtype) is not None:
+        return False
+    # A run without data is of hardware that need not be here.
+    return device.type == "meta" or _merge_works(device, dtype)
+
+
+@kernels.until_forgotten
+def _merge_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the merging kernel gives what calls one after the other give; a failure
+    is logged.
+    """
+    kernel, generator = kernels.KERNELS["eager"], torch.Generator().manual_seed(0)
+    with outside_modes(), torch.no_grad():
+        q, dout, k, v = (
+            torch.randn(2, 128, heads, 16, generator=generator).to(device, dtype)
+            for heads in (2, 2, 1, 1)
+        )
+        # A segment that is the whole sequence, too.
+        pattern, call = Dilated([32, 128], [1, 2]), (True, 0.25, kernel)
+        plan = dilated.make_plan(pattern, 128, 2, 1)
+        want = execute.forward(q, k, v, plan, *call)
+        tensors = dout, q, k, v, *want
+        want += execute.backward(*tensors, plan, *call)
+        try:
+            module, cached = _fused_merge(), DEFAULT.cached
+            merged = module.forward(q, k, v, plan, *call, cached)
+            merged += module.backward(*tensors, plan, *call, cached)
+            off = max(float((x - y).norm() / y.norm()) for x, y in zip(merged, want))
+            works = off <= kernels.PROBE_ERROR.get(dtype, 0.05)
+            why = f"its results are off by {off:.1e}"
+        except Exception as failure:  # Triton's and its compilers' are of any kind
+            if is_out_of_memory(failure):
+                raise
+            works, why = False, " ".join(str(failure).split())[:200]
+    if not works:
+        kernels.LOG.warning(f"branches are merged one after the other: {why}")
+    return works
