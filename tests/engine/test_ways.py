@@ -46,6 +46,8 @@ def way(
         {"execution": Execution(tile=8)},
         {"execution": Execution(gather=True)},
         {"execution": Execution(merge="eager")},
+        {"execution": Execution(pool=True)},
+        {"differentiable": True},
     ],
     ids=str,
 )

@@ -123,17 +123,20 @@ def forward(
     backend,
     execution: Execution,
     documents: Documents | None = None,
-    differentiable: bool | None = None,
 ):
-    """out (b, n, h, d), lse (b, h, n). ``differentiable``: a gradient will be asked
-    for; None: if a tensor requires one.
-    """
-    if differentiable is None:
-        differentiable = requires_grad(q, k, v, sinks)
-    if documents is not None:
-        execution.check(pattern)
-        call = sinks, pattern, causal, scale, backend, execution, None, differentiable
-        return documents.forward(q, k, v, lambda *tensors: forward(*tensors, *call))
+    """out (b, n, h, d), lse (b, h, n)."""
+    differentiable = requires_grad(q, k, v, sinks)
+    call = sinks, pattern, causal, scale, backend, execution, differentiable
+    if documents is None:
+        return _forward(q, k, v, *call)
+    execution.check(pattern)
+    return documents.forward(q, k, v, lambda *tensors: _forward(*tensors, *call))
+
+
+def _forward(
+    q, k, v, sinks, pattern, causal, scale, backend, execution, differentiable: bool
+):
+    """As ``forward``; ``differentiable``: a gradient will be asked for."""
     way = way_of(q, k, pattern, causal, backend, execution, differentiable)
     flip, scale = positive_scale(scale)
     with without_autocast(q):
@@ -159,9 +162,9 @@ def backward(
     """dq, dk, dv for cotangents of out and, if not None, of lse."""
     call = pattern, causal, backend, execution, True, True
     if documents is not None:
-        tensors, rest = (dout, dlse, q, k, v, out, lse), (pattern, causal, scale)
-        rest += backend, execution
-        return documents.backward(*tensors, lambda *tensors: backward(*tensors, *rest))
+        reads = dout, dlse, q, k, v, out, lse
+        rest = pattern, causal, scale, backend, execution
+        return documents.backward(*reads, lambda *tensors: backward(*tensors, *rest))
     flip, scale = positive_scale(scale)
     q, head_dim = flip(q), q.shape[3]
     way = way_of(q, k, *call)
@@ -247,9 +250,9 @@ def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Fu
                 ctx.saved_tensors,
             )  # once: checkpointing recomputes them when they are read
             if dout is not None or dlse is not None:
-                given = torch.zeros_like(tensors[-2]) if dout is None else dout
+                cotangent = torch.zeros_like(tensors[-2]) if dout is None else dout
                 try:
-                    grads = Gradients.apply(given, dlse, *tensors, *ctx.rest)
+                    grads = Gradients.apply(cotangent, dlse, *tensors, *ctx.rest)
                 except RuntimeError:
                     if not _transformed() and (_is_batched(dout) or _is_batched(dlse)):
                         NoVmap.vmap(None, None)
@@ -317,8 +320,8 @@ def operator(
     keep it whole.
     """
     pattern, backend, execution = _of_text(text)
-    call = pattern, causal, scale, backend, execution, None, followed
-    out, lse = forward(*_rows_dense(q, k, v), sinks, *call)
+    call = pattern, causal, scale, backend, execution, followed
+    out, lse = _forward(*_rows_dense(q, k, v), sinks, *call)
     return out, lse.contiguous()
 
 

@@ -83,9 +83,9 @@ def make_plan(
     (16, 1024, 1024, 512, 0)
     """
     whole = BlockParts.of([range(n)], pattern.block_size)
-    how = {"causal": causal, "itself": True, "way": way, "kernel": kernel}
-    how["cached"] = cached
-    return plan_between(pattern, n, whole, whole, heads, kv_heads, **how)
+    options = {"causal": causal, "itself": True, "way": way, "kernel": kernel}
+    options["cached"] = cached
+    return plan_between(pattern, n, whole, whole, heads, kv_heads, **options)
 
 
 def layers_of(
@@ -178,9 +178,9 @@ class BlockParts:
         """
         near = torch.zeros(pattern.count(n) + 1, dtype=torch.bool)
         near[pattern.near(queries, n)] = True
-        found = near[self.blocks]
-        found[1:] |= found[:-1].clone()  # the first part of every gap
-        return found.nonzero().flatten()
+        inside = near[self.blocks]
+        inside[1:] |= inside[:-1].clone()  # the first part of every gap
+        return inside.nonzero().flatten()
 
     def before(self, others: BlockParts) -> Tensor:
         """Which of these lie before which others, bool (others, parts)."""
@@ -190,8 +190,8 @@ class BlockParts:
 def plan_between(
     pattern: BlockSparse,
     n: int,
-    mine: BlockParts,
-    theirs: BlockParts,
+    queries: BlockParts,
+    keys: BlockParts,
     heads: int,
     kv_heads: int,
     *,
@@ -209,20 +209,20 @@ def plan_between(
     """
 
     if way == "views" and hasattr(kernel, "takes_bias"):
-        window, rows = window_of_tokens(pattern, causal), (mine.span, theirs.span)
+        window, rows = window_of_tokens(pattern, causal), (queries.span, keys.span)
         if window and all(rows):
-            given = *window, *rows, heads, kv_heads, kernel
-            return window_plan(*given, causal=causal and itself, cached=cached)
+            arguments = *window, *rows, heads, kv_heads, kernel
+            return window_plan(*arguments, causal=causal and itself, cached=cached)
 
     def layer(shown: BlockSparse, hidden: BlockSparse | None, copied: bool) -> Layer:
         def seen(rows: range) -> tuple[Tensor, Tensor]:
-            some = mine[rows.start : rows.stop]
-            cols = theirs.near(shown, some.blocks, n)
-            blocks = n, some.blocks, theirs.blocks[cols]
-            found = shown.blocks(*blocks)
+            subset = queries[rows.start : rows.stop]
+            cols = keys.near(shown, subset.blocks, n)
+            blocks = n, subset.blocks, keys.blocks[cols]
+            visible = shown.blocks(*blocks)
             if hidden is not None:
-                found &= ~hidden.blocks(*blocks)
-            return found & theirs[cols].before(some) if causal else found, cols
+                visible &= ~hidden.blocks(*blocks)
+            return visible & keys[cols].before(subset) if causal else visible, cols
 
         return Layer(seen, copied)
 
@@ -230,19 +230,21 @@ def plan_between(
     if causal and itself:
         seen = torch.cat(
             [
-                pattern.blocks(n, some, some).diagonal()
-                for some in mine.blocks.split(AT_ONCE)
+                pattern.blocks(n, subset, subset).diagonal()
+                for subset in queries.blocks.split(AT_ONCE)
             ]
         )
         diagonal = torch.where(seen, torch.arange(len(seen)), -1)
     layers = [
-        layer(*given)
-        for given in (layers_of(pattern) if way == "views" else [(pattern, None, True)])
+        layer(*arguments)
+        for arguments in (
+            layers_of(pattern) if way == "views" else [(pattern, None, True)]
+        )
     ]
     return tile(
         layers,
-        mine.cuts,
-        theirs.cuts,
+        queries.cuts,
+        keys.cuts,
         diagonal,
         heads,
         kv_heads,
@@ -282,7 +284,7 @@ def window_plan(
     after = min(after, max(0, keys.stop - queries.start))
     first = min(len(queries), before + 1) if causal else 0
     calls = [_call(first, first, 1, (0, 0), (0, 0), causal=True)] if causal else []
-    alike: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    by_shape: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     seeing = range(  # queries that see a key
         max(queries.start + first, keys.start - after),
         min(queries.stop, keys.stop + before),
@@ -291,7 +293,7 @@ def window_plan(
         rows = min(EDGE, seeing.stop - at)
         begin, end = at - before, min(keys.stop, at + rows + after)
         start = max(keys.start, begin)
-        places = alike.setdefault((rows, end - start, start - begin), [])
+        places = by_shape.setdefault((rows, end - start, start - begin), [])
         places.append((at - queries.start, start - keys.start))
 
     def shown() -> Tensor:
@@ -300,11 +302,11 @@ def window_plan(
         hidden = (apart > before) | (apart < -after)  # (EDGE, width)
         return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
 
-    if alike:  # sequences of many lengths share it
+    if by_shape:  # sequences of many lengths share it
         bias = cached(("window", before, after), shown)[:, None].expand(
             -1, kv_heads, -1
         )
-    for (rows, count, skipped), places in alike.items():
+    for (rows, count, skipped), places in by_shape.items():
         q, k = ((x, EDGE) for x in places[0])
         call, seen = _call(rows, count, len(places), q, k), slice(skipped, None)
         calls.append(altered(call, bias=bias[:rows, :, seen][..., :count]))
@@ -335,23 +337,23 @@ def cheapest(
     middle = (
         (len(rows) // 2 - SAMPLE // 2) >> levels << levels
     )  # of many blocks some are enough to tell
-    some, cols = layer.seen(rows[max(0, middle) :][:SAMPLE])
-    common = _common(some, levels)
+    sample, cols = layer.seen(rows[max(0, middle) :][:SAMPLE])
+    common = _common(sample, levels)
     best = _cost(_taken(common, used), cols, size, keys, cost)
     for level in range(levels, 0, -1):
-        found = _cost(_taken(common, with_it := (*used, level)), cols, size, keys, cost)
-        if found < best:
-            used, best = with_it, found
+        time = _cost(_taken(common, with_it := (*used, level)), cols, size, keys, cost)
+        if time < best:
+            used, best = with_it, time
     for level in used[1:]:  # a level that paid may not, beside smaller ones
-        found = _cost(
+        time = _cost(
             _taken(common, without := tuple(x for x in used if x != level)),
             cols,
             size,
             keys,
             cost,
         )
-        if found < best:
-            used, best = without, found
+        if time < best:
+            used, best = without, time
     return used
 
 
@@ -364,13 +366,13 @@ def nodes(
     ``rows`` are taken some at a time: time and memory then grow with what is near them,
     not with the square of all.
     """
-    found: dict[int, list] = {level: [] for level in sorted(levels, reverse=True)}
+    by_level: dict[int, list] = {level: [] for level in sorted(levels, reverse=True)}
     for start in range(0, len(rows), AT_ONCE):
-        some, cols = layer.seen(rows[start : start + AT_ONCE])
-        for level, taken in _taken(_common(some, max(levels)), levels):
+        blocks_seen, cols = layer.seen(rows[start : start + AT_ONCE])
+        for level, taken in _taken(_common(blocks_seen, max(levels)), levels):
             node, first, stop = _runs(taken, cols)
-            found[level].append((node + (start >> level), first, stop))
-    return [(level, *map(torch.cat, zip(*parts))) for level, parts in found.items()]
+            by_level[level].append((node + (start >> level), first, stop))
+    return [(level, *map(torch.cat, zip(*parts))) for level, parts in by_level.items()]
 
 
 def _common(seen: Tensor, levels: int) -> list[Tensor]:
@@ -394,9 +396,9 @@ def _taken(
         width = 1 << level
         # What a larger node has taken is taken for all of its blocks, so the first one
         # tells.
-        mine = shared & ~covered[::width][: len(shared)]
-        covered[: len(shared) * width] |= mine.repeat_interleave(width, 0)
-        yield level, mine
+        taken = shared & ~covered[::width][: len(shared)]
+        covered[: len(shared) * width] |= taken.repeat_interleave(width, 0)
+        yield level, taken
 
 
 def _runs(taken: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -471,8 +473,8 @@ def tile(
     gathered: list[Call] = []
     for layer in layers:
         for rows, level in chains(queries):
-            found, left = _calls(layer, rows, level, queries, keys, alone, cost)
-            entries += found
+            strided, left = _calls(layer, rows, level, queries, keys, alone, cost)
+            entries += strided
             gathered += left
     squares = _squares(queries, keys, diagonal)
     if lower_right:
@@ -500,7 +502,7 @@ def _plan(
     merge. Then gathered ones.
     """
     written, uncovered = torch.zeros(2, n, dtype=torch.bool)
-    found = []
+    ordered = []
     for call in sorted(calls, key=_order) + gathered:
         q = call.q
         starts = (
@@ -513,18 +515,18 @@ def _plan(
         first = q.index is None and not _merged(call) and bool(fresh.all())
         uncovered[at[fresh]] = not first
         written[at] = True
-        found.append(altered(call, first=first))
+        ordered.append(altered(call, first=first))
     uncovered |= ~written
     edges = F.pad(uncovered.int(), (1, 1)).diff().nonzero().flatten()
     ranges = tuple(zip(edges[::2].tolist(), edges[1::2].tolist()))
-    merges = len(found) > 1 or any(map(_merged, found))
+    merges = len(ordered) > 1 or any(map(_merged, ordered))
     group = heads // kv_heads
 
     # The heads of one K/V head one after another.
     every_head = [
         altered(c, heads=kv_heads, q=altered(c.q, head=g, head_step=group))
         for g in range(group)
-        for c in found
+        for c in ordered
     ]
     strips = [strip for call in every_head for strip in _in_strips(call, lower_right)]
     block = HeadBlock(range(heads), tuple(strips), tuple(every_head))
@@ -562,11 +564,11 @@ def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Entry]:
     """The causal calls, on the blocks of the diagonal."""
     if diagonal is None:
         return []
-    mine = (diagonal >= 0).nonzero().flatten()
+    on_diagonal = (diagonal >= 0).nonzero().flatten()
     entries = zip(
-        queries.lengths[mine].tolist(),
-        queries.starts[mine].tolist(),
-        keys.starts[diagonal[mine]].tolist(),
+        queries.lengths[on_diagonal].tolist(),
+        queries.starts[on_diagonal].tolist(),
+        keys.starts[diagonal[on_diagonal]].tolist(),
     )
     return [(length, length, q, k) for length, q, k in entries]
 

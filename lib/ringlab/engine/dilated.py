@@ -126,7 +126,7 @@ def _branch_calls(
     b: Branch, chunk: range, group: int, inside: range, first_branch: dict[int, Branch]
 ) -> Iterator[Call]:
     for start, count, length in _pieces(chunk, b.length):
-        alike: dict[
+        by_shape: dict[
             tuple, list
         ] = {}  # heads that select equally many rows and agree on who writes first
         for head, offset in zip(b.heads, b.offsets):
@@ -134,8 +134,8 @@ def _branch_calls(
             rows = -(-(length - offset) // b.rate)
             if head in inside and rows > 0:
                 member = head, start - chunk.start + offset, head // group
-                alike.setdefault((rows, first_branch[head] is b), []).append(member)
-        for (rows, first), members in alike.items():
+                by_shape.setdefault((rows, first_branch[head] is b), []).append(member)
+        for (rows, first), members in by_shape.items():
             for run in progressions(members):
                 (head, head_step), (row, shift), (kv_head, kv_step) = first_and_step(
                     run
@@ -160,12 +160,12 @@ def fold_heads(calls: Iterable[Call]) -> Iterator[Call]:
             call, q=altered(call.q, first=0, head=0), k=altered(call.k, first=0, head=0)
         )
 
-    for _, alike in groupby(calls, shape):
-        alike = list(alike)
-        for run in even_runs([place(call) for call in alike]):
-            mine, alike = alike[: len(run)], alike[len(run) :]
+    for _, similar in groupby(calls, shape):
+        similar = list(similar)
+        for run in even_runs([place(call) for call in similar]):
+            members, similar = similar[: len(run)], similar[len(run) :]
             (_, q_step), (_, q_head), (_, k_step), (_, k_head) = first_and_step(run)
-            q, k = mine[0].q, mine[0].k
+            q, k = members[0].q, members[0].k
             apart = all(
                 not by or by >= v.step * v.rows for v, by in ((q, q_step), (k, k_step))
             )
@@ -176,9 +176,9 @@ def fold_heads(calls: Iterable[Call]) -> Iterator[Call]:
                     altered(q, node_step=q_step, node_head=q_head),
                     altered(k, node_step=k_step, node_head=k_head),
                 )
-                yield altered(mine[0], q=q, k=k, nodes=len(run))
+                yield altered(members[0], q=q, k=k, nodes=len(run))
             else:
-                yield from mine
+                yield from members
 
 
 def _pieces(chunk: range, length: int) -> Iterator[tuple[int, int, int]]:
@@ -232,16 +232,16 @@ def first_and_step(run: list[tuple[int, ...]]) -> list[tuple[int, int]]:
 
 
 def runs_alike(
-    found: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
+    entries: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> Iterator[tuple[tuple[int, ...], list]]:
     """(counts, progression of members) of pairs (counts, member) with equal counts,
     none of which is 0.
     """
-    alike: dict[tuple[int, ...], list] = {}
-    for counts, member in found:
+    by_counts: dict[tuple[int, ...], list] = {}
+    for counts, member in entries:
         if min(counts) > 0:
-            alike.setdefault(counts, []).append(member)
-    for counts, members in alike.items():
+            by_counts.setdefault(counts, []).append(member)
+    for counts, members in by_counts.items():
         for run in progressions(members):
             yield counts, run
 
@@ -262,7 +262,7 @@ def calls_on_rows(
     positions ``keys``. ``held`` says by K/V head, for ``group`` heads, which positions
     are there, and in which rows.
     """
-    found, indices = [], {}
+    entries, indices = [], {}
     for head, offset in zip(branch.heads, branch.offsets):
         first = (start + offset - asking.start) % branch.rate
         count, kv_head = len(asking[first :: branch.rate]), head // group
@@ -272,8 +272,8 @@ def calls_on_rows(
             indices[head] = rows[
                 wanted & ((positions - start - offset) % branch.rate == 0)
             ]
-            found.append(((count, len(indices[head])), (head, first + row)))
-    for (count, _), run in runs_alike(found):
+            entries.append(((count, len(indices[head])), (head, first + row)))
+    for (count, _), run in runs_alike(entries):
         (head, head_step), (q_first, q_shift) = first_and_step(run)
         queries = View(count, q_first, branch.rate, 0, head, head_step, q_shift)
         yield Call(

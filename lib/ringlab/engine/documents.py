@@ -115,12 +115,12 @@ class Documents:
     @cached_property
     def parts(self) -> list[Alike]:
         """All documents, by their length; rows are counted through the batch."""
-        alike: dict[int, list[tuple[int]]] = {}
+        by_length: dict[int, list[tuple[int]]] = {}
         for entry, start, stop in self.spans:
             if start < stop:
-                alike.setdefault(stop - start, []).append((entry * self.n + start,))
+                by_length.setdefault(stop - start, []).append((entry * self.n + start,))
         parts = []
-        for length, members in sorted(alike.items()):
+        for length, members in sorted(by_length.items()):
             runs = [tuple(start for (start,) in run) for run in even_runs(members)]
             if len(runs) > 1 and length <= COPIED:
                 parts.append(Alike(length, tuple(start for (start,) in members), 0))
@@ -175,10 +175,10 @@ class Documents:
             dlse_, lse_ = (
                 t if t is None else part.take(t).transpose(1, 2) for t in (dlse, lse)
             )
-            found = gradients(dout_, dlse_, *others, lse_)
-            for grad, mine in zip(grads, found):
-                part.put(grad.flatten(0, 1), mine)
-            del found
+            part_grads = gradients(dout_, dlse_, *others, lse_)
+            for grad, part_grad in zip(grads, part_grads):
+                part.put(grad.flatten(0, 1), part_grad)
+            del part_grads
         return tuple(grads)
 
 
@@ -216,13 +216,13 @@ def integers(name: str, values: Tensor | Sequence[int], q: Tensor) -> list[int]:
                 f"{name} must be on the CPU or on {q.device}, got {values.device}"
             )
         return list(values_of(values))
-    found = (
+    numbers = (
         [as_int(x) for x in values]
         if isinstance(values, Sequence) and not isinstance(values, str)
         else [None]
     )
-    if None in found:
+    if None in numbers:
         raise TypeError(
             f"{name} must be a 1-D tensor or a list of integers, got {short_repr(values)}"
         )
-    return found
+    return numbers

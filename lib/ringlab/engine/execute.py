@@ -208,20 +208,20 @@ class Call:
         """The call for those of its query heads that are among heads start .. stop - 1;
         None if there are none.
         """
-        mine = [
+        members = [
             i
             for i in range(self.heads)
             if start <= self.q.head + i * self.q.head_step < stop
         ]
-        if len(mine) == self.heads:
+        if len(members) == self.heads:
             return self
-        if not mine:
+        if not members:
             return None
-        first, end = mine[0], mine[-1] + 1
+        first, end = members[0], members[-1] + 1
         bias = None if self.bias is None else self.bias[:, first:end]
         return altered(
             self,
-            heads=len(mine),
+            heads=len(members),
             q=self.q.from_head(first, end),
             k=self.k.from_head(first, end),
             bias=bias,

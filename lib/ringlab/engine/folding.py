@@ -82,8 +82,8 @@ def faster(
     """
     apart = dilated.make_plan(pattern, n, heads, kv_heads)
     most = cost_of(kernel).gain * cost(apart, causal, kernel)
-    how = causal, dtype, kernel, most, cached
-    return fold(pattern, n, heads, kv_heads, *how) or apart
+    options = causal, dtype, kernel, most, cached
+    return fold(pattern, n, heads, kv_heads, *options) or apart
 
 
 def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
@@ -160,7 +160,7 @@ def fold(
     for stop in range(1, len(branches) + 1):
         ways = []
         for start in range(stop):
-            if all(_nest(mine[start:stop], n) for mine in rungs):
+            if all(_nest(head_rungs[start:stop], n) for head_rungs in rungs):
                 chain = parts(rungs[0][start:stop], not start)
                 time = best[start][0] + sum(part.price(price, heads) for part in chain)
                 ways.append((time, [*best[start][1], range(start, stop)]))
@@ -173,7 +173,8 @@ def fold(
     calls, tables = [], _Tables(dtype, cached)
     for chain in chains:
         nested = [
-            parts(mine[chain.start : chain.stop], chain is chains[0]) for mine in rungs
+            parts(head_rungs[chain.start : chain.stop], chain is chains[0])
+            for head_rungs in rungs
         ]
         calls += _calls(nested, kv_heads, tables)
     block = HeadBlock(range(heads), tuple(calls), tuple(calls))
@@ -275,24 +276,24 @@ def _alike(strides: tuple[tuple[int, int], ...]) -> list[tuple]:
     of the keys, the one before it that selects the rows or None, the rows' classes, and
     those of each set of branches that selects rows: M may differ).
     """
-    rate, alike = strides[-1][0], {}
+    rate, groups = strides[-1][0], {}
     for residue in range(rate):
         rungs = tuple(j for j, (r, first) in enumerate(strides) if residue % r == first)
         for inner, j in zip((None, *rungs), rungs):
-            alike.setdefault((j, inner), {}).setdefault(rungs, set()).add(residue)
+            groups.setdefault((j, inner), {}).setdefault(rungs, set()).add(residue)
     return [
         (
             *key,
             _classes(set().union(*selects.values()), rate),
             [_classes(residues, rate) for residues in selects.values()],
         )
-        for key, selects in alike.items()
+        for key, selects in groups.items()
     ]
 
 
 def _calls(parts: list[list[_Part]], kv_heads: int, tables: _Tables) -> list[Call]:
     """The calls of nested branches, whose ``parts`` are those of each head."""
-    heads, alike = len(parts), {}
+    heads, by_shape = len(parts), {}
     biases = {id(own): [*map(tables.bias, own)] for own in parts}  # heads may be alike
     for head, own in enumerate(parts):
         for part, bias in zip(own, biases[id(own)]):
@@ -308,12 +309,12 @@ def _calls(parts: list[list[_Part]], kv_heads: int, tables: _Tables) -> list[Cal
                 part.place,
             )
             shape = *shape, 0 if bias is None else len(q) if part.each else 1
-            alike.setdefault(shape, []).append(
+            by_shape.setdefault(shape, []).append(
                 ((head, q.start, head // (heads // kv_heads), k.start), bias)
             )
-    found = []
+    calls = []
     for (later, step, rows, key_step, keys, nodes, apart, _, each), members in sorted(
-        alike.items(), key=lambda x: x[0][0]
+        by_shape.items(), key=lambda x: x[0][0]
     ):
         made = {head: bias for (head, *_), bias in members}
         for run in progressions([member for member, _ in members]):
@@ -323,21 +324,21 @@ def _calls(parts: list[list[_Part]], kv_heads: int, tables: _Tables) -> list[Cal
             q = View(rows, row, step, apart, head, head_step, shift)
             k = View(keys, key, key_step, apart, kv_head, kv_step, key_shift)
             bias = tables.by_head([made[h] for h, *_ in run], each, keys)
-            found.append(Call(q, k, nodes, len(run), first=not later, bias=bias))
-    return found
+            calls.append(Call(q, k, nodes, len(run), first=not later, bias=bias))
+    return calls
 
 
 def _classes(residues: set[int], rate: int) -> list[tuple[int, int]]:
     """(step, residue) of as few residue classes of steps that divide ``rate`` as the
     residues modulo ``rate`` make.
     """
-    left, found = set(residues), []
+    left, classes = set(residues), []
     for step in (s for s in range(1, rate + 1) if rate % s == 0):
         for first in sorted(r for r in left if r < step):
             if (whole := set(range(first, rate, step))) <= left:
                 left -= whole
-                found.append((step, first))
-    return found
+                classes.append((step, first))
+    return classes
 
 
 def _rows(start: int, stop: int, step: int, residue: int) -> range:
@@ -353,11 +354,11 @@ def _pieces(length: int, inner: int, n: int, causal: bool, square: int) -> list[
     out. ``causal``: what lies after the queries is, too, and squares on the diagonal
     are at most ``square`` positions long. ``nodes`` of them, a step apart.
     """
-    found: dict[tuple, list] = {}
+    by_shape: dict[tuple, list] = {}
 
     def add(q, k, on_diagonal=False):
         shape = q[1] - q[0], k[1] - k[0], k[0] - q[0], on_diagonal
-        found.setdefault(shape, []).append((q[0], k[0]))
+        by_shape.setdefault(shape, []).append((q[0], k[0]))
 
     def triangle(start, stop):
         if stop - start <= square:
@@ -379,7 +380,7 @@ def _pieces(length: int, inner: int, n: int, causal: bool, square: int) -> list[
             triangle(begin, end) if causal else add((begin, end), (begin, end), True)
     return [
         ((q, q + q_size), (k, k + k_size), len(run), step, on_diagonal)
-        for (q_size, k_size, _, on_diagonal), places in found.items()
+        for (q_size, k_size, _, on_diagonal), places in by_shape.items()
         for run in even_runs(places)
         for (q, step), (k, _) in [first_and_step(run)]
     ]

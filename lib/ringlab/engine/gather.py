@@ -94,9 +94,9 @@ def backward(
                 _take(out, rows, members),
                 _take(lse, rows, members).squeeze(-1).transpose(1, 2),
             )
-            found = kernel.backward(*reads, *final, causal, scale)
+            part_grads = kernel.backward(*reads, *final, causal, scale)
             for grad, part, where in zip(
-                grads, found, (members, kv_members, kv_members)
+                grads, part_grads, (members, kv_members, kv_members)
             ):
                 _put(grad, rows, where, part.to(acc), add=True)
     return tuple(g.to(q.dtype) for g in grads)
