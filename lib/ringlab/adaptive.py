@@ -227,7 +227,8 @@ def log_multiplicity(
     z: Tensor, picks: Tensor, causal: bool, ranks: Group | None
 ) -> Tensor:
     """log M (b, h, rows, top_k) on S; -inf where a causal row has fewer blocks."""
-    logits, top_k = z.gather(-1, picks), picks.shape[3]
+    logits = z.gather(-1, picks)
+    top_k = picks.shape[3]
     number = torch.full((1, 1), top_k, device=z.device)
     if causal:
         number = (rows_here(z, ranks) + 1).clamp(max=top_k)  # (rows, 1)
@@ -289,7 +290,8 @@ def adaptive_attention(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     backend = check_backend(backend)
     if z is None:
-        picks, log_m = best_blocks(q, k, pattern, scale, causal, ranks), None
+        picks = best_blocks(q, k, pattern, scale, causal, ranks)
+        log_m = None
     else:
         shape = (q.shape[0], q.shape[2], *block_counts(q, pattern, ranks))
         axes = "(batch, heads, blocks, blocks)"
@@ -346,11 +348,9 @@ class AdaptiveBlockSparse(nn.Module):
         if dtype is not None:
             check_float_dtype(dtype)
         device = device if device is None else device_of(device)
-        self.pattern, self.backend, self.group = (
-            Adaptive(block_size, top_k),
-            backend,
-            Group.kept(group),
-        )
+        self.pattern = Adaptive(block_size, top_k)
+        self.backend = backend
+        self.group = Group.kept(group)
         self.q_score, self.k_score = (
             nn.Parameter(torch.eye(head_dim, device=device, dtype=dtype))
             for _ in range(2)
@@ -374,10 +374,8 @@ class AdaptiveBlockSparse(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False
     ) -> Tensor:
-        z, options = (
-            self.logits(q, k, is_causal),
-            {"backend": self.backend, "group": self.group},
-        )
+        z = self.logits(q, k, is_causal)
+        options = {"backend": self.backend, "group": self.group}
         return adaptive_attention(q, k, v, self.pattern, z, causal=is_causal, **options)
 
     def extra_repr(self) -> str:

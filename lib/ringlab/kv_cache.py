@@ -97,7 +97,9 @@ class KVCache:
         launches = _launches(device_of(device))
         policies = [_policy(*sizes, rank, ranks, launches) for rank in here]
         check_float_dtype(dtype)
-        self.policy, self.dtype, self.device = policies[0], dtype, device_of(device)
+        self.policy = policies[0]
+        self.dtype = dtype
+        self.device = device_of(device)
         self.batch = check_int("batch", batch, most=LARGEST)
         self.head_dim = check_int("head_dim", head_dim, most=LARGEST)
         if self.device.type == "meta":
@@ -169,7 +171,8 @@ class KVCache:
         ValueError, and nothing changes, for a number beyond what is there, or where a
         row is needed that was dropped.
         """
-        number, k = as_int(lengths), self._parts[0].k
+        number = as_int(lengths)
+        k = self._parts[0].k
         lengths = lengths if number is None else [number] * self.batch
         lengths = integers("lengths", lengths, k)
         if len(lengths) != self.batch:

@@ -173,7 +173,9 @@ class MultiheadAttention(nn.Module):
 
     # What torch's encoder asks of its attention; these keep it from running its own
     # kernel in our place.
-    batch_first, in_proj_bias, _qkv_same_embed_dim = True, None, False
+    batch_first = True
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
 
     @property
     def in_proj_weight(self) -> Tensor:
@@ -220,7 +222,8 @@ class MultiheadAttention(nn.Module):
             raise ValueError(
                 f"attention dropout {module.dropout} is not supported: set module.dropout = 0.0 before"
             )
-        weight, bias = module.in_proj_weight, module.in_proj_bias is not None
+        weight = module.in_proj_weight
+        bias = module.in_proj_bias is not None
         made = {"bias": bias, "device": weight.device, "dtype": weight.dtype}
         layer = cls(
             module.embed_dim, module.num_heads, pattern, **made, **options
@@ -309,7 +312,9 @@ class MultiheadAttention(nn.Module):
         Projections that hide their weight, or have hooks as those of tensor parallel
         layers, are called with a row of zeros.
         """
-        k, heads, kv_heads = _weight(self.k_proj), self.num_heads, self.num_kv_heads
+        k = _weight(self.k_proj)
+        heads = self.num_heads
+        kv_heads = self.num_kv_heads
         # Others are not called: FSDP gathers their weights in the forward alone.
         if k is None or self.k_proj._forward_pre_hooks:
             tensors = [*self.k_proj.parameters(), *self.parameters()]
@@ -317,7 +322,8 @@ class MultiheadAttention(nn.Module):
             made = {"dtype": like.dtype, "device": like.device}
             with torch.no_grad():
                 q, k, _ = self._projected(torch.zeros(1, 1, self.embed_dim, **made))
-            heads, kv_heads = q.shape[2], k.shape[2]
+            heads = q.shape[2]
+            kv_heads = k.shape[2]
         like = torch.empty(0, dtype=k.dtype, device=k.device)
         return KVCache(
             self.pattern,
@@ -339,7 +345,8 @@ class MultiheadAttention(nn.Module):
         d = self.embed_dim // self.num_heads
         projections = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (proj(x).unflatten(-1, (-1, d)) for proj in projections)
-        here, whole = (q.shape[2], k.shape[2]), (self.num_heads, self.num_kv_heads)
+        here = (q.shape[2], k.shape[2])
+        whole = (self.num_heads, self.num_kv_heads)
         if here != whole:
             check_share(self.pattern, *here, *whole)
         return [q, k, v]
@@ -421,7 +428,8 @@ def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     >>> rotary(torch.ones(1, 1, 1, 2), torch.tensor([0])).flatten().tolist()
     [1.0, 1.0]
     """
-    d, dtype = t.shape[3], torch.promote_types(t.dtype, torch.float32)
+    d = t.shape[3]
+    dtype = torch.promote_types(t.dtype, torch.float32)
     if d % 2:
         raise ValueError(f"a rotary embedding needs an even head_dim, got {d}")
     rates = base ** (

@@ -133,7 +133,8 @@ class Execution:
         """Raise ValueError for an option that a call of a pattern would not honour:
         on "one device", with "other keys" or "a cache", or over ranks by a scheme.
         """
-        sparse, here = isinstance(pattern, BlockSparse), where == "one device"
+        sparse = isinstance(pattern, BlockSparse)
+        here = where == "one device"
         runs = here or where == "ulysses" or (where, self.blocks) == ("plan", "views")
         for name, honoured in (
             ("gather", not self.gather or here and not sparse),

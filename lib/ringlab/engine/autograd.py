@@ -259,7 +259,8 @@ def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Fu
                     raise
             return *grads, *[None] * (count + len(ctx.rest) - len(grads))
 
-    Attention.forward, Gradients.forward = staticmethod(forward), staticmethod(backward)
+    Attention.forward = staticmethod(forward)
+    Gradients.forward = staticmethod(backward)
     return Attention
 
 

@@ -209,7 +209,8 @@ def plan_between(
     """
 
     if way == "views" and hasattr(kernel, "takes_bias"):
-        window, rows = window_of_tokens(pattern, causal), (queries.span, keys.span)
+        window = window_of_tokens(pattern, causal)
+        rows = (queries.span, keys.span)
         if window and all(rows):
             arguments = *window, *rows, heads, kv_heads, kernel
             return window_plan(*arguments, causal=causal and itself, cached=cached)
@@ -291,7 +292,8 @@ def window_plan(
     )
     for at in seeing[::EDGE]:
         rows = min(EDGE, seeing.stop - at)
-        begin, end = at - before, min(keys.stop, at + rows + after)
+        begin = at - before
+        end = min(keys.stop, at + rows + after)
         start = max(keys.start, begin)
         places = by_shape.setdefault((rows, end - start, start - begin), [])
         places.append((at - queries.start, start - keys.start))
@@ -308,7 +310,8 @@ def window_plan(
         )
     for (rows, count, skipped), places in by_shape.items():
         q, k = ((x, EDGE) for x in places[0])
-        call, seen = _call(rows, count, len(places), q, k), slice(skipped, None)
+        call = _call(rows, count, len(places), q, k)
+        seen = slice(skipped, None)
         calls.append(altered(call, bias=bias[:rows, :, seen][..., :count]))
     lower_right = supports_lower_right_causal(kernel)
     return _plan(calls, [], len(queries), heads, kv_heads, lower_right)
@@ -343,7 +346,8 @@ def cheapest(
     for level in range(levels, 0, -1):
         time = _cost(_taken(common, with_it := (*used, level)), cols, size, keys, cost)
         if time < best:
-            used, best = with_it, time
+            used = with_it
+            best = time
     for level in used[1:]:  # a level that paid may not, beside smaller ones
         time = _cost(
             _taken(common, without := tuple(x for x in used if x != level)),
@@ -353,7 +357,8 @@ def cheapest(
             cost,
         )
         if time < best:
-            used, best = without, time
+            used = without
+            best = time
     return used
 
 
@@ -445,10 +450,12 @@ Entry = tuple[
 
 # Calls of fewer than SHORT queries take LONG keys at a time, which then stay in the
 # CPU's cache. Calls of few keys are split into parts of LONG queries or more.
-LONG, SHORT = 1024, 768
+LONG = 1024
+SHORT = 768
 # torch's CPU kernel takes 32 queries at a time where there are fewer than WIDE: a call
 # of STRIP queries then costs no more per query than one of 128.
-STRIP, WIDE = 64, 192
+STRIP = 64
+WIDE = 192
 EDGE = 128  # queries of a window of tokens that are taken together
 
 
@@ -468,7 +475,8 @@ def tile(
     ``alone``: a call on copied keys, or a causal one, for each block of queries.
     ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
     """
-    cost, lower_right = cost_of(kernel), supports_lower_right_causal(kernel)
+    cost = cost_of(kernel)
+    lower_right = supports_lower_right_causal(kernel)
     entries: list[Entry] = []
     gathered: list[Call] = []
     for layer in layers:
@@ -580,7 +588,8 @@ def _join_squares(
     queries begins is joined to it.
     """
     alone = {(length, q, k): (length, length, q, k) for length, _, q, k in squares}
-    rest, joined = [], []
+    rest = []
+    joined = []
     for entry in entries:
         rows, count, q, k = entry
         if (
@@ -608,7 +617,8 @@ def _calls(
     """
     size = int(queries.lengths[rows.start])
     used = (0,) if layer.copied else cheapest(layer, rows, levels, queries, keys, cost)
-    entries, gathered = [], []
+    entries = []
+    gathered = []
     for level, node, first, stop in nodes(layer, rows, used):
         length = size << level
         at = queries.starts[rows.start] + node * length

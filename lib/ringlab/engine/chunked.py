@@ -45,7 +45,8 @@ class OOMBackoff:
             raise ValueError(
                 f"OOMBackoff: each tile must be smaller than the one before, got {tiles!r}"
             )
-        self.tiles, self.level = tuple(map(as_int, tiles)), 0
+        self.tiles = tuple(map(as_int, tiles))
+        self.level = 0
 
     def __repr__(self) -> str:
         return f"OOMBackoff({self.tiles}, level={self.level})"
@@ -130,7 +131,8 @@ def _forward(kernel: Kernel, tile: int | None, q, k, v, causal, scale):
     out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     lse = torch.empty(b, heads, m, dtype=out.dtype, device=q.device)
     for batch, rows, cols, head in _tiles(q, k, tile, causal):
-        mine, theirs = (batch, rows, head), (batch, cols, head)
+        mine = (batch, rows, head)
+        theirs = (batch, cols, head)
         o, l = kernel.forward(
             q[mine], k[theirs], v[theirs], causal and rows == cols, scale
         )
@@ -149,7 +151,8 @@ def _backward(kernel: Kernel, tile: int | None, dout, q, k, v, out, lse, causal,
         torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v)
     )
     for batch, rows, cols, head in _tiles(q, k, tile, causal):
-        mine, theirs = (batch, rows, head), (batch, cols, head)
+        mine = (batch, rows, head)
+        theirs = (batch, cols, head)
         reads = (
             dout[mine],
             q[mine],

@@ -165,7 +165,8 @@ def fold_heads(calls: Iterable[Call]) -> Iterator[Call]:
         for run in even_runs([place(call) for call in similar]):
             members, similar = similar[: len(run)], similar[len(run) :]
             (_, q_step), (_, q_head), (_, k_step), (_, k_head) = first_and_step(run)
-            q, k = members[0].q, members[0].k
+            q = members[0].q
+            k = members[0].k
             apart = all(
                 not by or by >= v.step * v.rows for v, by in ((q, q_step), (k, k_step))
             )
@@ -262,10 +263,12 @@ def calls_on_rows(
     positions ``keys``. ``held`` says by K/V head, for ``group`` heads, which positions
     are there, and in which rows.
     """
-    entries, indices = [], {}
+    entries = []
+    indices = {}
     for head, offset in zip(branch.heads, branch.offsets):
         first = (start + offset - asking.start) % branch.rate
-        count, kv_head = len(asking[first :: branch.rate]), head // group
+        count = len(asking[first :: branch.rate])
+        kv_head = head // group
         if count and kv_head in held:
             positions, rows = held[kv_head]
             wanted = (positions >= keys.start) & (positions < keys.stop)

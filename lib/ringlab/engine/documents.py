@@ -40,10 +40,8 @@ class Alike:
         if not self.step:
             return t[self._index(t.device)]
         row, *others = t.stride()
-        shape, strides = (
-            (len(self.first), self.length, *t.shape[1:]),
-            (self.step * row, row, *others),
-        )
+        shape = (len(self.first), self.length, *t.shape[1:])
+        strides = (self.step * row, row, *others)
         return t.as_strided(shape, strides, t.storage_offset() + self.first[0] * row)
 
     def put(self, t: Tensor, values: Tensor) -> None:

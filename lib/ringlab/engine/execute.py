@@ -104,10 +104,8 @@ class View:
             if self.index is None or self.index.dim() == 2
             else self.index[..., start:stop]
         )
-        first, head = (
-            self.first + start * self.shift,
-            self.head + start * self.head_step,
-        )
+        first = self.first + start * self.shift
+        head = self.head + start * self.head_step
         return altered(self, first=first, head=head, index=index)
 
     def ends_by(self, n: int, nodes: int) -> bool:
@@ -217,7 +215,8 @@ class Call:
             return self
         if not members:
             return None
-        first, end = members[0], members[-1] + 1
+        first = members[0]
+        end = members[-1] + 1
         bias = None if self.bias is None else self.bias[:, first:end]
         return altered(
             self,
@@ -242,10 +241,8 @@ class Call:
             *(t.tolist() for t in left.unique_consecutive(dim=0, return_counts=True))
         ):
             if rows and keys:
-                q, k = (
-                    self.q.of_nodes(start, start + count, rows),
-                    self.k.of_nodes(start, start + count, keys),
-                )
+                q = self.q.of_nodes(start, start + count, rows)
+                k = self.k.of_nodes(start, start + count, keys)
                 yield altered(self, q=q, k=k, nodes=count)
             start += count
 
@@ -253,7 +250,8 @@ class Call:
         """The bias, if there is one: (b', query rows or 1, heads, key rows)."""
         if self.bias is None:
             return None
-        bias, rows = self.bias.to(q.device), View(len(self.bias))
+        bias = self.bias.to(q.device)
+        rows = View(len(self.bias))
         return bias.expand(len(q), -1, -1, -1), WHOLE, rows
 
 
@@ -350,7 +348,8 @@ class Plan:
         calls = self.blocks[0].backward if backward else self.blocks[0].forward
         if not calls:  # a chunk so short that no head selects a row of it
             return None
-        call, rows = calls[0], calls[0].q
+        call = calls[0]
+        rows = calls[0].q
         in_order = (
             rows.step == 1
             and rows.index is None
@@ -480,8 +479,10 @@ def forward(
             for start, stop in plan.uncovered:
                 out[:, start:stop] = 0.0
                 lse[:, start:stop] = -torch.inf
-    limit, load = piece_limit(q), into is not None or bool(plan.uncovered)
-    gathering, writes = gathers(kernel), hasattr(kernel, "forward_into")
+    limit = piece_limit(q)
+    load = into is not None or bool(plan.uncovered)
+    gathering = gathers(kernel)
+    writes = hasattr(kernel, "forward_into")
     steps = _steps(
         plan,
         False,
@@ -495,7 +496,9 @@ def forward(
         copies=not gathering,
     )
     for call, nodes, (target,) in steps:
-        rows, keys, index = call.q, call.k, None
+        rows = call.q
+        keys = call.k
+        index = None
         queries = [(q, WHOLE, rows), (lse, WHOLE, rows), (*target, rows)]
         if rows.index is not None:
             queries = _copies(queries, call.heads, nodes)
@@ -566,7 +569,8 @@ def backward(
     lends the accumulators.
     """
     n, heads = q.shape[1:3]
-    group, covering = heads // k.shape[2], None
+    group = heads // k.shape[2]
+    covering = None
     narrow = into is None and plan.needs_fp32_accumulator(q.dtype, group, backward=True)
     reads = (dout, q, k, v, out, lse.transpose(1, 2))  # lse (b, n, h)
     if into is not None:
@@ -623,7 +627,9 @@ def _steps(
     use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head.
     ``copies``: few nodes at a time where keys are gathered, as these are copied.
     """
-    n, targets, memory = q.shape[1], [], []
+    n = q.shape[1]
+    targets = []
+    memory = []
     for t in results:
         targets.append((t, WHOLE))
     for block in plan.blocks:
@@ -666,7 +672,8 @@ def _call_backward(
     there yet, for dq and for dk and dv.
     """
     dout, q, k, v, out, lse = reads
-    queries, keys = call.q, call.k
+    queries = call.q
+    keys = call.k
     # Neighbouring nodes may read the same keys: their gradients are added slice by
     # slice, none of which overlap.
     rows = keys.rows
@@ -695,7 +702,8 @@ def _call_backward(
         operands.append(into[0])
         for t, origin, _ in into[1:]:
             for part in parts:
-                first, count = keys.first + part.start, part.stop - part.start
+                first = keys.first + part.start
+                count = part.stop - part.start
                 operands.append((t, origin, altered(keys, first=first, rows=count)))
     several = len(nodes) > 1
     q_axis = 0 if several and queries.shared else None
@@ -751,7 +759,8 @@ def _covering_views(plan: Plan, backward: bool, q, k, v, *more):
     call = plan.covering_call(n, heads, backward)
     if call is None:
         return None, None
-    rows, nodes = call.q, range(call.nodes)
+    rows = call.q
+    nodes = range(call.nodes)
     as_it_is = View(k.shape[1], node_step=call.k.node_step)
     if call.nodes == 1 and call.k == as_it_is:
         views = [q, k, v]
@@ -788,7 +797,9 @@ def views_of(
     each size comes.
     """
     (first, *_), count = operands[0], len(nodes)
-    batch, apart, laid = len(first), False, []
+    batch = len(first)
+    apart = False
+    laid = []
     if not count:
         return
     for operand in operands:
@@ -806,10 +817,12 @@ def views_of(
             + nodes.start * along
         )
         along = s_b if count == 1 else along
-        s_row, s_head = view.step * s_n, view.head_step * s_h + view.shift * s_n
+        s_row = view.step * s_n
+        s_head = view.head_step * s_h + view.shift * s_n
         laid.append((t, view.rows, at, s_b, along, s_row, s_head, s_d))
     size = count if apart else batch * count
-    step, head_step = size, heads
+    step = size
+    head_step = heads
     if head_bytes * heads * size > limit:
         threads = (
             torch.get_num_threads()
@@ -821,7 +834,8 @@ def views_of(
         for i in range(0, size, step):
             b = min(step, size - i)
             for j in range(0, heads, head_step):
-                h, views = min(head_step, heads - j), []
+                h = min(head_step, heads - j)
+                views = []
                 if sizes is not None:
                     if (b, h) in sizes:
                         continue
@@ -836,7 +850,8 @@ def views_of(
                         shape = b, rows, h, t.shape[3]
                         strides = along, s_row, s_head, *s_d
                     else:
-                        shape, strides = (b, h, rows), (along, s_head, s_row)
+                        shape = (b, h, rows)
+                        strides = (along, s_head, s_row)
                     views.append(t.as_strided(shape, strides, at))
                 yield views
 

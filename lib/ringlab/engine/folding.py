@@ -90,10 +90,12 @@ def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
     """The predicted time of a forward pass, in pairs that ``kernel`` computes in long
     calls.
     """
-    price, total = cost_of(kernel), 0.0
+    price = cost_of(kernel)
+    total = 0.0
     for block in plan.blocks:
         for call in block.forward:
-            rows, keys = call.q.rows, call.k.rows
+            rows = call.q.rows
+            keys = call.k.rows
             seen = (
                 min(keys, (keys + price.block) / 2) if causal and call.causal else keys
             )
@@ -170,7 +172,8 @@ def fold(
     )  # one that writes all rows goes first
     if max(map(len, chains)) == 1 or best[-1][0] * heads >= most:
         return None
-    calls, tables = [], _Tables(dtype, cached)
+    calls = []
+    tables = _Tables(dtype, cached)
     for chain in chains:
         nested = [
             parts(head_rungs[chain.start : chain.stop], chain is chains[0])
@@ -251,10 +254,12 @@ def _of_chain(
             length, inside, n, causal, -(-SQUARE * key_step // rate) * rate
         )
         for nth_piece, (q, k, nodes, apart, square) in enumerate(pieces):
-            keys, masked = _rows(*k, key_step, offset), square and causal
+            keys = _rows(*k, key_step, offset)
+            masked = square and causal
             if not keys:
                 continue
-            alone, place = first and square and not inside, (j, inside, nth_piece)
+            alone = first and square and not inside
+            place = (j, inside, nth_piece)
             where = place, q, keys, nodes, apart, chain[j:], masked
             part = _Part(*where, each=False, first=alone)
             several = len(by_set) > 1
@@ -276,7 +281,8 @@ def _alike(strides: tuple[tuple[int, int], ...]) -> list[tuple]:
     of the keys, the one before it that selects the rows or None, the rows' classes, and
     those of each set of branches that selects rows: M may differ).
     """
-    rate, groups = strides[-1][0], {}
+    rate = strides[-1][0]
+    groups = {}
     for residue in range(rate):
         rungs = tuple(j for j, (r, first) in enumerate(strides) if residue % r == first)
         for inner, j in zip((None, *rungs), rungs):
@@ -293,11 +299,13 @@ def _alike(strides: tuple[tuple[int, int], ...]) -> list[tuple]:
 
 def _calls(parts: list[list[_Part]], kv_heads: int, tables: _Tables) -> list[Call]:
     """The calls of nested branches, whose ``parts`` are those of each head."""
-    heads, by_shape = len(parts), {}
+    heads = len(parts)
+    by_shape = {}
     biases = {id(own): [*map(tables.bias, own)] for own in parts}  # heads may be alike
     for head, own in enumerate(parts):
         for part, bias in zip(own, biases[id(own)]):
-            q, k = part.queries, part.keys
+            q = part.queries
+            k = part.keys
             shape = (
                 not part.first,
                 q.step,
@@ -332,7 +340,8 @@ def _classes(residues: set[int], rate: int) -> list[tuple[int, int]]:
     """(step, residue) of as few residue classes of steps that divide ``rate`` as the
     residues modulo ``rate`` make.
     """
-    left, classes = set(residues), []
+    left = set(residues)
+    classes = []
     for step in (s for s in range(1, rate + 1) if rate % s == 0):
         for first in sorted(r for r in left if r < step):
             if (whole := set(range(first, rate, step))) <= left:
@@ -392,7 +401,8 @@ class _Tables:
     """
 
     def __init__(self, dtype: torch.dtype, cached):
-        self.dtype, self.cached = dtype, cached
+        self.dtype = dtype
+        self.cached = cached
         self.table = cache(lambda key: cached(key, lambda: _table(*key[1:])))
 
     def _part(self, key: tuple, rows: int, keys: int) -> Tensor:
@@ -402,7 +412,9 @@ class _Tables:
         """The key of the table with the bias of a part, which begins at its first row
         and key; None where every M is 1.
         """
-        queries, keys, rungs = part.queries, part.keys, part.rungs
+        queries = part.queries
+        keys = part.keys
+        rungs = part.rungs
         if len(rungs) == 1 and not part.masked:
             return None
         rows, period = len(queries) if part.each else 1, rungs[-1][1]  # all divide it

@@ -54,7 +54,8 @@ def forward(
     """
     b, n, heads, d = q.shape
     make = torch.empty if pool is None else pool.lend
-    outs, lses = [], []
+    outs = []
+    lses = []
     for sets in indices:
         out = make(q.shape, dtype=q.dtype, device=q.device).zero_()
         lse = make(

@@ -67,7 +67,9 @@ class LiveRows:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.policy, tables, slots = policy, policy.tables, policy.slots
+        self.policy = policy
+        tables = policy.tables
+        slots = policy.slots
         shape = batch, policy.kv_heads, slots, head_dim
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
@@ -115,7 +117,8 @@ class LiveRows:
         for name in (*SAVED, "masks", "firsts", "until"):
             t = self._in_use(name)
             t.copy_(t[index])
-        self._prepared, self._horizon = None, 1
+        self._prepared = None
+        self._horizon = 1
 
     def reset(self) -> None:
         if self._recorded is not None:
@@ -230,9 +233,14 @@ class LiveRows:
 
         All ``entries`` have the history of ``entry``.
         """
-        policy, t, c = self.policy, int(self.length[entry]), q.shape[1]
-        pattern, heads, n = policy.pattern, policy.heads, policy.n
-        new, kept = range(t, t + c), self.rows_of(entry)
+        policy = self.policy
+        t = int(self.length[entry])
+        c = q.shape[1]
+        pattern = policy.pattern
+        heads = policy.heads
+        n = policy.n
+        new = range(t, t + c)
+        kept = self.rows_of(entry)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         in_blocks = isinstance(pattern, BlockSparse)
         if in_blocks:
@@ -274,7 +282,8 @@ class LiveRows:
         """A plan of new positions over the rows at the positions ``kept`` of each K/V
         head, which lie one head behind the other.
         """
-        policy, t = self.policy, new.start
+        policy = self.policy
+        t = new.start
         keys = {
             head: (positions, head * policy.slots + torch.arange(len(positions)))
             for head, positions in enumerate(kept)
@@ -283,7 +292,8 @@ class LiveRows:
         for branch in policy.branches:
             start = t // branch.length * branch.length
             queries = range(t, min(start + branch.length, new.stop))
-            group, before = policy.heads // policy.kv_heads, range(start, t)
+            group = policy.heads // policy.kv_heads
+            before = range(start, t)
             calls += calls_on_rows(branch, group, start, queries, before, 0, keys)
         calls = tuple(fold_heads(calls))
         return Plan(
@@ -299,14 +309,16 @@ class LiveRows:
         """Take ``count`` new rows of k and v of entries of equal history, but for those
         that no later query sees.
         """
-        policy, first = self.policy, int(self.length[entries[0]])
+        policy = self.policy
+        first = int(self.length[entries[0]])
         new = torch.arange(first, first + count)
         self.length[entries] += count
         self._drop(entries)
         last = policy.last_query(new.expand(policy.tables, -1))  # (tables, count)
         kept = last >= first + count - policy.max_crop
         for table, start in enumerate(self.counts[entries[0]].tolist()):
-            rows, heads = kept[table].nonzero().flatten(), policy.heads_of(table)
+            rows = kept[table].nonzero().flatten()
+            heads = policy.heads_of(table)
             slots = slice(start, start + len(rows))
             for i in _slices(entries):
                 self.positions[i, table, slots] = new[rows].int()
@@ -327,7 +339,8 @@ class LiveRows:
         expired &= used
         kept = used & ~expired  # (entries, tables, m)
         for i, table in expired.any(-1).nonzero().tolist():
-            entry, heads = entries[i], self.policy.heads_of(table)
+            entry = entries[i]
+            heads = self.policy.heads_of(table)
             first = int(expired[i, table].int().argmax())  # those before it stay there
             moved = kept[i, table, first:].nonzero().flatten() + first
             stop = first + len(moved)
@@ -363,7 +376,8 @@ class LiveRows:
 
     def _refresh(self, entries: list[int]) -> None:
         """Drop rows, and compute masks for the next positions."""
-        policy, t = self.policy, self.length[entries]
+        policy = self.policy
+        t = self.length[entries]
         self._drop(entries)
         positions, used = self._rows(entries)
         until = policy.next_boundary(t)
@@ -413,7 +427,8 @@ class LiveRows:
 
             decoder = self._decoder(decode.step_table(entries, *columns))
         firsts, counts, kept, *masks = columns
-        first, used = firsts.flatten(1).amin(1), counts.flatten(1).amax(1)
+        first = firsts.flatten(1).amin(1)
+        used = counts.flatten(1).amax(1)
         level = (counts.flatten(1) == used[:, None]).all(1)
         masks = [x.to(self.masks) for x in masks]  # dtype and device
         numbers = [x.tolist() for x in (first, used, level)]
@@ -426,7 +441,8 @@ class LiveRows:
         """The first five fields of ``Step``, for so many steps: (steps, entries, tables,
         ...).
         """
-        policy, until = self.policy, self.until[entries]
+        policy = self.policy
+        until = self.until[entries]
         t = self.length[entries][:, None] + torch.arange(steps)  # (entries, steps)
         new = t[:, None].expand(-1, policy.tables, -1)  # (entries, tables, steps)
         row_masks = policy.row_masks(new, until)  # (entries, tables, viewers, steps)
@@ -469,14 +485,16 @@ class LiveRows:
         """
         policy = self.policy
         prepared = self._prepare_steps(entries, decodes=False)
-        step, every = prepared.steps[-1], prepared.every
+        step = prepared.steps[-1]
+        every = prepared.every
         k, v = k[:, 0], v[:, 0]  # (b, h_kv, d)
         if every and step.level:
             self.k[:, :, step.used], self.v[:, :, step.used] = k, v
             self.masks[:, :, :, step.used] = step.row_masks
         else:
             i = torch.tensor(entries)
-            each, tables = i[:, None], torch.arange(policy.tables)
+            each = i[:, None]
+            tables = torch.arange(policy.tables)
             heads = torch.arange(policy.kv_heads)
             slots = step.counts.expand(-1, policy.kv_heads)  # (entries, h_kv)
             self.k[each, heads, slots], self.v[each, heads, slots] = k[i], v[i]
@@ -543,7 +561,8 @@ class LiveRows:
         start = 0
         while start < count:
             prepared = self._prepare_steps(entries, True, count - start)
-            decoder, steps = prepared.decoder, len(prepared.steps)
+            decoder = prepared.decoder
+            steps = len(prepared.steps)
             new = min(count - start, steps, decoder.most)
             tensors = [t[:, start:] if start else t for t in (q, k, v, out, lse)]
             decoder.step(len(decoder.table) - steps, new, scale, *tensors)
@@ -625,7 +644,8 @@ class Read(NamedTuple):
     def joined(self, other: Read) -> Read:
         """Both, and what lies between, of the same entries."""
         tables = range(self.tables.start, other.tables.stop)
-        first, stop = min(self.first, other.first), max(self.stop, other.stop)
+        first = min(self.first, other.first)
+        stop = max(self.stop, other.stop)
         return Read(self.entries, tables, first, stop)
 
 

@@ -125,7 +125,8 @@ class RetentionPolicy:
         """The most rows of a table with these offsets (viewers, branches)."""
         last = torch.full((self.n,), NEVER)
         for i, branch in enumerate(self.branches):
-            w, r = branch.length, branch.rate
+            w = branch.length
+            r = branch.rate
             whole = self.n // w * w  # the positions of full segments
             for offset in {*offsets[:, i].tolist()} - {-1}:
                 for part, size in ((last[:whole], w), (last[whole:], self.n - whole)):
@@ -219,7 +220,10 @@ class BlockRetention(RetentionPolicy):
     many on a GPU, where this costs copies, an eighth of the rows at most elsewhere.
     """
 
-    branches, bits, mask_dtype, sees_all = (), 1, torch.int64, False
+    branches = ()
+    bits = 1
+    mask_dtype = torch.int64
+    sees_all = False
     offsets = torch.zeros(1, 1, 1)
 
     @property
@@ -234,7 +238,8 @@ class BlockRetention(RetentionPolicy):
     @cached_property
     def _last_of_block(self) -> Tensor:
         """The last query that sees each block, or ``NEVER``: (blocks,)."""
-        count, parts = self.pattern.count(self.n), self.pattern.parts
+        count = self.pattern.count(self.n)
+        parts = self.pattern.parts
         if all(isinstance(part, Window) for part in parts):  # of tokens, maybe
             before = max(part.before for part in parts)
             last = (torch.arange(count) + before).clamp(max=count - 1)

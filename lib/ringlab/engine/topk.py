@@ -136,14 +136,13 @@ def backward(
         for t, x in ((q, q.dtype), (k, wide), (v, wide))
     ]
     dlog_m = None if log_m is None else torch.zeros_like(log_m)
-    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    heads = q.shape[2]
+    group = q.shape[2] // k.shape[2]
     step = head_block(q, k.shape[2], q.shape[1])
     with without_autocast(q):
         for start in range(0, heads, step):
-            mine, theirs = (
-                slice(start, start + step),
-                slice(start // group, -(-min(heads, start + step) // group)),
-            )
+            mine = slice(start, start + step)
+            theirs = slice(start // group, -(-min(heads, start + step) // group))
             reads = (
                 *(t[:, :, mine] for t in (dout, q, out)),
                 lse[:, mine],
@@ -188,7 +187,8 @@ def _heads_backward(
     """
     dout, q, out, lse, k, v = reads
     b, n, kv_heads, d = k.shape
-    count, dq = -(-n // size), grads[0]
+    count = -(-n // size)
+    dq = grads[0]
     accs = [
         torch.zeros(b * kv_heads * count, size * d, dtype=lse.dtype, device=q.device)
         for _ in range(2)
@@ -320,8 +320,10 @@ def _pieces(
                 torch.get_num_threads(), piece_limit(q) // (key_bytes * max(keys, rows))
             )
             for some in items.split(step) if len(items) else ():
-                heads_before, block = (some // count)[:, None], (some % count)[:, None]
-                batch, head = heads_before // heads, heads_before % heads
+                heads_before = (some // count)[:, None]
+                block = (some % count)[:, None]
+                batch = heads_before // heads
+                head = heads_before % heads
                 kv_head, own = (
                     head // group,
                     block * size + inside[:rows],

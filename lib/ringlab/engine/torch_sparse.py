@@ -69,9 +69,11 @@ class Index:
         Returns (n, d).
         """
         _spend_warning()
-        starts, cols = self.starts, self.cols
+        starts = self.starts
+        cols = self.cols
         if transposed:  # its blocks in another order, each transposed
-            starts, cols = self.starts_by_column, self.rows[self.order]
+            starts = self.starts_by_column
+            cols = self.rows[self.order]
             values = values.mT.index_select(
                 0, self.order
             )  # (seen, size, size), contiguous
@@ -246,7 +248,8 @@ def refusal(
     >>> refusal("cpu", torch.float64)
     'takes float32, float16, bfloat16, not float64'
     """
-    why, kind = wants_dtype(dtype, FLEX_DTYPES), torch.device(device).type
+    why = wants_dtype(dtype, FLEX_DTYPES)
+    kind = torch.device(device).type
     if why:
         return why
     if kind == "cpu":

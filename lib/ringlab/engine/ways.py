@@ -68,7 +68,8 @@ class Planned:
     def backward(self, dlse, reads, scale: float, execution: Execution):
         _, q, k, v, _, lse = reads
         plan = self.planner.plan(q, k.shape[2], execution.cached, backward=True)
-        call, pool = (plan, self.causal, scale, self.kernel), execution.scratch()
+        call = (plan, self.causal, scale, self.kernel)
+        pool = execution.scratch()
         if not self.other_keys:
             return execute.backward(*reads, *call, pool=pool)
         make = partial(torch.zeros, dtype=lse.dtype, device=q.device)
@@ -104,7 +105,8 @@ class MergedOnce:
         return self.in_turn.backward(dlse, reads, scale, execution)
 
     def _call(self, scale: float, execution: Execution) -> tuple:
-        plan, way = self.planner.whole(execution.cached), self.in_turn
+        plan = self.planner.whole(execution.cached)
+        way = self.in_turn
         return plan, way.causal, scale, way.kernel, execution.cached
 
 
@@ -167,7 +169,8 @@ class Flex:
     takes_dlse = False
 
     def forward(self, inputs, scale: float, execution: Execution):
-        q, size = inputs[0], self.pattern.block_size
+        q = inputs[0]
+        size = self.pattern.block_size
         why = sparse.refusal(q.device, q.dtype, q.shape[3], size)
         sparse.refuse("flex", why)
         where = self.pattern, q.shape[1], self.views.causal, q.device
@@ -220,9 +223,11 @@ def _way(
     for_gradients: bool,
 ) -> Way:
     n, heads, head_dim, keys, kv_heads = sizes
-    here, place = n == keys, (PRETENDED.get() or (device,))[0]
+    here = n == keys
+    place = (PRETENDED.get() or (device,))[0]
     switches.check(pattern, "one device" if here else "other keys")
-    shape, free = (n, heads, kv_heads), switches.plain and switches.merge == "auto"
+    shape = (n, heads, kv_heads)
+    free = switches.plain and switches.merge == "auto"
     options = {"causal": causal, "backward": differentiable, "backend": backend}
     if here and free and place.type == "cuda":  # nothing cuts the pattern up
         options["pattern_kind"] = kernels.kind_of(pattern, *shape)
@@ -292,20 +297,23 @@ def _merge_works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the merging kernel gives what calls one after the other give; a failure
     is logged.
     """
-    kernel, generator = kernels.KERNELS["eager"], torch.Generator().manual_seed(0)
+    kernel = kernels.KERNELS["eager"]
+    generator = torch.Generator().manual_seed(0)
     with outside_modes(), torch.no_grad():
         q, dout, k, v = (
             torch.randn(2, 128, heads, 16, generator=generator).to(device, dtype)
             for heads in (2, 2, 1, 1)
         )
         # A segment that is the whole sequence, too.
-        pattern, call = Dilated([32, 128], [1, 2]), (True, 0.25, kernel)
+        pattern = Dilated([32, 128], [1, 2])
+        call = (True, 0.25, kernel)
         plan = dilated.make_plan(pattern, 128, 2, 1)
         want = execute.forward(q, k, v, plan, *call)
         tensors = dout, q, k, v, *want
         want += execute.backward(*tensors, plan, *call)
         try:
-            module, cached = _fused_merge(), DEFAULT.cached
+            module = _fused_merge()
+            cached = DEFAULT.cached
             merged = module.forward(q, k, v, plan, *call, cached)
             merged += module.backward(*tensors, plan, *call, cached)
             off = max(float((x - y).norm() / y.norm()) for x, y in zip(merged, want))
@@ -314,7 +322,8 @@ def _merge_works(device: torch.device, dtype: torch.dtype) -> bool:
         except Exception as failure:  # Triton's and its compilers' are of any kind
             if is_out_of_memory(failure):
                 raise
-            works, why = False, " ".join(str(failure).split())[:200]
+            works = False
+            why = " ".join(str(failure).split())[:200]
     if not works:
         kernels.LOG.warning(f"branches are merged one after the other: {why}")
     return works

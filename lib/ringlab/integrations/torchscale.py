@@ -123,8 +123,10 @@ def longnet(model: nn.Module, *, padding: str = "zeros") -> nn.Module:
             )
         if layer.args.seq_parallel:
             raise NotImplementedError("LongNet with seq_parallel=True is not supported")
-        lengths, rates = layer.args.segment_length, layer.args.dilated_ratio
-        layer.pattern, layer.padding = Dilated(lengths, rates, offsets="block"), padding
+        lengths = layer.args.segment_length
+        rates = layer.args.dilated_ratio
+        layer.pattern = Dilated(lengths, rates, offsets="block")
+        layer.padding = padding
         if not isinstance(layer, LongNetAttention):  # or a class of FSDP on top of it
             layer.__class__ = LongNetAttention  # keeps hooks and references
     return model

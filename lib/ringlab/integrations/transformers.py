@@ -239,7 +239,8 @@ class Mask:
     spans: list[tuple[int, int]] | None = None
     fitting: Tensor | None = None  # position_ids that were seen to agree
 
-    ndim, dtype = 4, torch.bool
+    ndim = 4
+    dtype = torch.bool
 
     def to(self, *args, **how) -> Mask:
         """The mask on another device, as hooks for models on several GPUs ask for it."""
@@ -301,7 +302,8 @@ def _mask(
     **how,
 ) -> Mask:
     said = dict(_statements(mask_function, kv_offset + kv_length))
-    causal, first = "causal" in said, int(q_offset) - kv_offset
+    causal = "causal" in said
+    first = int(q_offset) - kv_offset
     keys = min(kv_length, first + q_length) if causal else kv_length
     shape = batch_size, 1, q_length, kv_length
     mask = Mask(shape, device, causal, said.get("window"), first, keys)
@@ -315,7 +317,8 @@ def _mask(
         real = padding[:, kv_offset : kv_offset + keys].bool()
         real = F.pad(real, (0, keys - real.shape[1]))  # what is not told is hidden
         if not real.all():
-            mask.real, mask.spans = real, _spans(real)
+            mask.real = real
+            mask.spans = _spans(real)
     return mask
 
 
@@ -348,7 +351,8 @@ def _borders(begins: Tensor) -> Tensor:
     """The borders (documents + 1,) of documents in the rows of a batch, one after the
     other; ``begins`` (b, n - 1): a document begins with the next token.
     """
-    b, n = begins.shape[0], begins.shape[1] + 1
+    b = begins.shape[0]
+    n = begins.shape[1] + 1
     entry, token = begins.nonzero().T
     ends = torch.arange(0, b * n + 1, n, device=begins.device)
     return torch.cat([entry * n + token + 1, ends]).sort().values
@@ -356,7 +360,8 @@ def _borders(begins: Tensor) -> Tensor:
 
 def _spans(real: Tensor) -> list[tuple[int, int]]:
     """The first and the end of the tokens of each entry that are ``real`` (b, n)."""
-    first, at = real.int().argmax(1), torch.arange(real.shape[1], device=real.device)
+    first = real.int().argmax(1)
+    at = torch.arange(real.shape[1], device=real.device)
     stop = first + real.sum(1)
     if not torch.equal(real, (at >= first[:, None]) & (at < stop[:, None])):
         raise NotImplementedError(
@@ -467,7 +472,8 @@ def attend(
 
 def _plain_mask(module, q: Tensor, k: Tensor, is_causal: bool | None) -> Mask:
     """The mask of a model that makes none: causal, or all keys, as its module says."""
-    n, keys = q.shape[1], k.shape[1]
+    n = q.shape[1]
+    keys = k.shape[1]
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if causal is None or causal and n != keys:
         raise NotImplementedError(
@@ -500,7 +506,8 @@ def _documents(
             raise NotImplementedError(
                 "cu_seq_lens_q disagrees with cu_seq_lens_k, or with position_ids"
             )
-    n, known = mask.shape[2], mask.borders is not None or mask.fitting is position_ids
+    n = mask.shape[2]
+    known = mask.borders is not None or mask.fitting is position_ids
     if known or position_ids.dim() != 2 or position_ids.shape[1] != n:
         return mask.borders if cu_q is None else cu_q
     anew = position_ids.diff(dim=1) != 1  # (b or 1, n - 1)
@@ -527,7 +534,8 @@ def _check_shard(mask: Mask, position_ids: Tensor | None, borders, group) -> Non
     """
     if mask.fitting is position_ids is not None:
         return
-    ranks, n = Group.of(group), mask.shape[2]
+    ranks = Group.of(group)
+    n = mask.shape[2]
     first = 0 if ranks.process_group is None else ranks.here[0] * n
     if position_ids is None or position_ids.dim() != 2:
         raise ValueError("this model does not tell the positions of its shards")
@@ -603,7 +611,8 @@ def _of_spans(q, k, v, pattern: Pattern, mask: Mask, how: dict) -> Tensor:
 
 def _of_last(q, k, v, pattern: Pattern, mask: Mask, how: dict) -> Tensor:
     """Attention of queries at the last positions of the keys (b, n, h, d)."""
-    n, keys = q.shape[1], k.shape[1]
+    n = q.shape[1]
+    keys = k.shape[1]
     if n == keys or isinstance(pattern, Dense):
         return attention(q, k, v, pattern, **how)
     keys = min(keys, n + mask.window - 1)  # no query sees one before these
@@ -618,7 +627,8 @@ def _padded(q, k, v, pattern: Pattern, real: Tensor, how: dict) -> Tensor:
     """Attention of the rows that are ``real`` (b, n), which are moved to the front; 0
     elsewhere.
     """
-    n, first = real.shape[1], real.int().argmax(1)
+    n = real.shape[1]
+    first = real.int().argmax(1)
     at = torch.arange(n, device=real.device)
     entry = torch.arange(len(q), device=real.device)[:, None]
     there = (at + first[:, None]) % n
@@ -650,7 +660,8 @@ class LiveCache(Cache):
             raise ValueError(
                 "a LiveCache is for decoders alone: leave past_key_values out"
             )
-        n, layers = check_int("max_length", max_length), []
+        n = check_int("max_length", max_length)
+        layers = []
         for layer in _layers_of(config):
             ours = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
             layers.append(_Layer(n, max_crop) if ours else layer)
@@ -692,13 +703,16 @@ class _Layer(CacheLayerMixin):
     by ``key.ringlab_layer``.
     """
 
-    is_sliding, is_croppable = False, True
+    is_sliding = False
+    is_croppable = True
 
     def __init__(self, max_length: int, max_crop: int):
         super().__init__()
-        self.max_length, self.max_crop = max_length, max_crop
+        self.max_length = max_length
+        self.max_crop = max_crop
         self.live: KVCache | None = None
-        self.seen, self.waiting = 0, False
+        self.seen = 0
+        self.waiting = False
         # Which of the tokens so far are no padding (b, seen); None: all.
         self.real: Tensor | None = None
 
@@ -770,7 +784,10 @@ class _Layer(CacheLayerMixin):
         return self.max_length
 
     def reset(self) -> None:
-        self.seen, self.waiting, self.real, self.live = 0, False, None, None
+        self.seen = 0
+        self.waiting = False
+        self.real = None
+        self.live = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.live:

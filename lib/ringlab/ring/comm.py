@@ -117,7 +117,8 @@ def counting():
     0
     """
     traffic = Traffic()
-    token, before = _counter.set(traffic), keep(_counter.name, traffic)
+    token = _counter.set(traffic)
+    before = keep(_counter.name, traffic)
     try:
         yield traffic
     finally:
@@ -135,7 +136,8 @@ def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> li
     """
     first = 0 if group is None else dist.get_rank(group)
     traffic = _counter.get() or kept(_counter.name)
-    ticket, results = None, [None] * len(algorithms)
+    ticket = None
+    results = [None] * len(algorithms)
     while True:
         steps = []  # the earlier requests and their tensors are kept no longer
         for i, algorithm in enumerate(algorithms):
@@ -221,7 +223,9 @@ def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
         rank = dist.get_rank(group)
         for own, into in zip(send.pop(rank), receive.pop(rank)):
             into.copy_(own)
-    staged, ops, copies = _through_cpu(send, receive, group), [], []
+    staged = _through_cpu(send, receive, group)
+    ops = []
+    copies = []
     # Receives first: gloo tells the sender that a receive is there, and this waits
     # behind data that are sent already. Then the two directions would take turns, and
     # the exchange twice the time; as gloo's own all-to-all does.

@@ -101,7 +101,9 @@ def _documents_here(
     Of the second, (layout of the document, batch entries, rows here) for each place in
     the sequence, and the index of all their rows, counted through the batch.
     """
-    cuts, whole, cut = layout.cuts, [], {}
+    cuts = layout.cuts
+    whole = []
+    cut = {}
     for entry, start, stop in documents.spans:
         if start < stop:
             parts = range(bisect_right(cuts, start) - 1, bisect_right(cuts, stop - 1))
@@ -115,11 +117,9 @@ def _documents_here(
                     else _rows_of(layout, rank, start, stop)
                 )
                 whole.append((entry, int(rows[0]), int(rows[-1]) + 1))
-    held, pieces, index = (
-        layout.n if rank is None else layout.size(rank),
-        [],
-        [torch.arange(0)],
-    )
+    held = layout.n if rank is None else layout.size(rank)
+    pieces = []
+    index = [torch.arange(0)]
     for (start, stop), entries in cut.items():
         shards = Layout(
             layout.kind, tuple(min(max(x, start), stop) - start for x in cuts)

@@ -152,11 +152,10 @@ class Problem:
         source. Each gets from the source what no earlier one needs, and the rest from
         the first earlier one that needs it.
         """
-        needed, size = (
-            {to: self.needed(to, source) for to in ranks},
-            len(self.host_ranks(ranks[0])),
-        )
-        rows, before = {}, []
+        needed = {to: self.needed(to, source) for to in ranks}
+        size = len(self.host_ranks(ranks[0]))
+        rows = {}
+        before = []
         for to in sorted(
             ranks, key=lambda to: (-needed[to].count, (to - source) % size)
         ):
@@ -206,7 +205,8 @@ class Problem:
             rows = torch.cat([queries.blocks, torch.tensor([2**62])])
             first = rows[torch.searchsorted(queries.blocks, keys.blocks - after)]
             return (first <= keys.blocks + before).nonzero().flatten()
-        n, needed = self.layout.n, torch.zeros(len(keys.blocks), dtype=torch.bool)
+        n = self.layout.n
+        needed = torch.zeros(len(keys.blocks), dtype=torch.bool)
         for first in range(0, len(queries.blocks), AT_A_TIME):
             part = queries[slice(first, first + AT_A_TIME)]
             near = keys.near(self.pattern, part.blocks, n)
@@ -223,7 +223,8 @@ class Problem:
         """How far each rank's shard travels along the ring: to the last rank whose
         queries see some of it.
         """
-        p, needed = self.layout.ranks, rows_needed(self)
+        p = self.layout.ranks
+        needed = rows_needed(self)
         return [
             max((t for t in range(1, p) if needed[(j + t) % p][j]), default=0)
             for j in range(p)
@@ -316,10 +317,8 @@ class RankPlan:
         row = 0
         for _, block in self.blocks:
             for i, (head, where) in enumerate(block.members()):
-                positions, count = (
-                    torch.arange(where.start, where.stop, where.step),
-                    torch.arange(block.count),
-                )
+                positions = torch.arange(where.start, where.stop, where.step)
+                count = torch.arange(block.count)
                 by_head.setdefault(head, []).append(
                     torch.stack([positions, row + i + block.heads * count])
                 )
@@ -329,7 +328,8 @@ class RankPlan:
 
     def goes_on(self) -> Tensor:
         """Where the rows that are passed on lie in the message, by receiver (rows,)."""
-        places, index = self.places(), [torch.arange(0)]
+        places = self.places()
+        index = [torch.arange(0)]
         for block in chain.from_iterable(chain(*self.onward)):
             columns = []
             for head, where in block.members():
@@ -349,7 +349,8 @@ class RankPlan:
         """(heads, where in the message, where in the own shard) of all rows that are
         sent, in order.
         """
-        moves, first = [], 0
+        moves = []
+        first = 0
         for rows in chain(*self.send):
             message = View(rows.count, first, rows.heads, head_step=0, shift=1)
             moves.append(
@@ -387,14 +388,16 @@ def rows_needed(problem: Problem) -> list[list[int]]:
     >>> rows_needed(Problem(Dense(), contiguous(8, 2), True, 1, 1))
     [[0, 0], [4, 0]]
     """
-    layout, p = problem.layout, problem.layout.ranks
+    layout = problem.layout
+    p = problem.layout.ranks
     if isinstance(problem.pattern, BlockSparse):
         return _blocks_needed(problem)
     if layout.kind == "striped":
         likeness = torch.arange(p * p).view(p, p)
     else:
         likeness = _placed(problem)
-    counts, counted = torch.unique(likeness, return_inverse=True)[1].tolist(), {}
+    counts = torch.unique(likeness, return_inverse=True)[1].tolist()
+    counted = {}
     for rank, row in enumerate(counts):
         for source, name in enumerate(row):
             if (
@@ -417,7 +420,8 @@ def rows_moved(problem: Problem) -> list[list[int]]:
     >>> rows_moved(on_hosts(Problem(Dense(), contiguous(8, 4), False, 1, 1), "plan", (0, 0, 1, 1)))
     [[0, 4, 2, 0], [4, 0, 0, 2], [2, 0, 0, 4], [0, 2, 4, 0]]
     """
-    ranks, needed = range(problem.layout.ranks), rows_needed(problem)
+    ranks = range(problem.layout.ranks)
+    needed = rows_needed(problem)
     counts = [list(row) for row in needed]
     for host, source in product({problem.host_ranks(rank) for rank in ranks}, ranks):
         receivers = tuple(
@@ -452,7 +456,8 @@ def _placed(problem: Problem) -> Tensor:
     segments begin and end, seen from the first key, on where rates begin, and on which
     heads select a query at all. A number is 64 bits of a hash.
     """
-    layout, place = problem.layout, torch.zeros((), dtype=torch.long)
+    layout = problem.layout
+    place = torch.zeros((), dtype=torch.long)
     owned = [[(r.start, r.stop) for r in layout.ranges(i)] for i in range(layout.ranks)]
     most = max(map(len, owned))
     chunks = torch.tensor([each + [(0, 0)] * (most - len(each)) for each in owned])
@@ -492,7 +497,8 @@ def _placed(problem: Problem) -> Tensor:
 
 
 def _blocks_needed(problem: Problem) -> list[list[int]]:
-    layout, counts = problem.layout, []
+    layout = problem.layout
+    counts = []
     shards = [
         BlockParts.of(layout.ranges(rank), problem.pattern.block_size)
         for rank in range(layout.ranks)

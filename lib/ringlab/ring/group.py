@@ -166,10 +166,8 @@ class Group:
         if self.process_group is None or self.size < 3:
             return ()
         if self.process_group not in _hosts:
-            names, ones = (
-                torch.full((self.size, 1), digest(socket.gethostname())),
-                [1] * self.size,
-            )
+            names = torch.full((self.size, 1), digest(socket.gethostname()))
+            ones = [1] * self.size
             names = names.to("cpu" if self._on_cpu else device)
             names_by_rank = (
                 drive(
@@ -213,9 +211,11 @@ class Group:
         number = number or next(calls)
         shape = ("batch", t.shape[0]), ("head_dim", t.shape[3]), ("dtype", t.dtype)
         fields, own = _fields(passes, problem, (*shape, *options.items()))
-        on_cpu, new = self._on_cpu, own not in agreed
+        on_cpu = self._on_cpu
+        new = own not in agreed
         if on_cpu or new:
-            header, ones = [own, number, new and plan is not None], [1] * self.size
+            header = [own, number, new and plan is not None]
+            ones = [1] * self.size
             headers = torch.tensor(
                 [header] * self.size, device="cpu" if on_cpu else t.device
             )
@@ -335,13 +335,10 @@ def _fields_differ(fields: list[dict[str, str]]) -> PlanMismatch:
     values = [each.get(name) for each in fields]
     (common, times), (_, next_times), *_ = Counter(values).most_common()
     if times == next_times:
-        difference, odd = (
-            ", ".join(
-                f"{value} on rank {values.index(value)}"
-                for value in dict.fromkeys(values)
-            ),
-            [],
+        difference = ", ".join(
+            f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values)
         )
+        odd = []
     else:
         odd = [rank for rank, value in enumerate(values) if value != common]
         difference = (

@@ -52,7 +52,8 @@ IDLE_S = 30.0  # that the server of processes waits for another one
 JOIN_S = 60.0  # for all ranks to join; the time of the call begins after that
 LONGEST_S = 1_000_000  # poll(2), with which processes are waited for, counts milliseconds in 32 bits
 # What each rank needs at least: its memory, and open files of the caller.
-RANK_BYTES, RANK_FILES = 8 << 20, 3
+RANK_BYTES = 8 << 20
+RANK_FILES = 3
 COMPILER = "torch._dynamo"  # a custom operator imports it at its first call, which takes seconds
 
 # --------------------------------------------------------------------------------------
@@ -69,7 +70,8 @@ class Ended(RuntimeError):
 
     def __init__(self, code: int, said: str = ""):
         super().__init__(how_ended(code) + (f": {said}" if said else ""))
-        self.code, self.said = code, said
+        self.code = code
+        self.said = said
 
 
 class Server(forkserver.ForkServer):
@@ -82,7 +84,8 @@ class Server(forkserver.ForkServer):
 
     def __init__(self, modules: set[str]):
         super().__init__()
-        self.modules, self.owner = modules, os.getpid()
+        self.modules = modules
+        self.owner = os.getpid()
         self.users: WeakSet[Process] = WeakSet()
         self.idle = threading.Timer(0, self.stop)
         self.set_forkserver_preload(sorted(modules))
@@ -187,7 +190,8 @@ class Process:
                     kill(self.pid, signal.SIGKILL)
                     break
             self.channel.close()
-            self.pid, self.code = None, -signal.SIGKILL
+            self.pid = None
+            self.code = -signal.SIGKILL
             # Nobody knows its code where the server was killed.
             with suppress(EOFError), open(self.status, "rb") as status:
                 self.code = forkserver.read_signed(status.fileno())
@@ -431,7 +435,8 @@ def join_group(
         )
 
     wait_for_all("here")
-    group, limit = dist.PrefixStore("group", store), timedelta(seconds=timeout_s)
+    group = dist.PrefixStore("group", store)
+    limit = timedelta(seconds=timeout_s)
     dist.init_process_group(
         backend, store=group, rank=rank, world_size=ranks, timeout=limit
     )

@@ -100,10 +100,8 @@ class Layout:
         row, owned = next(
             (row, owned) for row, owned in self.chunks(rank) if positions[0] in owned
         )
-        first, step = (
-            row + owned.index(positions[0]),
-            max(1, positions.step // owned.step),
-        )
+        first = row + owned.index(positions[0])
+        step = max(1, positions.step // owned.step)
         return slice(first, first + step * len(positions), step)
 
     def joined(self, lines: Sequence[tuple[int, ...]]) -> Layout:
@@ -119,7 +117,8 @@ class Layout:
                 )
             return striped(self.n, ranks)
         new = {rank: i for i, line in enumerate(lines) for rank in line}
-        cuts, owners = [0], []
+        cuts = [0]
+        owners = []
         for owner, stop in zip(map(new.get, self.owners), self.cuts[1:]):
             if owners[-1:] == [owner]:
                 cuts.pop()
@@ -252,15 +251,18 @@ def _curve(height: int, width: int) -> Tensor:
     stack = [(0, width, height * 1j) if width >= height else (0, height * 1j, width)]
     while stack:
         corner, along, across = stack.pop()
-        length, depth = int(abs(along)), int(abs(across))
-        step, side_step = along / length, across / depth
+        length = int(abs(along))
+        depth = int(abs(across))
+        step = along / length
+        side_step = across / depth
         if depth == 1 or length == 1:
             cells += [
                 corner + i * (step if depth == 1 else side_step)
                 for i in range(max(length, depth))
             ]
             continue
-        half, half_depth = length // 2, depth // 2
+        half = length // 2
+        half_depth = depth // 2
         if 2 * length > 3 * depth:
             if (
                 half % 2 and length > 2
@@ -271,7 +273,8 @@ def _curve(height: int, width: int) -> Tensor:
         else:
             if half_depth % 2 and depth > 2:
                 half_depth += 1
-            first, up = half * step, half_depth * side_step
+            first = half * step
+            up = half_depth * side_step
             end = corner + along - step + up - side_step
             parts = [
                 (corner, up, first),

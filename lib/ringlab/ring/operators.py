@@ -98,7 +98,8 @@ def attend(
     """out and lse for checked tensors: local shards over a group or mesh, whole ones
     over Simulated ranks.
     """
-    compiling, simulated = torch.compiler.is_compiling(), isinstance(group, Simulated)
+    compiling = torch.compiler.is_compiling()
+    simulated = isinstance(group, Simulated)
     options = {
         "causal": causal,
         "scale": scale,
@@ -127,10 +128,8 @@ def attend(
     )  # kernels need that
     machines, group = group.machines if simulated else 1, Group.of(group, dimensions=2)
     check_exchange_dtype(exchange_dtype, q.dtype)
-    shape, where = (
-        (*q.shape[1:3], k.shape[2]),
-        (exchange_dtype, group.size, machines, group.process_group),
-    )
+    shape = (*q.shape[1:3], k.shape[2])
+    where = (exchange_dtype, group.size, machines, group.process_group)
     passes = "fwd+bwd" if is_followed(q, k, v, sinks) else "fwd"
     scheme, width = check_scheme(scheme, group.shape), (q.shape[3], q.dtype, passes)
     key = shape, width, pattern, layout, scheme, causal, backend, execution, *where
@@ -369,22 +368,23 @@ ranks_forward = torch.library.custom_op(
 @ranks_forward.register_fake
 def _(q, k, v, sinks, scale, group, name):
     (call, group), (b, s, h, d), saved = _look_up(name, group), q.shape, []
-    layout, broad = call.problem.layout, accumulation_dtype(q.dtype)
+    layout = call.problem.layout
+    broad = accumulation_dtype(q.dtype)
     for rank in group.here:
-        problem, scheme = call.problem, call.scheme
+        problem = call.problem
+        scheme = call.scheme
         if (mesh := mesh_of(scheme, layout.ranks)) is not None:
             share = head_share(problem, mesh, rank)
             rank = share.across.index(rank)
-            n, queries, keys = (
-                share.problem.layout.size(rank),
-                len(share.queries[share.place]),
-                len(share.keys[share.place]),
-            )
+            n = share.problem.layout.size(rank)
+            queries = len(share.queries[share.place])
+            keys = len(share.keys[share.place])
             saved += [
                 q.new_empty(b, n, heads, d) for heads in (queries, keys, keys, queries)
             ]
             saved.append(q.new_empty(b, queries, n, dtype=broad))
-            problem, scheme = share.problem, mesh.other
+            problem = share.problem
+            scheme = mesh.other
         if scheme == "plan":
             saved.append(k.new_empty(plan_rank(problem, rank).rows, 2, b, d))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -420,10 +420,8 @@ def ranks_backward(
         ranks, flip = call.ranks(group, q, scale, True, columns)
         options = call.options(scale) | {"gradient of lse": dlse is not None}
         group.agree("backward", ranks[0].problem, q, int(number), **options)
-        layout, whole = (
-            call.problem.layout,
-            ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2)),
-        )
+        layout = call.problem.layout
+        whole = ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2))
         shards = zip(*(group.split(t, dim, layout) for t, dim in whole))
         count = len(saved) // len(ranks)
         each = zip(

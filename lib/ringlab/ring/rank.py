@@ -96,7 +96,8 @@ def _call(
 
 def _striped(problem: Problem, rank: int, source: int) -> list[Call]:
     """Dense attention between stripes: row i of a rank is at position i * ranks + rank."""
-    q_count, k_count = problem.layout.size(rank), problem.layout.size(source)
+    q_count = problem.layout.size(rank)
+    k_count = problem.layout.size(source)
     skip = 0
     if problem.causal:
         skip = int(
@@ -117,7 +118,9 @@ def received_calls(plan: RankPlan) -> list[Call]:
     problem = plan.problem
     if isinstance(problem.pattern, Dense):
         return _on_chunks(plan)
-    received, group, calls = plan.places(), problem.heads // problem.kv_heads, []
+    received = plan.places()
+    group = problem.heads // problem.kv_heads
+    calls = []
     for row, queries in problem.layout.chunks(plan.rank):
         for branch in problem.branches:
             length = branch.length
@@ -140,13 +143,12 @@ def received_calls(plan: RankPlan) -> list[Call]:
 
 def _on_chunks(plan: RankPlan) -> list[Call]:
     """Dense attention: what comes of a chunk is read where it lies, without an index."""
-    calls, row, calls_on = (
-        [],
-        0,
-        cache(partial(cross_rank_calls, plan.problem, plan.rank)),
-    )
+    calls = []
+    row = 0
+    calls_on = cache(partial(cross_rank_calls, plan.problem, plan.rank))
     for source, block in plan.blocks:
-        begin, h = block.view(plan.problem.layout, source).first, block.heads
+        begin = block.view(plan.problem.layout, source).first
+        h = block.heads
         for call in calls_on(source):
             k = call.k
             if begin <= k.first < begin + block.count:
@@ -181,7 +183,8 @@ class Rank:
 
     def goes_on(self, device: torch.device) -> Tensor:
         """Where the rows that the rank passes on lie in its message."""
-        key, plan = ("goes on", self.problem, self.rank, device), self.plan
+        key = ("goes on", self.problem, self.rank, device)
+        plan = self.plan
         return self.execution.cached(key, lambda: plan.goes_on().to(device))
 
     def calls(self, source: int | None, step: int | None = None) -> Plan:
@@ -241,7 +244,8 @@ class Rank:
         """
         if self.problem.layout.kind == "striped":
             return []
-        plans, n = [], self.problem.layout.n
+        plans = []
+        n = self.problem.layout.n
         for row, chunk in self.problem.layout.chunks(self.rank):
             rows = slice(row, row + len(chunk))
             inputs = q[:, rows], k[:, rows], self.problem.pattern, self.execution.cached
@@ -252,7 +256,8 @@ class Rank:
 
     def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:
         """out (b, s, h, d) and lse (b, h, s) over the keys of the own shard."""
-        chunks, pool = self._chunks(q, k, False), self.execution.scratch()
+        chunks = self._chunks(q, k, False)
+        pool = self.execution.scratch()
         if len(chunks) == 1:
             return execute.forward(q, k, v, chunks[0][1], *self.kernel_args, pool=pool)
         out = torch.zeros_like(
@@ -271,11 +276,9 @@ class Rank:
 
     def local_backward(self, dout, q, k, v, out, lse) -> tuple[Tensor, ...]:
         """dq, dk, dv in fp32 or wider."""
-        chunks, pool, dtype = (
-            self._chunks(q, k, True),
-            self.execution.scratch(),
-            accumulation_dtype(q.dtype),
-        )
+        chunks = self._chunks(q, k, True)
+        pool = self.execution.scratch()
+        dtype = accumulation_dtype(q.dtype)
         if len(chunks) == 1:
             grads = execute.backward(
                 dout, q, k, v, out, lse, chunks[0][1], *self.kernel_args, pool=pool
@@ -324,7 +327,8 @@ class BlockRank(Rank):
     """
 
     def _calls(self, source: int | None) -> Plan:
-        problem, layout = self.problem, self.problem.layout
+        problem = self.problem
+        layout = self.problem.layout
         queries = keys = BlockParts.of(
             layout.ranges(self.rank), problem.pattern.block_size
         )

@@ -92,11 +92,13 @@ class ResidueInterval:
 
     def minus(self, other: ResidueInterval) -> Iterator[ResidueInterval]:
         """Intervals of the rows that are not in another one."""
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        start = max(self.start, other.start)
+        stop = min(self.stop, other.stop)
         if start >= stop:
             yield self
             return
-        rate, pairs = lcm(self.rate, other.rate), self.pairs
+        rate = lcm(self.rate, other.rate)
+        pairs = self.pairs
         if rate != self.rate:  # split into residues of the common multiple
             pairs = frozenset(
                 (head, x % rate)
@@ -189,7 +191,8 @@ class Parts:
 
     def strided(self) -> tuple[StridedRows, ...]:
         """As few ranges of all heads, in the order of the shard."""
-        taken, ranges = self.parts[self.numbers], []
+        taken = self.parts[self.numbers]
+        ranges = []
         for start, stop in zip(taken.starts.tolist(), taken.stops.tolist()):
             if ranges and ranges[-1].stop == start:
                 start = ranges.pop().start

@@ -68,7 +68,8 @@ def _packed(plan: RankPlan, k: Tensor, v: Tensor) -> Tensor:
 
 
 def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
-    plan, d = rank.plan, q.shape[3]
+    plan = rank.plan
+    d = q.shape[3]
     dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
     if dlse is not None:
         rows = F.pad(rows, (0, q.shape[3] - d))
@@ -116,8 +117,11 @@ def _hop(rank: Rank, t: int, current, k: Tensor) -> tuple[Exchange, tuple | None
     """The exchange before step t and the shard that comes, of rank - t. No shard goes
     where no query needs it.
     """
-    p, me, hops = rank.problem.layout.ranks, rank.rank, rank.problem.hops
-    exchange, coming = Exchange(), None
+    p = rank.problem.layout.ranks
+    me = rank.rank
+    hops = rank.problem.hops
+    exchange = Exchange()
+    coming = None
     if hops[(me - t + 1) % p] >= t:
         exchange.send[(me + 1) % p] = current
     if hops[(me - t) % p] >= t:
@@ -126,7 +130,8 @@ def _hop(rank: Rank, t: int, current, k: Tensor) -> tuple[Exchange, tuple | None
 
 
 def ring_forward(rank: Rank, q, k, v) -> Steps:
-    p, current = rank.problem.layout.ranks, (k.contiguous(), v.contiguous())
+    p = rank.problem.layout.ranks
+    current = (k.contiguous(), v.contiguous())
     for t in range(p):
         exchange, coming = _hop(rank, t + 1, current, k)
         ticket = yield exchange
@@ -145,16 +150,23 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     """dK and dV of a shard follow it one hop behind, and return to its owner from the
     last rank that used it.
     """
-    p, me, hops, d = rank.problem.layout.ranks, rank.rank, rank.problem.hops, q.shape[3]
+    p = rank.problem.layout.ranks
+    me = rank.rank
+    hops = rank.problem.hops
+    d = q.shape[3]
     dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
-    dtype, travelling, home = accumulation_dtype(k.dtype), None, None
+    dtype = accumulation_dtype(k.dtype)
+    travelling = None
+    home = None
     exchange, coming = _hop(rank, 1, (k.contiguous(), v.contiguous()), k)
     ticket = yield exchange
     total = rank.local_backward(dout, q, k, v, out, lse)
     gradients = yield Exchange()
     yield Wait(ticket)
     for t in range(1, p):
-        current, source, onward = coming, (me - t) % p, Exchange()
+        current = coming
+        source = (me - t) % p
+        onward = Exchange()
         exchange, coming = _hop(rank, t + 1, current, k)
         ticket = yield exchange
         if current is not None:
@@ -207,12 +219,10 @@ def all_gather_forward(rank: Rank, q, k, v) -> Steps:
 
 
 def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
-    p, me, dtype, d = (
-        rank.problem.layout.ranks,
-        rank.rank,
-        accumulation_dtype(k.dtype),
-        q.shape[3],
-    )
+    p = rank.problem.layout.ranks
+    me = rank.rank
+    dtype = accumulation_dtype(k.dtype)
+    d = q.shape[3]
     dout, q, k, v, out, lse = fold_lse_gradient(dout, q, k, v, out, lse, dlse)
     exchange = _gather(rank, k, v)
     ticket = yield exchange
@@ -221,11 +231,10 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     for t in range(
         1, p
     ):  # one pair of ranks at a time, so that only two foreign gradients are held
-        to, source = (me + t) % p, (me - t) % p
-        part, coming = (
-            _shard(rank, to, k, dtype, torch.Tensor.new_zeros),
-            _shard(rank, me, k, dtype),
-        )
+        to = (me + t) % p
+        source = (me - t) % p
+        part = _shard(rank, to, k, dtype, torch.Tensor.new_zeros)
+        coming = _shard(rank, me, k, dtype)
         rank.add_backward(
             to, (dout, q, out, lse), exchange.receive.pop(to), total[0], part
         )

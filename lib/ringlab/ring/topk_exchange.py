@@ -117,10 +117,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, log_m, picks, group, problem, *rest):
         _, _, scale, backend = rest
         options = {"scale": scale, "backend": backend, "weighed": log_m is not None}
-        number, needs = (
-            group.agree("forward", problem, q, **options),
-            any(ctx.needs_input_grad),
-        )
+        number = group.agree("forward", problem, q, **options)
+        needs = any(ctx.needs_input_grad)
         shards = zip(
             *(
                 group.split(t, dim)
@@ -133,7 +131,8 @@ class _Attention(torch.autograd.Function):
         ]
         found = drive(steps, group.process_group)
         outs, lses, rows, moves = zip(*found)
-        out, lse = group.join(outs, 1), group.join(lses, 2)
+        out = group.join(outs, 1)
+        lse = group.join(lses, 2)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, log_m, out, lse, *rows)
         ctx.rest = group, problem, number, options, moves, rest
@@ -210,10 +209,8 @@ def _ask(ranks: int, rank: int, picks: Tensor, kv_heads: int, causal: bool) -> S
     kv_head = torch.arange(kv_heads, device=picks.device).repeat_interleave(
         heads // kv_heads
     )[:, None, None]
-    own, used = (
-        slice(rank * c, (rank + 1) * c),
-        torch.ones(c, top_k, dtype=torch.bool, device=picks.device),
-    )
+    own = slice(rank * c, (rank + 1) * c)
+    used = torch.ones(c, top_k, dtype=torch.bool, device=picks.device)
     if causal:  # the first rows have fewer blocks before them than slots
         used = used.tril(rank * c)
     used, wanted = used.expand(picks.shape), used.new_zeros(ranks * c, kv_heads)

@@ -144,10 +144,12 @@ class HeadShare:
 @lru_cache(maxsize=256)
 def head_share(problem: Problem, mesh: MeshScheme, rank: int) -> HeadShare:
     """The part of a rank. Raises ValueError for a layout that does not fit the mesh."""
-    line, across = mesh.heads_line(rank), mesh.sequence_line(rank)
+    line = mesh.heads_line(rank)
+    across = mesh.sequence_line(rank)
     queries, keys = shares(problem.heads, problem.kv_heads, len(line))
     place = line.index(rank)
-    own, group = queries[place], problem.heads // problem.kv_heads
+    own = queries[place]
+    group = problem.heads // problem.kv_heads
     index = [head // group - keys[place].start for head in own]
     even = len(set(Counter(index).values())) <= 1
     pattern = problem.pattern
@@ -170,8 +172,10 @@ def _to_heads(
     """Shards (b, s, h, d) to the positions of the line (b, n', h', d); heads[i][u] are
     what place u of the line takes of tensor i.
     """
-    layout, joined = rank.problem.layout, share.problem.layout
-    me, each = share.across.index(rank.rank), list(zip(tensors, heads))
+    layout = rank.problem.layout
+    joined = share.problem.layout
+    me = share.across.index(rank.rank)
+    each = list(zip(tensors, heads))
     parts = [
         [t[:, :, h[u].start : h[u].stop] for t, h in each]
         for u in range(len(share.line))
@@ -196,8 +200,10 @@ def _to_rows(
     rank: Rank, share: HeadShare, tensors: list[Tensor], heads: list[list[range]]
 ) -> Steps:
     """The way back; what several ranks have of one K/V head is summed."""
-    layout, joined = rank.problem.layout, share.problem.layout
-    me, each = share.across.index(rank.rank), list(zip(tensors, heads))
+    layout = rank.problem.layout
+    joined = share.problem.layout
+    me = share.across.index(rank.rank)
+    each = list(zip(tensors, heads))
     owned = [[joined.rows(me, r) for r in layout.ranges(u)] for u in share.line]
     parts = [
         [torch.cat([t[:, :0], *(t[:, r] for r in rows)], 1) for t in tensors]
@@ -278,8 +284,11 @@ def ulysses_forward(
 ) -> Steps:
     """``inner``: the forward of the other scheme of a mesh."""
     mesh = mesh or mesh_of("ulysses", rank.problem.layout.ranks)
-    share, kept = head_share(rank.problem, mesh, rank.rank), ()
-    queries, keys, index = share.queries, share.keys, share.kv_index
+    share = head_share(rank.problem, mesh, rank.rank)
+    kept = ()
+    queries = share.queries
+    keys = share.keys
+    index = share.kv_index
     whole = yield from _to_heads(rank, share, [q, k, v], [queries, keys, keys])
     wide = [t if index is None else t[:, :, index] for t in whole[1:]]
     if len(share.across) == 1:
@@ -310,7 +319,9 @@ def ulysses_backward(
     """``inner``: the backward of the other scheme of a mesh."""
     mesh = mesh or mesh_of("ulysses", rank.problem.layout.ranks)
     share = head_share(rank.problem, mesh, rank.rank)
-    queries, keys, index = share.queries, share.keys, share.kv_index
+    queries = share.queries
+    keys = share.keys
+    index = share.kv_index
     whole_q, whole_k, whole_v, whole_out, whole_lse, *kept = saved
     (whole_dout,) = yield from _to_heads(rank, share, [dout], [queries])
     wide = [t if index is None else t[:, :, index] for t in (whole_k, whole_v)]

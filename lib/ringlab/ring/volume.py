@@ -56,13 +56,14 @@ def sent_to(
 
     Gradients are fp32 or wider.
     """
-    layout, p, kv_heads = problem.layout, problem.layout.ranks, problem.kv_heads
-    narrow, broad, trains = (
-        dtype.itemsize,
-        accumulation_dtype(dtype).itemsize,
-        passes == "fwd+bwd",
-    )
-    sizes, others = layout.sizes, [to for to in range(p) if to != rank]
+    layout = problem.layout
+    p = problem.layout.ranks
+    kv_heads = problem.kv_heads
+    narrow = dtype.itemsize
+    broad = accumulation_dtype(dtype).itemsize
+    trains = passes == "fwd+bwd"
+    sizes = layout.sizes
+    others = [to for to in range(p) if to != rank]
     if (mesh := mesh_of(scheme, p)) is not None:
         share = head_share(problem, mesh, rank)
         queries, keys = (
@@ -94,7 +95,8 @@ def sent_to(
             bytes_to |= {share.across[to]: size for to, size in across.items()}
         return {to: size for to, size in bytes_to.items() if size}
     # rows of K and of V forward, and rows of gradients back
-    rows, gradients = Counter(), Counter()
+    rows = Counter()
+    gradients = Counter()
     if scheme == "plan":
         narrow = (problem.exchange_dtype or dtype).itemsize
         moved = rows_moved(problem)
@@ -106,7 +108,8 @@ def sent_to(
     elif scheme == "ring":
         # A shard at distance t from home is sent on where it goes further; its gradient
         # leaves every rank it reached, and the last of these sends it home.
-        hops, after = problem.hops, (rank + 1) % p
+        hops = problem.hops
+        after = (rank + 1) % p
         for t in range(p):
             home = (rank - t) % p
             rows[after] += kv_heads * sizes[home] * (hops[home] > t)
@@ -145,7 +148,8 @@ def bytes_by_scheme(
     {'plan': 3072, 'ulysses': 6336, 'ring': 12288, 'all_gather': 12288}
     """
     shape = {"head_dim": head_dim, "dtype": dtype, "passes": passes}
-    refusals, ranks = problem.refusals(), range(problem.layout.ranks)
+    refusals = problem.refusals()
+    ranks = range(problem.layout.ranks)
     totals = {
         scheme: sum(sent_bytes(problem, r, scheme, batch=1, **shape) for r in ranks)
         for scheme in SCHEMES
@@ -227,7 +231,8 @@ def unevenness(problem: Problem, scheme: str) -> float:
     """
     if isinstance(problem.pattern, BlockSparse) or problem.layout.kind == "striped":
         return 1.0
-    ranks, everyone = range(problem.layout.ranks), range(problem.heads)
+    ranks = range(problem.layout.ranks)
+    everyone = range(problem.heads)
     if scheme == "ulysses":
         queries, _ = shares(problem.heads, problem.kv_heads, len(ranks))
         parts = [(heads, [range(problem.layout.n)]) for heads in queries]

@@ -70,7 +70,8 @@ class Beat:
     """Writes the progress of this rank to a file, a few microseconds at a time."""
 
     def __init__(self, file):
-        self.file, self.now = file, [-1, 0]
+        self.file = file
+        self.now = [-1, 0]
         self.does("computes")
 
     def begins(self) -> None:
