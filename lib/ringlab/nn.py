@@ -112,6 +112,10 @@ class MultiheadAttention(nn.Module):
             num_kv_heads = num_heads
         num_kv_heads = check_int("num_kv_heads", num_kv_heads)
         pattern = as_pattern(pattern, KINDS)
+        if group is not None:
+            check_scheme(scheme, Group.of(group, dimensions=2).shape)
+        else:
+            ring.check_one_device(scheme, layout)
         usual = scheme == "auto" and layout == "contiguous" and execution == DEFAULT
         if isinstance(pattern, Adaptive) and not usual:
             raise ValueError(
@@ -159,10 +163,7 @@ class MultiheadAttention(nn.Module):
             "execution": execution,
         }
         if group is not None:
-            check_scheme(scheme, Group.of(group, dimensions=2).shape)
             self.options |= {"scheme": scheme, "layout": layout}
-        else:
-            ring.check_one_device(scheme, layout)
         kv_dim = embed_dim // num_heads * num_kv_heads
         made = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, embed_dim, **made)

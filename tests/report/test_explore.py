@@ -255,7 +255,7 @@ def test_the_page_follows_the_controls(opened):
         change(opened, passes="fwd+bwd", scheme="ulysses"),
     ]
     assert len({*pages}) == 5 and not any('role="alert"' in x for x in pages)
-    for text in ("Sent between 2 ranks by plan", "What head 0 of", "Peak memory of a"):
+    for text in ("Sent between 2 ranks by ring", "What head 0 of", "Peak memory of a"):
         assert text in pages[1]
     assert "NVIDIA H100" in pages[2] and "by ulysses" in pages[4]
     assert {"random", "block_size", "scheme", "layout"} <= visible()

@@ -221,7 +221,7 @@ def test_seconds_are_tokens_times_the_time_of_a_step(page):
     assert [cells["Dense"][6], cells["Window"][7]] == ["300", "100"], (
         "microseconds a token"
     )
-    assert cells["Window"][8] == "146 KiB"
+    assert cells["Window"][8] == "166 KiB"
 
 
 def test_a_training_without_a_result_is_listed_and_counts_in_no_mean(page):

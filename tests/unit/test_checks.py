@@ -544,7 +544,7 @@ REFUSED = [
     (
         lambda: ringlab.AdaptiveBlockSparse(8, group=object()),
         TypeError,
-        "group must be a ProcessGroup, a 1-D Devi",
+        "group must be a ProcessGroup, a DeviceMesh",
     ),
     (
         lambda: ringlab.AdaptiveBlockSparse(4, 8, 2)(T, T, T),
