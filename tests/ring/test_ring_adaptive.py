@@ -165,8 +165,8 @@ def test_ranks_that_disagree_are_told():
     ]
     said = (
         "pattern is blocks of 8: the best 2 by content on rank 0, blocks of 8: the best 3 by content on rank 1",
-        "layout is contiguous:0,16,32 on rank 0, contiguous:0,24,48 on rank 1; shards of unequal sizes need a ringlab.ring."
-        "Layout",
+        "layout is contiguous:0,16,32 on rank 0, contiguous:0,24,48 on rank 1; shards of unequal sizes need a"
+        " ringlab.ring.Layout",
         "pattern is means of blocks of 8 on rank 0, blocks of 8: the best 2 by content on rank 1",
     )
     assert (
