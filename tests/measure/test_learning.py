@@ -19,6 +19,7 @@ import torch
 import trained
 import trainings
 from model import patterns
+from ringlab import Simulated
 from ringlab import nn as layers
 from ringlab.measure.store import Store
 from tasks import HIDDEN, TASKS
@@ -244,7 +245,7 @@ def masked(layer):
 def test_an_adaptive_layer_refuses_what_it_cannot_run():
     pattern = patterns(16, 512)["Adaptive"][0]
     with pytest.raises(ValueError, match="takes no scheme"):
-        layers.MultiheadAttention(16, 2, pattern, layout="zigzag")
+        layers.MultiheadAttention(16, 2, pattern, layout="zigzag", group=Simulated(2))
     layer = layers.MultiheadAttention(16, 2, pattern, causal=True)
     with pytest.raises(NotImplementedError, match="no cache, cu_seqlens or lengths"):
         layer(torch.randn(1, 128, 16), cu_seqlens=[0, 64, 128])
