@@ -159,6 +159,8 @@ class CallSpec:
         if scheme == "auto":
             scheme = choose(problem, **self.options("head_dim", "dtype", "passes"))
         problem.check(scheme)
+        if self.ranks > 1:
+            self.execution.check(self.pattern, scheme)
         return on_hosts(problem, scheme, self.hosts), scheme
 
     def sent(self) -> dict[tuple[int, int], int]:

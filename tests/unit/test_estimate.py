@@ -371,6 +371,11 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pattern, more):
             {"ranks": 6, "scheme": ("ulysses", "ring")},
             "needs a group of two dimensions",
         ),
+        (
+            {"ranks": 2, "execution": Execution(gather=True)},
+            r"gather=True\) is not for",
+        ),
+        ({"ranks": 2, "execution": Execution(blocks="rows")}, "is not for dilated"),
         ({"passes": "bwd"}, "unknown passes 'bwd'"),
         ({"kv_heads": 3}, "multiple of K/V heads"),
         ({"dtype": torch.int32}, "dtype must be float64"),
