@@ -102,6 +102,7 @@ def execute(
             timeout=cell_timeout_s,
             resources={"metadata": {"path": str(cwd)}},
         )
+        index = 0  # of the cell that runs
         try:
             # Not ``execute``: it takes an interrupt for the end of the kernel alone.
             client.reset_execution_trackers()
@@ -121,7 +122,7 @@ def execute(
         except RuntimeError as error:  # of a kernel that does not come up
             raise NotebookFailed(f"{source.name}: {_line(error)}") from error
     write(failed, nbformat.writes(notebook))
-    raise NotebookFailed(f"{source.name}: {_where(notebook)} {failure}")
+    raise NotebookFailed(f"{source.name}: {_where(notebook, index)} {failure}")
 
 
 class OwnKernel(KernelSpecManager):
@@ -147,13 +148,11 @@ def _environment(folder: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "MPLBACKEND"} | own
 
 
-def _where(notebook: nbformat.NotebookNode) -> str:
-    """The last cell that ran, as a reader would name it: its number among the code
-    cells, the nearest heading above.
+def _where(notebook: nbformat.NotebookNode, index: int) -> str:
+    """A cell as a reader would name it: its number among the code cells, the nearest
+    heading above.
     """
-    # Only a cell that started has a time.
-    started = [i for i, c in enumerate(notebook.cells) if c.metadata.get("execution")]
-    cells = notebook.cells[: max(started, default=0) + 1]
+    cells = notebook.cells[: index + 1]
     cells = [c for c in cells if INJECTED not in c.metadata.get("tags", ())]
     number = sum(c.cell_type == "code" for c in cells)
     headings = [f" under {text!r}" for c in cells for _, text in _headings(c)]
