@@ -37,6 +37,7 @@ from .kv_cache import KVCache, cache_bytes
 from .patterns import Dense, Dilated, Pattern
 from .presets import ladder
 from .ring import Simulated
+from .selected import Selected
 
 sys.modules["ringlab.blocks"] = blocks  # for ``from ringlab.blocks import ...``
 
@@ -68,6 +69,7 @@ __all__ = [
     "RingDilatedAttentionV2Collective",
     "RingDilatedAttentionV2Flash",
     "RingDilatedAttentionV2Robust",
+    "Selected",
     "Simulated",
     "adaptive_attention",
     "advise",

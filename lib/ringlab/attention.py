@@ -31,12 +31,14 @@ from .checks import (
     short_repr,
 )
 from .engine import DEFAULT, Execution
+from .engine import selected as selection
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
 from .kernels import capped
 from .kv_cache import KVCache
 from .patterns import Dense, Dilated, Pattern, as_pattern
 from .ring.ulysses import HeadRange
+from .selected import Selected
 
 AXES = "tensors are (batch, seq, heads, head_dim)"
 MANY_HEADS = 256  # more than models have: these may be positions, in torch's layout
@@ -69,7 +71,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | PerHead | str,
+    pattern: Pattern | PerHead | Selected | str,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -95,8 +97,9 @@ def attention(
     v) in q's dtype, and with ``return_lse`` also lse (batch, heads, seq), natural log,
     in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf.
 
-    ``pattern``: ``Dense()`` or "dense", ``Dilated`` or one of ``ringlab.blocks``. Of
-    ``Dense`` k and v may have another length than q; with ``causal`` a longer one, and
+    ``pattern``: ``Dense()`` or "dense", ``Dilated``, one of ``ringlab.blocks``, or
+    ``Selected``, whose keys were selected for each query: on one device. Of ``Dense`` k
+    and v may have another length than q; with ``causal`` a longer one, and
     the queries are the last positions then. ``causal`` hides keys after the query.
     ``scale``: 1 / sqrt(head_dim) by default. ``backend``: "auto", "sdpa", a name of
     ``ringlab.kernels.KERNELS`` or a tuple of these to try in order. ``execution``:
@@ -154,6 +157,13 @@ def attention(
         others.pop("enable_gqa", None)
         check_unknown("attention()", others, REFUSED)
         causal = is_causal
+    selected = pattern if isinstance(pattern, Selected) else None
+    if selected is not None:
+        pattern = Dense()  # is checked in its place: what is remembered has no tensors
+        if group is not None or cache is not None or execution != DEFAULT:
+            raise NotImplementedError(
+                "Selected takes no group, no cache and no execution: it runs on one device"
+            )
     arguments = pattern, causal, scale, backend, softcap, execution, return_lse
     if group is None:
         arguments += scheme, layout, exchange_dtype
@@ -168,6 +178,7 @@ def attention(
     if q.shape[1] != k.shape[1]:
         if (
             not isinstance(pattern, Dense)
+            or selected is not None
             or (causal and q.shape[1] > k.shape[1])
             or not alone
         ):
@@ -224,7 +235,10 @@ def attention(
             "layout": layout,
             "exchange_dtype": exchange_dtype,
         }
-    if isinstance(pattern, PerHead):
+    if selected is not None:
+        del options["execution"]
+        out, lse = outside_graphs(selection.attend)(q, k, v, selected, **options)
+    elif isinstance(pattern, PerHead):
         out, lse = _by_head(attend, q, k, v, pattern, options)
     else:
         out, lse = attend(q, k, v, pattern, **options)

@@ -220,7 +220,25 @@ struct Call {  // kernels/compiled.py fills it; every field has 8 bytes
   Rows q, k, v, bias, out, lse;
   Rows index;  // of a forward: key j is row index[j] of k and v
   Rows dout, dq, dk, dv;  // of a backward
+  Rows rows;  // query i is row rows[i] of q, out, lse, dout and dq; none if it is below 0, as are all that follow
+
+  // The row of query i of a head.
+  long row(long b, long h, long i) const { return rows.data ? rows.at<int64_t>(b, h)[i * rows.row] : i; }
+  // How many of so many queries from the first on there are.
+  long there(long b, long h, long first, long count) const {
+    while (count && rows.data && row(b, h, first + count - 1) < 0) count--;
+    return count;
+  }
 };
+
+// Queries [first, first + count) of a head of t: where they lie, or a copy of them, rows ``step`` apart.
+template <class T>
+INLINE const T* queries_of(const Call& call, const Rows& t, long b, long h, long first, long count, T* copy, long* step) {
+  *step = call.rows.data ? call.d : t.row;
+  if (!call.rows.data) return t.at<const T>(b, h, first);
+  for (long i = 0; i < count; i++) memcpy(copy + i * call.d, t.at<const T>(b, h, call.row(b, h, first + i)), call.d * sizeof(T));
+  return copy;
+}
 
 // Add a bias, of the first query and key at ``bias``, over ``scale``, to scores (keys, QUERIES).
 INLINE void add_bias(float* scores, const float* bias, long by_row, long by_key, long keys, long queries, float scale) {
@@ -421,27 +439,32 @@ void run_few(const Call& call, float scale) {
 
 template <class Kind, class T>
 void run_forward(const Call& call, float scale) {
-  if (!call.index.data && (call.queries == 1 || (call.queries <= FEW && !call.causal))) return run_few<T>(call, scale);
+  if (!call.index.data && !call.rows.data && (call.queries == 1 || (call.queries <= FEW && !call.causal))) return run_few<T>(call, scale);
   typedef Reader<Kind, T> Read;
   const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, chunks = (call.queries + CHUNK - 1) / CHUNK;
   const long depth = (d + Read::item - 1) / Read::item;
-  const Memory memory(call.threads, 2 * CHUNK * D + QUERIES * KEYS + 2 * KEYS * D + 2 * CHUNK);
+  const Memory memory(call.threads, 2 * CHUNK * D + QUERIES * KEYS + 2 * KEYS * D + 2 * CHUNK + QUERIES * D);
 #pragma omp parallel num_threads(call.threads)
   {
     Scratch own(memory);
     float *sums = own.take(CHUNK * D), *q = own.take(CHUNK * D), *scores = own.take(QUERIES * KEYS);
     float *k = own.take(KEYS * D), *v = own.take(KEYS * D), *top = own.take(CHUNK), *sum = own.take(CHUNK);
+    T* copy = (T*)own.take(QUERIES * D);
 #pragma omp for schedule(dynamic)
     for (long item = 0; item < call.batch * call.heads * chunks; item++) {
       const long b = item / (call.heads * chunks), h = item / chunks % call.heads, start = item % chunks * CHUNK;
-      const long rows = std::min<long>(CHUNK, call.queries - start), ahead = start + call.keys - call.queries;
-      const T* q_in = call.q.at<const T>(b, h, start);
+      const long rows = call.there(b, h, start, std::min<long>(CHUNK, call.queries - start));
+      const long ahead = start + call.keys - call.queries;
       const T *k_in = call.k.at<const T>(b, h), *v_in = call.v.at<const T>(b, h);
       const float* bias = call.bias.data ? call.bias.at<float>(b, h, start) : nullptr;
       const int64_t* index = call.index.data ? call.index.at<int64_t>(b, h) : nullptr;
       const long s_k = call.k.row, s_v = call.v.row, s_i = call.index.row;
-      for (long r = 0; r < rows; r += QUERIES)
-        Read::columns(q + r * D, q_in + r * call.q.row, call.q.row, std::min<long>(QUERIES, rows - r), d);
+      for (long r = 0; r < rows; r += QUERIES) {
+        const long some = std::min<long>(QUERIES, rows - r);
+        long step;
+        const T* from = queries_of(call, call.q, b, h, start + r, some, copy, &step);
+        Read::columns(q + r * D, from, step, some, d);
+      }
       const long padded = (rows + QUERIES - 1) / QUERIES * QUERIES;
       std::fill(sums, sums + padded * D, 0.f);
       std::fill(top, top + padded, -INF);
@@ -482,11 +505,12 @@ void run_forward(const Call& call, float scale) {
         }
       }
       for (long r = 0; r < rows; r++) {
-        float* lse = call.lse.at<float>(b, h, start + r);
+        const long row = call.row(b, h, start + r);
+        float* lse = call.lse.at<float>(b, h, row);
         if (call.narrow)
-          finish(call, sums + r * D, top[r] * scale, sum[r], call.out.at<T>(b, h, start + r), lse);
+          finish(call, sums + r * D, top[r] * scale, sum[r], call.out.at<T>(b, h, row), lse);
         else
-          finish(call, sums + r * D, top[r] * scale, sum[r], call.out.at<float>(b, h, start + r), lse);
+          finish(call, sums + r * D, top[r] * scale, sum[r], call.out.at<float>(b, h, row), lse);
       }
     }
   }
@@ -498,7 +522,7 @@ void run_backward(const Call& call, float scale) {
   typedef Reader<Single, T> Read;
   const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, ahead = call.keys - call.queries;
   const long padded = (call.queries + QUERIES - 1) / QUERIES * QUERIES;
-  const Memory memory(call.threads, 5 * QUERIES * D + 4 * PANEL * D + 2 * KEYS * QUERIES + 2 * padded);
+  const Memory memory(call.threads, 7 * QUERIES * D + 4 * PANEL * D + 2 * KEYS * QUERIES + 2 * padded);
 #pragma omp parallel num_threads(call.threads)
   {
     Scratch own(memory);
@@ -506,20 +530,23 @@ void run_backward(const Call& call, float scale) {
     float *dout_t = own.take(QUERIES * D), *dq = own.take(QUERIES * D), *k = own.take(PANEL * D), *v = own.take(PANEL * D);
     float *dk = own.take(PANEL * D), *dv = own.take(PANEL * D), *p = own.take(KEYS * QUERIES), *ds = own.take(KEYS * QUERIES);
     float *lse = own.take(padded), *delta = own.take(padded);
+    T *q_copy = (T*)own.take(QUERIES * D), *dout_copy = (T*)own.take(QUERIES * D);
 #pragma omp for schedule(dynamic)
     for (long item = 0; item < call.batch * call.heads; item++) {
       const long b = item / call.heads, h = item % call.heads;
-      const T *q_in = call.q.at<const T>(b, h), *k_in = call.k.at<const T>(b, h);
-      const T *v_in = call.v.at<const T>(b, h), *dout_in = call.dout.at<const T>(b, h);
-      const T* out_in = call.out.at<const T>(b, h);
+      const T *k_in = call.k.at<const T>(b, h), *v_in = call.v.at<const T>(b, h);
+      const long queries = call.there(b, h, 0, call.queries);
+      long q_step, dout_step;
       for (long r = 0; r < padded; r++) {
-        const float found = r < call.queries ? *call.lse.at<float>(b, h, r) : -INF;
+        const float found = r < queries ? *call.lse.at<float>(b, h, call.row(b, h, r)) : -INF;
         lse[r] = found == -INF ? INF : found;  // a row that sees nothing has probabilities of 0
       }
-      for (long r = 0; r < call.queries; r += QUERIES) {
-        const long some = std::min<long>(QUERIES, call.queries - r);
-        Read::columns(q_t, out_in + r * call.out.row, call.out.row, some, d);
-        Read::columns(dout_t, dout_in + r * call.dout.row, call.dout.row, some, d);
+      for (long r = 0; r < queries; r += QUERIES) {
+        const long some = std::min<long>(QUERIES, queries - r);
+        const T* out_in = queries_of(call, call.out, b, h, r, some, q_copy, &q_step);
+        const T* dout_in = queries_of(call, call.dout, b, h, r, some, dout_copy, &dout_step);
+        Read::columns(q_t, out_in, q_step, some, d);
+        Read::columns(dout_t, dout_in, dout_step, some, d);
         for (int c = 0; c < QUERIES; c += WIDTH) {
           vec sum{};  // in the order of the products below: what a row that sees one key subtracts is then 0
           for (long x = 0; x < d; x++) sum += load(q_t + x * QUERIES + c) * load(dout_t + x * QUERIES + c);
@@ -532,14 +559,16 @@ void run_backward(const Call& call, float scale) {
         Read::rows(v, v_in + first * call.v.row, call.v.row, held, d, D);
         std::fill(dk, dk + PANEL * D, 0.f);
         std::fill(dv, dv + PANEL * D, 0.f);
-        for (long r = 0; r < call.queries; r += QUERIES) {
-          const long some = std::min<long>(QUERIES, call.queries - r), seen = ahead + r + 1 - first;
+        for (long r = 0; r < queries; r += QUERIES) {
+          const long some = std::min<long>(QUERIES, queries - r), seen = ahead + r + 1 - first;
           const long end = call.causal ? std::min(held, seen + some - 1) : held;
           if (end <= 0) continue;
-          Read::rows(q, q_in + r * call.q.row, call.q.row, some, d, D);
-          Read::rows(dout, dout_in + r * call.dout.row, call.dout.row, some, d, D);
-          Read::columns(q_t, q_in + r * call.q.row, call.q.row, some, d);
-          Read::columns(dout_t, dout_in + r * call.dout.row, call.dout.row, some, d);
+          const T* q_in = queries_of(call, call.q, b, h, r, some, q_copy, &q_step);
+          const T* dout_in = queries_of(call, call.dout, b, h, r, some, dout_copy, &dout_step);
+          Read::rows(q, q_in, q_step, some, d, D);
+          Read::rows(dout, dout_in, dout_step, some, d, D);
+          Read::columns(q_t, q_in, q_step, some, d);
+          Read::columns(dout_t, dout_in, dout_step, some, d);
           std::fill(dq, dq + QUERIES * D, 0.f);
           for (long key = 0; key < end; key += KEYS) {
             const long mine = std::min<long>(KEYS, end - key);
@@ -562,16 +591,19 @@ void run_backward(const Call& call, float scale) {
             product<Single, true>(some, D, mine, ds, 1, QUERIES, k + key * D, D, dq, D);
           }
           for (long i = 0; i < some; i++) {
-            float* to = call.dq.at<float>(b, h, r + i);
-            if (first)
+            float* to = call.dq.at<float>(b, h, call.row(b, h, r + i));
+            if (first || call.merge)
               add_scaled(to, dq + i * D, d, 1, scale);
             else
               write_scaled(to, dq + i * D, d, scale);
           }
         }
         for (long j = 0; j < held; j++) {
-          write_scaled(call.dk.at<float>(b, h, first + j), dk + j * D, d, scale);
-          write_scaled(call.dv.at<float>(b, h, first + j), dv + j * D, d, 1);
+          float *dk_to = call.dk.at<float>(b, h, first + j), *dv_to = call.dv.at<float>(b, h, first + j);
+          if (call.merge)
+            add_scaled(dk_to, dk + j * D, d, 1, scale), add_scaled(dv_to, dv + j * D, d, 1, 1);
+          else
+            write_scaled(dk_to, dk + j * D, d, scale), write_scaled(dv_to, dv + j * D, d, 1);
         }
       }
     }

@@ -307,7 +307,7 @@ def _softmax(
     if sink is not None:
         dead = dead & (sink[..., 0] == -torch.inf)
         scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
-    lse = scores.masked_fill(dead[:, None], 0.0).logsumexp(
+    lse = scores.masked_fill(dead[..., None], 0.0).logsumexp(
         -1
     )  # finite, and so are its gradients
     prob = (scores - lse[..., None]).exp()[..., : k.shape[-2]]

@@ -375,7 +375,10 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pattern, more):
             {"ranks": 2, "execution": Execution(gather=True)},
             r"gather=True\) is not for",
         ),
-        ({"ranks": 2, "execution": Execution(blocks="rows")}, r"blocks='rows'\) is not for"),
+        (
+            {"ranks": 2, "execution": Execution(blocks="rows")},
+            r"blocks='rows'\) is not for",
+        ),
         ({"passes": "bwd"}, "unknown passes 'bwd'"),
         ({"kv_heads": 3}, "multiple of K/V heads"),
         ({"dtype": torch.int32}, "dtype must be float64"),

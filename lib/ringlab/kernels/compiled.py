@@ -55,19 +55,28 @@ class Compiled:
         return out, lse
 
     def forward_into(
-        self, out, lse, q, k, v, causal, scale, bias=None, index=None, *, merge: bool
+        self,
+        out,
+        lse,
+        q,
+        k,
+        v,
+        causal,
+        scale,
+        bias=None,
+        index=None,
+        *,
+        merge: bool,
+        rows=None,
     ):
         """Write out (b, m, h, d), in fp32 or q's dtype, and fp32 lse (b, h, m).
 
         ``merge``: join the results with those of other keys that are there, in fp32.
+        ``rows`` (b, h, queries), int64: query i is row ``rows[i]`` of q, out and lse;
+        none below 0, which may only be the last ones.
         """
-        _run(
-            "forward",
-            (q, k, v, bias, out, lse, index, None, None, None, None),
-            causal,
-            scale,
-            merge,
-        )
+        tensors = q, k, v, bias, out, lse, index, None, None, None, None, rows
+        _run("forward", tensors, causal, scale, merge)
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
         dout, out = dout.to(q.dtype), out.to(q.dtype)
@@ -78,14 +87,18 @@ class Compiled:
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         dk = torch.empty(k.shape, dtype=torch.float32, device=q.device)
         dv = torch.empty(v.shape, dtype=torch.float32, device=q.device)
-        _run(
-            "backward",
-            (q, k, v, bias, out, lse, None, dout, dq, dk, dv),
-            causal,
-            scale,
-            False,
-        )
+        tensors = q, k, v, bias, out, lse, None, dout, dq, dk, dv, None
+        _run("backward", tensors, causal, scale, False)
         return dq, dk, dv
+
+    def backward_into(
+        self, grads, dout, q, k, v, out, lse, causal, scale, bias=None, *, rows
+    ):
+        """Add to fp32 dq, dk, dv; dout and out are in q's dtype, ``rows`` as of
+        ``forward_into``.
+        """
+        tensors = q, k, v, bias, out, lse, None, dout, *grads, rows
+        _run("backward", tensors, causal, scale, True)
 
 
 def _run(
@@ -96,11 +109,13 @@ def _run(
     merge: bool,
 ) -> None:
     """Call native.cpp; ``tensors`` are those of its ``Call``, in that order."""
-    q, k, _, bias, out, _, index, *_ = tensors
+    q, k, _, bias, out, _, index, *_, rows = tensors
     refuse_recording("the compiled kernel", "cpu_flash")
     if q.is_meta or hasattr(q, "fake_mode"):  # tensors without data
         return
     batch, queries, heads, d = q.shape
+    if rows is not None:
+        queries = rows.shape[2]
     narrow = function == "forward" and out.dtype != torch.float32
     if narrow and merge:
         raise ValueError("results are merged in float32")

@@ -1,0 +1,110 @@
+"""Attention to keys that are selected for each query: by their indices, one by one or in
+blocks, beside a window and the first keys.
+
+NSA, DSA, MoBA and others choose keys by content. What chooses is theirs; what they
+choose is a ``Selected``, which ``ringlab.attention`` takes as a pattern.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checks import LARGEST, check_int
+
+
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """A query sees the blocks of ``granularity`` keys that ``indices`` lists for it, the
+    last ``window`` keys up to itself, and the ``first`` keys of its sequence.
+
+    ``indices``: (batch, groups, rows, slots) of int32 or int64. Index i names the keys
+    i * granularity to (i + 1) * granularity - 1; one below 0 is an empty slot. Row r is
+    of the queries r * query_block to (r + 1) * query_block - 1. Query heads share
+    ``groups`` evenly: 1 is one choice for all heads, as in DSA; the number of K/V heads
+    one for each, as in NSA; the number of query heads one for each, as in MoBA.
+    ``counts`` (batch, groups, rows): only so many slots of a row count; None: all do.
+
+    A key that is listed twice, or also lies in the window, is seen once. ``causal`` hides
+    keys after the query, selected or not; without it the window has as many keys after
+    the query as before it. With documents, all count from a document's first key; the
+    rows of packed documents follow each other, each document starts a new row.
+
+    Raises ValueError or TypeError for arguments that do not fit; and, once the sequence
+    is known, for indices beyond its keys.
+
+    >>> from ringlab import attention
+    >>> q = torch.randn(1, 64, 4, 16)
+    >>> blocks = torch.zeros(1, 1, 64, 1, dtype=torch.int64)  # the first block, for all
+    >>> attention(q, q, q, Selected(blocks, granularity=16, window=8), causal=True).shape
+    torch.Size([1, 64, 4, 16])
+    """
+
+    indices: Tensor
+    granularity: int = 1
+    query_block: int = 1
+    counts: Tensor | None = None
+    window: int = 0
+    first: int = 0
+
+    def __post_init__(self):
+        for name, least in (
+            ("granularity", 1),
+            ("query_block", 1),
+            ("window", 0),
+            ("first", 0),
+        ):
+            value = check_int(name, getattr(self, name), least, LARGEST)
+            object.__setattr__(self, name, value)
+        _check_integers("indices", self.indices, 4)
+        if self.counts is None:
+            return
+        _check_integers("counts", self.counts, 3)
+        if self.counts.shape != self.indices.shape[:3]:
+            wanted = f"counts must be {tuple(self.indices.shape[:3])}"
+            raise ValueError(f"{wanted} as indices, got {tuple(self.counts.shape)}")
+
+    def listed(self) -> Tensor:
+        """``indices`` as int64, with -1 in the slots that do not count."""
+        indices = self.indices.long()
+        indices = indices.masked_fill(indices < 0, -1)
+        if self.counts is None:
+            return indices
+        slots = torch.arange(indices.shape[3], device=indices.device)
+        return indices.masked_fill(slots >= self.counts.long().unsqueeze(-1), -1)
+
+    def multiplicity(
+        self, queries: Tensor, keys: Tensor, *, head: int, heads: int, **_
+    ) -> Tensor:
+        """M (batch, queries, keys) at such positions for a query head, whatever
+        ``causal`` hides: True or False.
+        """
+        rows = self.listed()[:, head * self.indices.shape[1] // heads]
+        rows = rows[:, queries // self.query_block]  # (batch, queries, slots)
+        blocks = keys // self.granularity
+        seen = (queries[:, None] - keys).abs() < self.window  # (queries, keys)
+        seen = (seen | (keys < self.first)).expand(len(rows), -1, -1)
+        for slot in rows.unbind(2):
+            seen = seen | (slot.unsqueeze(2) == blocks)
+        return seen
+
+    def __str__(self) -> str:
+        keys = "keys" if self.granularity == 1 else f"blocks of {self.granularity}"
+        parts = [f"{self.indices.shape[3]} selected {keys}"]
+        if self.query_block > 1:
+            parts.append(f"for {self.query_block} queries each")
+        if self.window:
+            parts.append(f"a window of {self.window}")
+        if self.first:
+            parts.append(f"the first {self.first}")
+        return ", ".join(parts)
+
+
+def _check_integers(name: str, t, dimensions: int) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+    if t.dtype not in (torch.int32, torch.int64) or t.dim() != dimensions:
+        wanted = f"{name} must have {dimensions} dimensions of int32 or int64"
+        raise ValueError(f"{wanted}, got {tuple(t.shape)} of {t.dtype}")
