@@ -539,6 +539,34 @@ def test_readme_names_files_and_targets_that_are_there():
     assert {"report", "compare", "test"} <= targets <= known
 
 
+def test_lib_readme_names_every_module_and_nothing_that_is_gone():
+    text = (LIB / "README.md").read_text()
+    tree, *flows = text.split("```")[1::2]
+    named, here = set(), PACKAGE
+    for line in filter(None, tree.splitlines()):
+        if not (inside := line.startswith(" ")):
+            here = PACKAGE / line.split()[0]
+        for name in re.findall(r"\w+\.(?:py|cpp)|\w+/", line):
+            named.add((here if inside else PACKAGE) / name)
+    known = {path.name for path in PACKAGE.rglob("*")}
+    assert {path.name for path in named} <= known
+    folders = {path.parent for path in named}
+    listed = {path for path in modules() if path.parent in folders}
+    assert {path for path in listed if path.name != "__init__.py"} <= named
+
+    prose = "".join(text.split("```")[::2])
+    paths = re.findall(r"`((?:[\w-]+/)+[\w.-]*|\w+\.(?:py|txt))`", prose)
+    gone = [p for p in paths if not ((ROOT / p).exists() or (PACKAGE / p).exists())]
+    assert paths and not gone
+    names = re.findall(r"`([\w.]+)`", prose)
+    names += re.findall(r"^ +([A-Z]\w+\.\w+|\w+)", "".join(flows), re.M)
+    sources = [*modules(), *(ROOT / "tests").rglob("*.py")]
+    words = set(re.findall(r"\w+", "".join(p.read_text() for p in sources)))
+    gone = {word for name in names for word in name.split(".")} - words
+    assert gone <= {"toml", "ipynb"}
+    assert len(text.splitlines()) <= 150
+
+
 def test_readme_examples_run(tmp_path, monkeypatch):
     """As written but for the length."""
     data = tmp_path / "reports" / "cpu" / "data"
