@@ -1,4 +1,9 @@
-"""ringlab: dilated, ring and block-sparse attention that equals one float64 reference.
+"""Dilated, ring and block-sparse attention that equals one float64 reference.
+
+``attention`` is the function. ``Dense``, ``Dilated`` and ``ringlab.blocks`` are its
+patterns, ``Simulated`` and ``ringlab.ring`` are for several ranks, ``KVCache`` is for
+generation, ``ringlab.nn`` has layers. ``advise``, ``estimate`` and ``longest`` tell
+what a call needs before it runs.
 
 >>> import torch
 >>> q = torch.randn(1, 64, 4, 16)

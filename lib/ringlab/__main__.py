@@ -1,3 +1,5 @@
+"""The command line as ``python -m ringlab``: see ``cli``."""
+
 from .cli import main
 
 if __name__ == "__main__":

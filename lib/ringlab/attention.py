@@ -1,12 +1,13 @@
-"""The public function.
+"""``attention``, the public function: it checks a call, and passes it to one device, a
+group of ranks or a cache.
 
 A key that is not finite changes no query that it is hidden from. A value in v that is
 not finite may make NaN of queries that it is hidden from, and products of q and k that
 overflow fp32 (fp64 for fp64) make wrong or NaN the queries that see them, as in torch's
 own kernels. Under autocast q, k and v are cast as those of torch's attention. With
 documents, a cache, simulated ranks, a 2-D mesh or ``execution`` options for memory, a
-compiled function runs the call between its graphs; import ringlab before you load an exported
-program.
+compiled function runs the call between its graphs; import ringlab before you load an
+exported program.
 """
 
 from __future__ import annotations

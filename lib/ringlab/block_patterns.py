@@ -1,4 +1,5 @@
-"""Block-sparse patterns: which blocks of keys each block of queries sees.
+"""``BlockSparse``, its parts, and functions that make the usual ones: which blocks of
+keys each block of queries sees.
 
 The sequence is cut into blocks of ``block_size`` positions; the last one may be short.
 A block sees another one whole; ``causal`` cuts the diagonal block exactly. All heads

@@ -1,4 +1,6 @@
-"""``CallSpec``: one attention call, described once."""
+"""``CallSpec``: one call of attention as data, from which points that are measured,
+estimates, advice, costs and problems across ranks are made.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Argument checks that several modules share. Each raises ValueError or TypeError with
-a message of one line.
+"""Checks of arguments that several modules share. Each raises ValueError or TypeError
+with a message of one line.
 """
 
 from __future__ import annotations

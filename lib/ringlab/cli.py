@@ -1,5 +1,5 @@
-"""``python -m ringlab report``, ``measure``, ``estimate`` and others. All but
-``report``, ``compare`` and ``check`` need torch alone.
+"""The commands of ``python -m ringlab``, and their options. All but ``report``,
+``compare`` and ``check`` need torch alone.
 """
 
 import argparse

@@ -1,27 +1,12 @@
-"""The published systems under their published names and constructor arguments. Each is
-a torch module without weights: a few settings over ``ringlab.attention``.
+"""The published systems under their published names and constructor arguments: torch
+modules without weights, each a few settings over ``ringlab.attention``. For one of them
+see its own help, as ``help(ringlab.compat.DilatedAttention)``.
 
-Dilated, all with the same values: heads are split into as many groups as there are
-branches, and group i runs branch i with offset i mod r. Nothing is divided by the
-number of groups.
-
-- ``DilatedAttention`` gathers the selected rows, ``ImprovedDilatedAttention`` takes
-  strided views; both run on one device.
-- ``RingDilatedAttentionV2``, ``...V2Robust``, ``...Hybrid``: K/V shards hop around the
-  ring. ``...V2Flash`` tries flash kernels first, ``...SDPA`` takes torch's kernels,
-  ``...Correct`` the plain one. ``...Production`` adds checkpointing, the memory pool
-  and smaller tiles where memory runs out.
-- ``RingDilatedAttentionV2Collective`` gathers K and V on every rank.
-
-``RingDilatedAttentionHilbertGPUOptimized`` has the dilated pattern along a Hilbert
-curve, so its values differ.
-
-Block-sparse, on views of blocks over several ranks:
-``BlockSparseRingDilatedAttention``, ``BlockSparseOptimized`` and
-``BlockSparseTorchSparse`` differ in how one device computes them. They take
-``block_size`` with lengths and rates or a ``density``, or a ``pattern``.
-
-``longnet`` lets a LongNet of torchscale, as Prov-GigaPath's, run on the engine.
+The dilated ones give the same values, but for the one along a Hilbert curve: heads are
+split into as many groups as there are branches, group i runs branch i with offset i mod
+r, and nothing is divided by the number of groups. They differ in how ranks share the
+work, and in kernels and memory. The block-sparse ones differ in how one device computes
+them. ``longnet`` lets a LongNet of torchscale, as Prov-GigaPath's, run on the engine.
 
 >>> q = torch.randn(1, 16, 2, 8)  # (batch, seq, heads, head_dim)
 >>> ImprovedDilatedAttention([4, 8], [1, 2])(q, q, q, is_causal=True).shape

@@ -1,4 +1,6 @@
-"""Generation: a cache of the K/V rows that later queries still see."""
+"""``KVCache``, for generation: it keeps the K/V rows that later queries still see, on
+one device or shared out to ranks. ``cache_bytes`` tells its size beforehand.
+"""
 
 from __future__ import annotations
 

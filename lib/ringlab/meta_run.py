@@ -1,5 +1,5 @@
-"""Run the engine without data: on tensors of the meta device, under the tracker that
-measurements use.
+"""``MetaRun``: runs of the engine without data, on tensors of the meta device, under
+the tracker that measurements use.
 
 Such tensors have shapes, strides and storages but no bytes. So the peak memory of a
 call is known for any length, and for hardware that is not here. Index tensors of plans

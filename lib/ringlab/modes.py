@@ -1,5 +1,5 @@
-"""What a caller switches on for its own operators, and this library switches off where
-it builds something once and keeps it.
+"""What a caller switches on for its own operators, as autocast, FakeTensorMode or FLOP
+counters; and what turns it off where this library builds something once and keeps it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiles ``native.cpp`` for this CPU when it is first needed, and loads it.
+"""The C++ of ``native.cpp``: compiled for this CPU when it is first needed, and loaded.
 
 It needs a C++ compiler with OpenMP, g++ 12 or clang++ 15 or newer: the variable CXX,
 g++, clang++ or c++. What was compiled is kept in the folder ``ringlab`` of the user's

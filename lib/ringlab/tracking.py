@@ -1,4 +1,4 @@
-"""Measure memory: bytes of live tensor storages, and the process's own high-water mark.
+"""Measures of memory: bytes of live tensor storages, the process's own high-water mark.
 
 Each sees what the other does not. `LiveStorageTracker` counts tensor storages exactly,
 touched or not; the high-water mark (Linux) sees everything that the process really

@@ -1,5 +1,6 @@
-"""Attention on one device: a pattern becomes a plan of dense calls, which one executor
-runs and merges.
+"""``Execution``, the options of a call. The modules here compute attention on one
+device: a planner turns a pattern into a plan of dense calls, which one executor runs
+and merges.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Attention on one device: which path runs, its autograd rule, and the operator that
-compiled graphs call.
+"""Attention on one device as autograd sees it: the forward, its gradient, and the
+operator that compiled graphs call. Which way a call runs stands in ``ways``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The calls of a block-sparse pattern: index arithmetic alone, without tensors; and
-which way a pattern runs.
+"""The planner of block-sparse patterns: their calls, by index arithmetic alone, without
+tensors. ``WAYS`` are the names that ``Execution.blocks`` takes.
 
 Kernels are slow on short keys and on few queries, so neighbouring blocks of queries are
 joined in a binary tree. A node of the tree takes the keys that all of its blocks see

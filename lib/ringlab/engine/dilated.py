@@ -1,4 +1,5 @@
-"""The calls of a dilated pattern: index arithmetic alone, without tensors.
+"""The planner of dense and dilated patterns: their calls, by index arithmetic alone,
+without tensors.
 
 In a branch (w, r) the rows that head h selects are at ``segment * w + offset(h) + j *
 r``: affine in the segment and in j. Heads whose (index, offset, K/V head) form an

@@ -1,4 +1,5 @@
-"""Packed sequences and padded batches: each document is attended as if it stood alone.
+"""Packed sequences and padded batches: ``Documents``, each of which is attended as if
+it stood alone.
 
 Documents of equal length are one call with as many batch entries. They are read where
 they lie if their first rows are evenly spaced, and are copied together if they are

@@ -1,14 +1,14 @@
-"""Dense calls on views of q, k and v, and the one executor that runs them and merges
-their results.
+"""``View``, ``Call`` and ``Plan``: dense calls on views of q, k and v; and the one
+executor that runs them and merges their results.
 
 A planner (``dilated``, ``blocks``, ``ring.rank``) turns a pattern into a ``Plan``: a
 list of ``Call``s. Each call is dense attention of some query rows by some key rows,
 read through strided views or gathered copies. ``forward`` and ``backward`` run a plan.
 Results for the same rows are merged by log-sum-exp.
 
-A partial result is (out, lse) over some keys. The union over disjoint multisets of keys is
-``lse = log sum exp lse_i``, ``out = sum exp(lse_i - lse) out_i``; a partial result without keys has lse -inf and
-weight 0.
+A partial result is (out, lse) over some keys. The union over disjoint multisets of keys
+is ``lse = log sum exp lse_i``, ``out = sum exp(lse_i - lse) out_i``; a partial result
+without keys has lse -inf and weight 0.
 
 No memory of the size of the sequence is allocated except for the results. Kernels
 return new tensors, so a call is cut into pieces along the batch and the heads.

@@ -1,5 +1,5 @@
-"""Plans of dilated patterns that compute each visible pair once, however many branches
-show it.
+"""The planner of dilated patterns on a CPU: plans that compute each visible pair once,
+however many branches show it.
 
 Branches nest where their rates divide each other and their segments do, too. What a
 query sees then depends on the set of branches that select it: of the keys that a branch

@@ -1,8 +1,8 @@
-"""The plain path: index-select gather, full-length buffers, then one merge of all
-branches. No optimisation.
+"""The unoptimised baseline: index-select gather, full-length buffers, then one merge of
+all branches.
 
-Kept as the honest baseline, and as a second, differently built answer that the strided
-path must equal.
+It is what optimisations are measured against, and a second, differently built answer
+that strided views must equal.
 """
 
 from __future__ import annotations

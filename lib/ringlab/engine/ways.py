@@ -1,10 +1,11 @@
-"""How a call runs on one device. What decides it is asked once, and the way is
-remembered; plans and index tensors are those of the call's cache.
+"""How a call runs on one device: a class for each way, and ``way_of``, which chooses
+the kernel and the way. What decides is asked once, and the way is remembered; plans and
+index tensors are those of the call's cache.
 
-Each way has ``forward(inputs, scale, execution)`` of (q, k, v), which gives out (b, n, h,
-d) and lse (b, h, n), and ``backward(dlse, reads, scale, execution)`` of (dout, q, k, v,
-out, lse), which gives dq, dk, dv; dlse is None unless the way ``takes_dlse``. ``scale``
-is positive, and the last dimension of all tensors is contiguous.
+Each way has ``forward(inputs, scale, execution)`` of (q, k, v), which gives out (b, n,
+h, d) and lse (b, h, n), and ``backward(dlse, reads, scale, execution)`` of (dout, q, k,
+v, out, lse), which gives dq, dk, dv; dlse is None unless the way ``takes_dlse``.
+``scale`` is positive, and the last dimension of all tensors is contiguous.
 """
 
 from __future__ import annotations

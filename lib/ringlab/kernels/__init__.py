@@ -1,5 +1,6 @@
-"""Which kernel runs. Kernels are ordered by hardware and probed by tiny calls; each
-refusal is reported.
+"""``KERNELS`` by name, and ``choose``, which takes the first of them that runs: in the
+order of the hardware, each asked by its ``refuses`` and probed by tiny calls against
+float64. ``table`` lists every kernel with the reason why it cannot run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The interface of a dense attention kernel, and helpers that the kernels share.
+"""The protocols of a kernel, ``Kernel`` for dense calls and ``PatternKernel``; and
+helpers that the kernels share, such as rules for ``refuses``.
 
 All tensors are (b, m, h, d) with the same number of heads in q, k and v and a
 contiguous last dimension; other strides are free. lse is (b, h, m), natural log, fp32

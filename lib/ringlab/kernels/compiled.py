@@ -1,4 +1,4 @@
-"""Attention on a CPU by ``native.cpp``, which is compiled for this CPU.
+"""The kernel "compiled": attention on a CPU by ``native.cpp``.
 
 torch's own CPU kernel multiplies by a library that uses half of the vector width of
 some CPUs, and takes few queries at a time in short calls.

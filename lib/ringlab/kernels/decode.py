@@ -1,11 +1,12 @@
 """A few new positions of each sequence on a GPU, in one or two launches of Triton:
-store their rows, attend to the kept rows, join what several programs found.
+store their rows, attend to the kept rows, join the results of several programs.
 
 A program reads some of the kept rows of one K/V head of one sequence for all query
 heads of it at all new positions, which are the rows of a tile for tensor cores. The
 first one of each head also attends to the new rows, which it has from the caller, and
-stores them behind those that are read: no program reads what another writes. Scores are in log2, sums in fp32,
-and a weight in half precision is two numbers, so that only the result is rounded.
+stores them behind those that are read: no program reads what another writes. Scores are
+in log2, sums in fp32, and a weight in half precision is two numbers, so that only the
+result is rounded.
 
 What differs from step to step is prepared for many steps and lies on the GPU: see
 ``step_table``. Only ``LiveRows`` calls this, where ``TritonKernel.refuses`` nothing.

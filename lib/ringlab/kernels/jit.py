@@ -1,4 +1,4 @@
-"""Launches of Triton kernels without what Triton repeats at each call."""
+"""Launches of compiled Triton kernels, without what Triton repeats at each call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Time the candidates for the Triton kernels' tile sizes on this GPU and store the
-fastest correct one.
+"""Tuning: times the candidates for the Triton kernels' tile sizes on this GPU, and
+stores the fastest correct one.
 
 Tuning runs only when asked for. A call of attention times nothing: it uses the stored
 sizes, or the defaults.

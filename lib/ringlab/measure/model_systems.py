@@ -1,5 +1,5 @@
-"""Systems of what models do beside training on one sequence: steps of generation, and
-packed documents.
+"""Systems that measure what models do beside training on one sequence: steps of
+generation, and packed documents.
 """
 
 import random

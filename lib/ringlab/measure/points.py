@@ -1,5 +1,5 @@
-"""What is measured: a point, a group of points, and the result of one point; ids are
-digests, equal in every run.
+"""``Point``, one call to measure; ``Group``, points that are measured together;
+``Result``, what a point gave. Ids are digests, equal in every run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Where a row comes from: code, versions, machine and its state. No host name, no user
-name, no path.
+"""Where a row comes from: code, versions, machine and its state; and which rows count
+(``KEY``). No host name, no user name, no path.
 """
 
 import ast

@@ -1,5 +1,5 @@
-"""Runs the points that have no rows yet, each in its own process; points of a group
-take turns.
+"""The session: runs the points that have no rows yet, each in its own process; points
+of a group take turns.
 
 Every sample is stored at once, so that a run that was stopped goes on at its next
 round. A process that dies costs its point alone.

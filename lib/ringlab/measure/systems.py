@@ -1,5 +1,5 @@
-"""The systems under measurement: inputs, one call, a check of that call against the
-float64 reference, and its cost.
+"""``SYSTEMS``, what is measured: each has inputs, one call, a check of that call
+against the float64 reference, and its cost.
 
 A builder takes (point, device) and returns a System. ``SYSTEMS`` names the builders; a
 point may also name one of the user's own, as ``"module:function"``.

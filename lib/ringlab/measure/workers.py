@@ -1,5 +1,5 @@
-"""Worker processes: build, check and time a point on one rank or several, as a session
-asks.
+"""Worker processes, which build, check and time a point on one rank or several as a
+session asks. Times are taken in ``Worker.timed``.
 
 A session sends a command and gets one reply for all ranks: "prepare" (build, first
 call, check), "calibrate", "sample", "verify"; "probe" measures the CPU's rates. A reply

@@ -1,4 +1,4 @@
-"""What a notebook of a report calls, from rows to a page.
+"""The names that a notebook of a report calls, from rows to a page.
 
     from ringlab import report
 

@@ -1,5 +1,17 @@
-"""What a request for a profile comes to on this machine, and where its files lie; one
-run per folder at a time.
+"""Where the files of a profile lie, and what a request for one comes to on this
+machine; one run per folder at a time.
+
+``reports/`` has the index over all profiles; ``reports/<profile>/`` holds
+
+    *.html, *.md, figures/   the pages
+    data/samples.jsonl       rows as they are measured, see ``ringlab.measure.store``
+    data/quality.jsonl       rows of trainings, see ``notebooks/quality/trainings.py``
+    data/summary.csv         one line per point of a group: median and interval in seconds (``_s``), errors,
+                             memory (``_bytes``), cost, and why a row is not shown (``not_quoted_because``)
+    data/added/              rows of points that no page lists; not committed
+    data/manifest.json       what made the pages and what they say; ``complete`` if all are whole
+
+Of a GPU without rows whose rows are computed, ``data/`` has the manifest alone.
 
 Needs torch alone, so that a machine without the report's packages can measure.
 """

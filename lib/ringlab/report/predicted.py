@@ -1,5 +1,5 @@
-"""What ``ringlab.estimate`` says of points: the rows of a device that is absent, and how
-many measured peaks of memory it predicts.
+"""Computed rows, by ``ringlab.estimate``: those of a device that is absent, and how
+many measured peaks of memory they predict.
 
 It knows the engine, as it is called or under a published name, each with the settings
 of the point.

@@ -1,5 +1,5 @@
-"""A notebook as a page: run through papermill, then one offline HTML file and Markdown
-with figures through nbconvert.
+"""Pages of notebooks: each is run through papermill, then one offline HTML file and
+Markdown with figures through nbconvert.
 
 The stock templates fetch scripts from the network and know no alt text; the two in
 ``templates/`` do neither.

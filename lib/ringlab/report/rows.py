@@ -1,4 +1,4 @@
-"""What a reader calls a row, by its system and switches, and what lies beside it."""
+"""Names of rows for a reader, by their systems and switches, and the rows beside them."""
 
 from dataclasses import replace
 

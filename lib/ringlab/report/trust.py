@@ -1,4 +1,4 @@
-"""How wide the intervals of times are.
+"""Intervals of times: how wide they are, and by what they are widened.
 
 The samples of a point are taken within a minute or two, so their interval knows nothing
 of a machine that is slower in the next quarter of an hour: shared caches, other

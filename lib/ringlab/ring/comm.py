@@ -1,4 +1,5 @@
-"""Communication between ranks.
+"""Communication between ranks: the requests of an algorithm, and ``drive``, which
+serves them.
 
 An algorithm is a generator that runs on one rank. It yields a request to start a
 transfer, for which it gets a ticket, and ``Wait(ticket)`` to finish it, so work between

@@ -1,4 +1,6 @@
-"""Packed and padded documents across ranks."""
+"""Packed and padded documents across ranks: those inside a shard, and those that shards
+cut.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The exchange plan: which K/V rows a rank needs from which other, each once.
-Arithmetic on ranges, without tensors.
+"""Which K/V rows a rank needs from which other, each once: ``Problem.needed``; by which
+rank of a host they come: ``Problem.routes``; and so what it sends and receives under
+the scheme "plan": ``plan_rank``, a ``RankPlan``. Arithmetic on ranges, without tensors.
 
 A row is one position of one K/V head. A shard consists of chunks of adjacent positions.
 

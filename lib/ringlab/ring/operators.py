@@ -1,4 +1,4 @@
-"""Attention over a group of ranks.
+"""Attention over a group of ranks: ``attend``, and the operators of torch behind it.
 
 A forward or backward over several ranks is one custom operator, so that a compiler sees
 no communication and checkpointing can save its results. An operator takes tensors,

@@ -1,5 +1,6 @@
 """What one rank computes: calls on its own chunks by the one-device engine, and calls
-on rows of other chunks.
+on rows of other chunks. ``Rank.plan`` is the exchange of its rows, a ``RankPlan``;
+``Rank.calls`` are dense calls, a ``Plan`` of the engine.
 
 Where a chunk of queries and a chunk of keys share a segment of a branch, every query
 sees every key of it (see ``exchange``), so cross-rank work is dense calls without a

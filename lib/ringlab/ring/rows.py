@@ -1,5 +1,5 @@
-"""Sets of the rows of k and v that one rank needs of another. A row is one position of
-one K/V head.
+"""``RowSet``: sets of the rows of k and v that one rank needs of another. A row is one
+position of one K/V head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The schemes by which ranks share attention. Each is the algorithm of one rank: a
+"""``SCHEMES``, by which ranks share attention. Each is the algorithm of one rank: a
 generator of requests (``comm``).
 
 A forward takes the shards q, k, v (b, s, h, d) and returns out, lse (b, h, s), and what

@@ -1,5 +1,5 @@
-"""Bytes that a rank sends in a call, and the scheme that sends the fewest; rows that
-LongNet's ladder moves in closed form; how evenly ranks share work.
+"""Bytes that a rank sends in a call, and ``choose``, the scheme that sends the fewest;
+rows that LongNet's ladder moves in closed form; how evenly ranks share work.
 
 A row is one position of one K/V head.
 """
