@@ -1,5 +1,5 @@
-"""Patterns: which key each query sees, as a multiplicity M for every (query, key,
-head).
+"""``Dense`` and ``Dilated``, with the rules of its offsets (``OFFSETS``): which key each
+query sees, as a multiplicity M for every (query, key, head).
 
 ``out = softmax(scale * q k^T + log M) v``; ``M = 0`` hides a key, ``M = 2`` counts it
 twice. Patterns are values: frozen, hashable and comparable. They do not depend on the

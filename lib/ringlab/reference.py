@@ -1,5 +1,5 @@
-"""The float64 reference: the definition that every fast path is compared with, and the
-error of the comparison.
+"""The float64 reference: the definition that every fast path is compared with, the
+error of the comparison, and the ``tolerance`` within which it must lie.
 """
 
 from __future__ import annotations
