@@ -11,11 +11,12 @@ Batch entries and documents lie one after the other in the rows of q and of k. A
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import kernels
 from ..kernels.base import Kernel, accumulation_dtype, cost_of, gathers, supports_bias
@@ -39,12 +40,15 @@ WHOLE, SOME, BESIDE = range(3)  # a block is seen whole; in part; for the window
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A checked call: where its documents lie and what each query sees.
+    """A checked call: what its queries see, and where.
 
-    ``rows`` and ``heads``, ``kv_heads``: of q and k. ``spans``: the first row and the
-    end of each document. ``blocks_before``, ``lists_before``: how many blocks of keys,
-    and rows of ``lists``, earlier documents have. ``lists`` (streams, list rows, slots)
-    holds blocks counted through all documents; ``blocks`` in an empty slot.
+    *Positions* count the keys of all batch entries and documents, one after the other;
+    blocks are counted likewise. ``spans`` (documents, 2): the positions of each
+    document, from, to. ``queries`` (documents, 3): the first row of q that is of the
+    document, how many are, the position of the first. ``lists`` (streams, list rows,
+    slots) holds blocks; ``blocks``, which is none, in an empty slot. ``lists_before``
+    (documents,): list rows of earlier documents. ``held`` (blocks,): where rows of k
+    and v begin that are of a block; None: at its position.
     """
 
     pattern: Selected
@@ -52,11 +56,11 @@ class Call:
     rows: int
     heads: int
     kv_heads: int
-    spans: Tensor  # (documents, 2)
-    blocks_before: Tensor  # (documents,)
-    lists_before: Tensor  # (documents,)
-    blocks: int
+    spans: Tensor
+    queries: Tensor
     lists: Tensor
+    lists_before: Tensor
+    held: Tensor | None = None
 
     @property
     def streams(self) -> int:
@@ -68,52 +72,64 @@ class Call:
         return self.heads // self.streams
 
     @cached_property
-    def by_row(self) -> Tensor:
-        """(4, rows + 1): of the document of each row its first row, its end, the blocks
-        before it, and the row's list. 0, 0, 0, 0 of padding and of one row more, which
-        see nothing.
-        """
-        table = self.spans.new_zeros(4, self.rows + 1)
+    def block_counts(self) -> Tensor:
         lengths = self.spans[:, 1] - self.spans[:, 0]
-        document = torch.repeat_interleave(lengths)  # of each row in a document
-        first = self.spans[document, 0]
-        within = torch.arange(len(document), device=first.device)
-        within = within - (lengths.cumsum(0) - lengths)[document]
+        return -(-lengths // self.pattern.granularity)
+
+    @cached_property
+    def blocks(self) -> int:
+        return int(self.block_counts.sum())
+
+    @cached_property
+    def by_row(self) -> Tensor:
+        """(5, rows + 1), of each query: the first position of its document, the end,
+        the blocks before it, the query's list row and its position. 0 of padding and of
+        one row more, which see nothing.
+        """
+        table = self.spans.new_zeros(5, self.rows + 1)
+        document, within = _counted(self.queries[:, 1])
+        before = self.block_counts.cumsum(0) - self.block_counts
+        first, _, at = self.queries[document].unbind(1)
         lists = self.lists_before[document] + within // self.pattern.query_block
-        values = first, self.spans[document, 1], self.blocks_before[document], lists
+        start, end = self.spans[document].unbind(1)
+        values = start, end, before[document], lists, at + within
         table[:, first + within] = torch.stack(values)
         return table
 
     @cached_property
     def by_block(self) -> Tensor:
-        """(3, blocks + 1): each block's first row and its end, and the first row of its
-        document; of one block more, which nobody sees, the number of rows.
+        """(4, blocks + 1), of each block: its first position, its end, the first
+        position of its document, its first row of k and v. Of one block more, which
+        nobody sees, positions beyond all and row 0.
         """
-        table = self.spans.new_full((3, self.blocks + 1), self.rows)
-        size = self.pattern.granularity
-        number = -(-(self.spans[:, 1] - self.spans[:, 0]) // size)
-        document = torch.repeat_interleave(number)
-        within = torch.arange(self.blocks, device=document.device)
-        within = within - self.blocks_before[document]
-        first = self.spans[document, 0] + within * size
-        end = (first + size).minimum(self.spans[document, 1])
-        table[:, :-1] = torch.stack([first, end, self.spans[document, 0]])
+        beyond = int(self.spans.max()) if len(self.spans) else 0
+        table = self.spans.new_full((4, self.blocks + 1), beyond)
+        document, within = _counted(self.block_counts)
+        start, end = self.spans[document].unbind(1)
+        first = start + within * self.pattern.granularity
+        end = end.minimum(first + self.pattern.granularity)
+        held = first if self.held is None else self.held
+        table[:, :-1] = torch.stack([first, end, start, held])
+        table[3, -1] = 0
         return table
 
-    def keys_of(self, blocks: Tensor) -> Tensor:
-        """The rows (..., c * granularity) of blocks (..., c); ``rows`` beyond their end."""
-        size = torch.arange(self.pattern.granularity, device=blocks.device)
-        first, end, _ = self.by_block[:, blocks].unsqueeze(-1)
-        keys = first + size
-        return keys.masked_fill(keys >= end, self.rows).flatten(-2)
-
-    def visible(self, queries: Tensor, blocks: Tensor, listed: Tensor) -> Tensor:
-        """Which keys (..., t, c * granularity) of blocks (..., c) queries (..., t) see;
-        ``listed`` (..., t, c): whether the block is in the query's list.
+    def keys_of(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """The positions and rows (..., c * granularity) of blocks (..., c). Beyond the
+        end of a block positions are beyond all, and rows are its first.
         """
-        at, keys = queries.unsqueeze(-1), self.keys_of(blocks).unsqueeze(-2)
-        first, end, *_ = self.by_row[:, queries].unsqueeze(-1)
-        seen = listed.repeat_interleave(self.pattern.granularity, -1)
+        within = torch.arange(self.pattern.granularity, device=blocks.device)
+        first, end, _, held = self.by_block[:, blocks].unsqueeze(-1)
+        beyond = first + within >= end
+        positions = (first + within).masked_fill(beyond, int(self.by_block[0, -1]))
+        rows = (held + within).masked_fill(beyond, 0)
+        return positions.flatten(-2), rows.flatten(-2)
+
+    def visible(self, queries: Tensor, keys: Tensor, listed: Tensor) -> Tensor:
+        """Which keys (..., c) of the positions ``keys`` the rows ``queries`` (..., t)
+        see; ``listed`` (..., t, c): whether the key is in the query's list.
+        """
+        first, end, _, _, at = self.by_row[:, queries].unsqueeze(-1)
+        keys, seen = keys.unsqueeze(-2), listed
         if self.pattern.window:
             seen = seen | ((at - keys).abs() < self.pattern.window)
         if self.pattern.first:
@@ -122,60 +138,116 @@ class Call:
             seen = seen & (keys <= at)
         return seen & (keys >= first) & (keys < end)
 
+    def candidates(self, queries: Tensor) -> Tensor:
+        """The blocks that the rows ``queries`` (t, tile) may see, whose list is one:
+        (streams, t, c), ascending, each once, as 2 * block, + 1 where it is not in the
+        list; 2 * blocks where there is none.
+        """
+        pattern, size = self.pattern, self.pattern.granularity
+        tables = self.by_row[:, queries]  # (5, t, tile)
+        first, end, before, row, low = tables[..., :1]  # (t, 1)
+        high = tables[4].amax(1, keepdim=True)
+        parts = [2 * self.lists[:, row.squeeze(1)]]  # (streams, t, slots)
+
+        def beside(start: Tensor, stop: Tensor, most: int) -> Tensor:
+            """The blocks of positions from ``start`` to ``stop``, at most so many."""
+            place = torch.arange((most - 1) // size + 2, device=queries.device)
+            number = (start - first) // size + place
+            late = number > (stop - first) // size
+            blocks = (before + number).masked_fill(late, self.blocks)
+            return (2 * blocks + 1).expand(self.streams, -1, -1)
+
+        if window := pattern.window:
+            start = (low - window + 1).maximum(first)
+            stop = high if self.causal else (high + window - 1).minimum(end - 1)
+            most = window * (1 if self.causal else 2) + queries.shape[1]
+            parts.append(beside(start, stop, most))
+        if pattern.first:
+            stop = (first + pattern.first).minimum(end) - 1
+            parts.append(beside(first, stop, pattern.first))
+        code = torch.cat(parts, 2).sort(2).values  # first the one that is in the list
+        again = torch.zeros_like(code, dtype=torch.bool)
+        again[..., 1:] = code[..., 1:] // 2 == code[..., :-1] // 2
+        hidden = again | (end == 0)
+        if self.causal:
+            hidden = hidden | (self.by_block[0, code // 2] > high)
+        return code.masked_fill(hidden, 2 * self.blocks)
+
+
+def _counted(number: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of so many things of each document: its document, and how many of that
+    come before it.
+    """
+    document = torch.repeat_interleave(number)
+    within = torch.arange(len(document), device=number.device)
+    return document, within - (number.cumsum(0) - number)[document]
+
 
 def call_of(
-    pattern: Selected, q, k, causal: bool, documents: Documents | None = None
+    pattern: Selected,
+    q,
+    k,
+    causal: bool,
+    documents: Documents | None = None,
+    shard: tuple[int, int] | None = None,
 ) -> Call:
-    """The call for q (b, n, h, d) and k (b, n, h_kv, d); ValueError where the pattern
-    does not fit them.
+    """The call for q (b, n, h, d), the last positions, and k (b, m, h_kv, d);
+    ``documents`` where n is m. ``shard``: (the first position, m) where k is a part.
+
+    ValueError where the pattern does not fit.
     """
-    (b, n, heads, _), kv_heads = q.shape, k.shape[2]
-    size, step = pattern.granularity, pattern.query_block
-    spans = [(i, 0, n) for i in range(b)] if documents is None else documents.spans
-    packed = b == 1 and spans[-1][2] == n
-    lengths = [stop - start for _, start, stop in spans]
-    rows_of = [-(-length // step) if packed else -(-n // step) for length in lengths]
+    (b, n, heads, _), (m, kv_heads) = q.shape, k.shape[1:3]
+    start, m = shard or (m - n, m)
+    step = pattern.query_block
+    spans = [(i, 0, m) for i in range(b)] if documents is None else documents.spans
+    packed = b == 1 and spans[-1][2] == m
+    queries = [
+        (entry * n + first, n, entry * m + start)
+        if documents is None
+        else (entry * n + first, stop - first, entry * m + first)
+        for entry, first, stop in spans
+    ]
+    list_rows = [-(-(count if packed else n) // step) for _, count, _ in queries]
     groups = pattern.indices.shape[1]
-    shape = b, groups, sum(rows_of) if packed else rows_of[0]
+    shape = b, groups, sum(list_rows) if packed else list_rows[0]
     if pattern.indices.shape[:3] != shape or not groups or heads % groups:
-        wanted = f"indices must be (batch, groups, rows, slots) = ({b}, groups, {shape[2]}, slots)"
-        shared = f"groups dividing {heads} heads"
+        wanted = f"({b}, groups dividing {heads} heads, {shape[2]} rows, slots)"
         got = tuple(pattern.indices.shape)
-        raise ValueError(f"{wanted}, {shared}, got {got}")
+        raise ValueError(f"indices must be {wanted}, got {got}")
     if groups % kv_heads and kv_heads % groups:
-        raise ValueError(
-            f"groups of heads must divide the K/V heads or be divided: {groups} and {kv_heads}"
-        )
+        wanted = f"groups must divide the {kv_heads} K/V heads, or they the groups"
+        raise ValueError(f"{wanted}, got {groups}")
     for name, t in (("indices", pattern.indices), ("counts", pattern.counts)):
         if t is not None and t.device != q.device:
             raise ValueError(f"{name} must be on {q.device}, got {t.device}")
     made = {"dtype": torch.int64, "device": q.device}
-    blocks_of = [-(-length // size) for length in lengths]
-    number = torch.tensor(blocks_of, **made)
-    before = number.cumsum(0) - number
-    rows_of = torch.tensor(rows_of, **made)
-    lists_before = rows_of.cumsum(0) - rows_of
+    list_rows = torch.tensor(list_rows, **made)
+    places = [(entry * m + first, entry * m + stop) for entry, first, stop in spans]
+    call = Call(
+        pattern,
+        causal,
+        b * n,
+        heads,
+        kv_heads,
+        torch.tensor(places, **made),
+        torch.tensor(queries, **made),
+        pattern.indices,
+        list_rows.cumsum(0) - list_rows,
+    )
     listed = pattern.listed().transpose(0, 1).flatten(1, 2)  # (groups, rows, slots)
-    document = torch.repeat_interleave(rows_of)
-    limit = number[document].unsqueeze(-1)
-    if bool((listed >= limit).any()):
-        most = int(pattern.listed().max())
-        raise ValueError(
-            f"indices must be below the {max(blocks_of)} blocks of {size} keys, got {most}"
-            if documents is None
-            else f"an index is beyond the last block of its document, got up to {most}"
-        )
-    listed = (listed + before[document].unsqueeze(-1)).masked_fill(
-        listed < 0, sum(blocks_of)
-    )
-    listed = listed.repeat_interleave(max(1, kv_heads // groups), 0)
-    starts = [entry * n + start for entry, start, _ in spans]
-    ends = [entry * n + stop for entry, _, stop in spans]
-    where = torch.tensor([starts, ends], **made).T
-    sizes = b * n, heads, kv_heads
-    return Call(
-        pattern, causal, *sizes, where, before, lists_before, sum(blocks_of), listed
-    )
+    document, _ = _counted(list_rows)
+    number = call.block_counts
+    beyond = listed >= number[document].unsqueeze(-1)
+    if bool(beyond.any()):
+        what = f"blocks of {pattern.granularity} keys of the document"
+        most = int(listed[beyond].max())
+        raise ValueError(f"indices must be below the number of {what}, got {most}")
+    if not listed.shape[2]:  # an empty slot is as good as none
+        listed = F.pad(listed, (0, 1), value=-1)
+    before = (number.cumsum(0) - number)[document].unsqueeze(-1)
+    listed = (listed + before).masked_fill(listed < 0, call.blocks)
+    lists = listed.repeat_interleave(max(1, kv_heads // groups), 0)
+    return replace(call, lists=lists)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,67 +268,56 @@ class Part:
 
 def parts_by_queries(call: Call, tile: int) -> Iterator[Part]:
     """Tiles of ``tile`` queries with all keys that one of them sees."""
-    step, device = call.pattern.query_block, call.lists.device
-    alike = tile == step  # all queries of a tile have one list
+    if not call.blocks:  # all documents are empty
+        return
+    alike = tile == call.pattern.query_block  # all queries of a tile have one list
     if alike:
-        number = -(-(call.spans[:, 1] - call.spans[:, 0]) // step)
-        document = torch.repeat_interleave(number)
-        within = torch.arange(len(document), device=device)
-        within = (within - (number.cumsum(0) - number)[document]) * step
-        first, end = (call.spans[document, 0] + within), call.spans[document, 1]
-        queries = first.unsqueeze(1) + torch.arange(step, device=device)
-        queries = queries.masked_fill(queries >= end.unsqueeze(1), call.rows)
+        document, within = _counted(-(-call.queries[:, 1] // tile))
+        first, count, _ = call.queries[document].unbind(1)
+        place = within.unsqueeze(1) * tile + torch.arange(tile, device=first.device)
+        queries = (first.unsqueeze(1) + place).masked_fill(
+            place >= count.unsqueeze(1), call.rows
+        )
+        width = call.pattern.window + call.pattern.first + tile
+        width += call.lists.shape[2] * call.pattern.granularity
     else:
-        queries = torch.arange(-(-call.rows // tile) * tile, device=device)
+        queries = torch.arange(-(-call.rows // tile) * tile, device=call.lists.device)
         queries = queries.clamp(max=call.rows).view(-1, tile)
-    most = call.streams * max(1 if alike else tile, 1)
-    width = max(call.blocks + 1, call.lists.shape[2] * call.pattern.granularity * tile)
-    count = max(1, PIECE // (most * width))
-    for some in queries.split(count):
-        if len(some):  # else all documents are empty
-            yield from _tiles(call, some, alike)
+        width = call.blocks * call.pattern.granularity
+    streams = torch.arange(call.streams, device=queries.device)
+    pieces = max(1, PIECE // max(1, width * tile))
+    for some in queries.split(max(1, pieces // call.streams)):
+        for few in streams.split(pieces) if len(some) else ():
+            yield _tiles(call, some, few, alike)
 
 
-def _tiles(call: Call, queries: Tensor, alike: bool) -> Iterator[Part]:
-    """The tiles of queries (t, tile) for every stream."""
-    tables = call.by_row[:, queries]  # (4, t, tile)
-    rows = tables[3, :, :1] if alike else tables[3]  # (t, 1 or tile)
-    listed = call.lists[:, rows]  # (streams, t, 1 or tile, slots)
-    nobody = (tables[1, :, :1] if alike else tables[1]) == 0
-    listed = listed.masked_fill(nobody.unsqueeze(-1), call.blocks)
-    chosen = listed.new_zeros(*listed.shape[:3], call.blocks + 1, dtype=torch.bool)
-    chosen.scatter_(3, listed, True)
-    chosen[..., call.blocks] = False
-    seen = chosen.any(2)  # (streams, t, blocks + 1)
-    first, end, document = call.by_block.unsqueeze(1)  # (1, blocks + 1)
-    here = queries < call.rows
-    latest = queries.masked_fill(~here, -1).amax(1, keepdim=True)  # (t, 1)
-    earliest = queries.amin(1, keepdim=True)
-    pattern = call.pattern
-    if pattern.window:
-        last = latest if call.causal else latest + pattern.window - 1
-        seen = seen | ((end > earliest - pattern.window + 1) & (first <= last))
-    if pattern.first:
-        seen = seen | (first < document + pattern.first)
-    start = tables[0].masked_fill(tables[1] == 0, call.rows).amin(1, keepdim=True)
-    inside = (first >= start) & (first < tables[1].amax(1, keepdim=True))
-    if call.causal:
-        inside = inside & (first <= latest)
-    seen = (seen & inside).flatten(0, 1)  # (streams * t, blocks + 1)
-    number = seen.sum(1)
-    blocks = seen.new_full((len(seen), max(1, int(number.max()))), call.blocks)
-    blocks = blocks.long().fill_(call.blocks)
-    tile, block = seen.nonzero().unbind(1)
-    place = torch.arange(len(tile), device=tile.device)
-    blocks[tile, place - (number.cumsum(0) - number)[tile]] = block
-    blocks = blocks.view(call.streams, len(queries), -1)  # (streams, t, c)
-    listed = chosen.gather(3, blocks.unsqueeze(2).expand(-1, -1, chosen.shape[2], -1))
-    visible = call.visible(queries, blocks, listed).flatten(0, 1)
-    streams = torch.arange(call.streams, device=tile.device)
-    yield Part(
-        queries.repeat(call.streams, 1),
+def _tiles(call: Call, queries: Tensor, streams: Tensor, alike: bool) -> Part:
+    """The tiles of queries (t, tile) for some streams."""
+    if alike:
+        code = call.candidates(queries)[streams]
+        listed = (code % 2 == 0).unsqueeze(2)  # (streams, t, 1, c)
+        blocks = code // 2
+    else:
+        code = call.candidates(queries.flatten().unsqueeze(1))[streams]
+        code = code.unflatten(1, queries.shape)  # (streams, t, tile, c)
+        seen = code.new_zeros(*code.shape[:3], call.blocks + 1, dtype=torch.bool)
+        chosen = seen.scatter(3, code // 2, code % 2 == 0)
+        union = seen.scatter_(3, code // 2, True)[..., :-1].any(2)
+        number = union.sum(2)  # (streams, t)
+        most = max(1, int(number.max()))
+        blocks = torch.full_like(code[..., 0, :1], call.blocks).expand(-1, -1, most)
+        order = union.to(torch.uint8).argsort(dim=2, stable=True, descending=True)
+        kept = torch.arange(most, device=code.device) < number.unsqueeze(2)
+        blocks = torch.where(kept, order[..., :most], blocks)  # (streams, t, c)
+        index = blocks.unsqueeze(2).expand(-1, -1, queries.shape[1], -1)
+        listed = chosen.gather(3, index)  # (streams, t, tile, c)
+    keys, rows = call.keys_of(blocks)
+    listed = listed.repeat_interleave(call.pattern.granularity, 3)
+    visible = call.visible(queries, keys, listed).flatten(0, 1)
+    return Part(
+        queries.repeat(len(streams), 1),
         streams.repeat_interleave(len(queries)),
-        call.keys_of(blocks).flatten(0, 1),
+        rows.flatten(0, 1),
         None if bool(visible.all()) else ~visible,
     )
 
@@ -264,80 +325,64 @@ def _tiles(call: Call, queries: Tensor, alike: bool) -> Iterator[Part]:
 def parts_by_keys(call: Call) -> Iterator[Part]:
     """Each block of keys with the queries that see it, for all streams at once."""
     kinds = 3 * call.blocks + 1  # three of each block, and pairs that are hidden
-    kind = _kinds(call)  # (streams, rows * slots)
-    slots = kind.shape[1] // call.rows
+    kind = _kinds(call)  # (streams, rows * c)
+    candidates = kind.shape[1] // call.rows
     order = kind.argsort(dim=1, stable=True)
     counts = torch.stack([each.bincount(minlength=kinds) for each in kind])
     starts = counts.cumsum(1) - counts
     streams = torch.arange(call.streams, device=kind.device)
     fewest, most = counts.amin(0).tolist(), counts[:, :-1].amax(0).tolist()
-    first, end, _ = call.by_block.tolist()
+    first, end, _, held = call.by_block.tolist()
     for number, longest in enumerate(most):
         if not longest:
             continue
         block, how = divmod(number, 3)
+        length = end[block] - first[block]
         place = torch.arange(longest, device=kind.device)
         taken = (starts[:, number, None] + place).clamp(max=order.shape[1] - 1)
-        queries = order.gather(1, taken) // slots  # (streams, longest)
+        queries = order.gather(1, taken) // candidates  # (streams, longest)
         queries = queries.masked_fill(place >= counts[:, number, None], call.rows)
-        hidden, length = None, end[block] - first[block]
+        hidden = None
         # A block that its own queries, all of them, see up to themselves.
         square = how == SOME and call.sharing == 1 and fewest[number] == length
         if how != WHOLE and not square:
-            blocks = torch.full((1,), block, device=kind.device)
+            keys = torch.arange(first[block], end[block], device=kind.device)
             listed = torch.full((1, 1), how == SOME, device=kind.device)
-            hidden = ~call.visible(queries, blocks, listed)
-            hidden = hidden[..., :length]
-        keys = slice(first[block], end[block])
+            hidden = ~call.visible(queries, keys, listed)
+        keys = slice(held[block], held[block] + length)
         yield Part(queries, streams, keys, hidden, square)
 
 
 def _kinds(call: Call) -> Tensor:
     """Of each pair of a query and a block that it may see, 3 * block + WHOLE, SOME or
-    BESIDE; of others 3 * blocks: (streams, rows * slots).
+    BESIDE; of others 3 * blocks: (streams, rows * c).
     """
-    pattern, size = call.pattern, call.pattern.granularity
-    first, end, before, lists = call.by_row[:, :-1].unsqueeze(-1)  # (rows, 1)
-    at = torch.arange(call.rows, device=first.device).unsqueeze(-1)
-    pairs = [2 * call.lists[:, lists.squeeze(-1)]]  # (streams, rows, slots)
-    if pattern.window:
-        low = (at - pattern.window + 1).maximum(first)
-        high = at if call.causal else (at + pattern.window - 1).minimum(end - 1)
-        width = pattern.window if call.causal else 2 * pattern.window - 1
-        place = torch.arange((width - 1) // size + 2, device=first.device)
-        blocks = (low - first) // size + place
-        late = blocks > (high - first) // size
-        pairs.append((before + blocks).masked_fill(late, call.blocks) * 2 + 1)
-    if pattern.first:
-        blocks = torch.arange(-(-pattern.first // size), device=first.device)
-        late = blocks * size >= end - first
-        pairs.append((before + blocks).masked_fill(late, call.blocks) * 2 + 1)
-    pairs = [each.expand(call.streams, -1, -1) for each in pairs]
-    code = torch.cat(pairs, 2).masked_fill(end == 0, 2 * call.blocks)
-    code = code.sort(2).values  # of equal blocks those of lists come first
+    pattern = call.pattern
+    rows = torch.arange(call.rows, device=call.lists.device).unsqueeze(1)
+    code = call.candidates(rows)  # (streams, rows, c)
+    first, end, _, _, at = call.by_row[:, :-1].unsqueeze(-1)  # (rows, 1)
     block, beside = code // 2, code % 2 == 1
-    again = torch.zeros_like(beside)
-    again[..., 1:] = block[..., 1:] == block[..., :-1]
-    start, stop, _ = call.by_block[:, block]
+    start, stop, _, _ = call.by_block[:, block]
     whole = ~beside
     if pattern.window:
         near = start > at - pattern.window
-        whole = whole | (near if call.causal else near & (stop <= at + pattern.window))
+        if not call.causal:
+            near = near & (stop <= at + pattern.window)
+        whole = whole | near
     if pattern.first:
         whole = whole | (stop <= first + pattern.first)
-    hidden = again | (block >= call.blocks)
     if call.causal:
         whole = whole & (stop <= at)  # no query sees the block that it lies in whole
-        hidden = hidden | (start > at)
     kind = torch.where(whole, WHOLE, torch.where(beside, BESIDE, SOME))
-    return (3 * block + kind).masked_fill(hidden, 3 * call.blocks).flatten(1)
+    kind = (3 * block + kind).masked_fill(block == call.blocks, 3 * call.blocks)
+    return kind.flatten(1)
 
 
 def parts(call: Call, kernel: Kernel) -> Iterator[Part]:
     """The parts of a call in the order that is predicted to take less time."""
     pattern, cost = call.pattern, cost_of(kernel)
     slots, size, step = call.lists.shape[2], pattern.granularity, pattern.query_block
-    length = call.rows / max(1, len(call.spans)) / (1 + call.causal)
+    length = size * call.blocks / max(1, len(call.spans)) / (1 + call.causal)
     beside = pattern.window + pattern.first
     pairs = call.rows * call.streams * call.sharing
 
@@ -379,8 +424,7 @@ class Rows:
     def kv_index(self, part: Part) -> Tensor:
         """The rows (tiles, c) of keys in k (rows * kv_heads, ...)."""
         heads = part.streams * self.call.kv_heads // self.call.streams
-        keys = part.keys.clamp(max=self.call.rows - 1)
-        return keys * self.call.kv_heads + heads.unsqueeze(1)
+        return part.keys * self.call.kv_heads + heads.unsqueeze(1)
 
     def of_keys(self, t: Tensor, part: Part) -> Tensor:
         """t (rows, kv_heads, d) of a part's keys: (tiles, c, 1, d)."""
@@ -405,6 +449,10 @@ class Rows:
             hidden = hidden.repeat_interleave(self.call.sharing, 1)
         bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
         return bias.masked_fill_(hidden, -torch.inf).unsqueeze(2)
+
+    def dead(self, part: Part) -> Tensor:
+        """Which queries (tiles, t * sharing) see nothing of a part."""
+        return part.hidden.all(2).repeat_interleave(self.call.sharing, 1)
 
     def in_place(self, part: Part) -> bool:
         """Whether the kernel reads and writes a part's queries where they lie."""
@@ -445,20 +493,30 @@ def forward(
     torch then notices where they are written to before the backward.
     """
     call = call_of(pattern, q, k, causal, documents)
-    rows = _rows(call, q, requires_grad(q, k, v, sinks), backend)
+    differentiable = requires_grad(q, k, v, sinks)
+    out, lse = results(call, q, k, v, scale, backend, differentiable)
+    return (out, lse) if sinks is None else add_sinks_(out, lse, sinks)
+
+
+def results(
+    call: Call, q, k, v, scale: float, backend, differentiable: bool
+) -> tuple[Tensor, Tensor]:
+    """out (b, n, h, d), lse (b, h, n) for q (b, n, h, d) and the rows of k and v (any,
+    any, h_kv, d), which together are those of the call.
+    """
+    rows = _rows(call, q, differentiable, backend)
     flip, scale = positive_scale(scale)
     wide = accumulation_dtype(q.dtype)
-    d = q.shape[3]
     with without_autocast(q):
         q_rows = _by_rows(flip(q), call.sharing)  # (rows * streams, sharing, d)
         k, v = (_by_rows(t, call.kv_heads) for t in (k, v))  # (rows, kv_heads, d)
-        many = len(q_rows) + 1
-        out = torch.zeros(many, call.sharing, d, dtype=wide, device=q.device)
-        lse = torch.full((many, call.sharing), -torch.inf, dtype=wide, device=q.device)
+        made = {"dtype": wide, "device": q.device}
+        out = torch.zeros(len(q_rows) + 1, *q_rows.shape[1:], **made)
+        lse = torch.full((len(q_rows) + 1, call.sharing), -torch.inf, **made)
         for part in parts(call, rows.kernel):
+            bias = rows.bias(part, out)
             if rows.in_place(part):
                 held = rows.scattered(q_rows), *(rows.beside(t, part) for t in (k, v))
-                bias = rows.bias(part, out)
                 more = None if bias is None else bias.transpose(0, 2)
                 into = rows.scattered(out), rows.scattered_lse(lse)
                 lines = {"merge": True, "rows": rows.numbers(part)}
@@ -468,22 +526,20 @@ def forward(
                 continue
             tiles, index = len(part.queries), rows.index(part)
             queries = rows.of_queries(q_rows, index, tiles)
-            o, l = _attend(rows, part, queries, k, v, scale, wide)
+            o, l = _attend(rows, part, queries, k, v, scale, bias)
+            o, l = o.to(wide), l.to(wide)
             if part.hidden is not None:  # dropped: those that see nothing
-                dead = part.hidden.all(2).repeat_interleave(call.sharing, 1)
+                dead = rows.dead(part)  # (tiles, t * sharing)
                 l = l.masked_fill(dead.unsqueeze(1), -torch.inf)
                 o = o.masked_fill(dead[..., None, None], 0.0)
             if isinstance(part.keys, slice):
                 had = out[index].view(o.shape), lse[index].view(l.shape)
                 merge_(*had, o, l)
                 o, l = had
-            out[index], lse[index] = (
-                o.view(-1, *out.shape[1:]),
-                l.view(-1, call.sharing),
-            )
-        out = out[:-1].view(q.shape).to(q.dtype)
-        lse = lse[:-1].view(q.shape[:3]).transpose(1, 2)
-        return (out, lse) if sinks is None else add_sinks_(out, lse, sinks)
+            out[index] = o.view(-1, *out.shape[1:])
+            lse[index] = l.view(-1, call.sharing)
+    out = out[:-1].view(q.shape).to(q.dtype)
+    return out, lse[:-1].view(q.shape[:3]).transpose(1, 2)
 
 
 def _by_rows(t: Tensor, heads: int) -> Tensor:
@@ -491,87 +547,78 @@ def _by_rows(t: Tensor, heads: int) -> Tensor:
     return t.reshape(-1, heads, t.shape[3]).contiguous()
 
 
-def _attend(rows: Rows, part: Part, queries, k, v, scale: float, wide):
+def _attend(rows: Rows, part: Part, queries, k, v, scale: float, bias):
     """The results of a part, (tiles, t * sharing, 1, d) and (tiles, 1, t * sharing)."""
-    bias = rows.bias(part, queries.new_empty((), dtype=wide))
     kernel = rows.kernel_for(bias, queries.dtype)
-    if not isinstance(part.keys, slice) and gathers(kernel):
-        index = rows.kv_index(part).unsqueeze(1)
-        held = [
-            t.flatten(0, 1)[None, :, None].expand(len(queries), -1, -1, -1)
-            for t in (k, v)
-        ]
-        o, l = kernel.forward(queries, *held, False, scale, bias, index)
-    else:
+    more = () if bias is None else (bias,)
+    if isinstance(part.keys, slice) or not gathers(kernel):
         held = [rows.of_keys(t, part) for t in (k, v)]
-        more = () if bias is None else (bias,)
-        o, l = kernel.forward(queries, *held, part.causal, scale, *more)
-    return o.to(wide), l.to(wide)
+        return kernel.forward(queries, *held, part.causal, scale, *more)
+    index = rows.kv_index(part).unsqueeze(1)  # (tiles, 1, c)
+    held = [t.flatten(0, 1)[None, :, None] for t in (k, v)]
+    held = [t.expand(len(queries), -1, -1, -1) for t in held]
+    return kernel.forward(queries, *held, False, scale, bias, index)
 
 
 def backward(
     dout, dlse, q, k, v, out, lse, pattern, causal, scale, backend, documents
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for cotangents of out and, if not None, of lse."""
-    flip, scale = positive_scale(scale)
-    head_dim = q.shape[3]
     call = call_of(pattern, q, k, causal, documents)
+    dq, dk, dv = gradients(call, dout, dlse, q, k, v, out, lse, scale, backend)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def gradients(
+    call: Call, dout, dlse, q, k, v, out, lse, scale: float, backend
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of ``results``; dk and dv in fp32 or wider."""
+    flip, scale = positive_scale(scale)
+    head_dim, shape = q.shape[3], k.shape
     tensors = dout, flip(q), k, v, out, lse, dlse
     with without_autocast(q):
         dout, q, k, v, out, lse = fold_lse_gradient(*tensors)
         rows = _rows(call, q, True, backend)
-        d, wide = q.shape[3], lse.dtype
+        wide = lse.dtype
         of_queries = [_by_rows(t.to(q.dtype), call.sharing) for t in (dout, q, out)]
         lse = lse.transpose(1, 2).reshape(-1, call.sharing)
+        lse = F.pad(lse, (0, 0, 0, 1), value=-torch.inf)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # no probability
         k, v = (_by_rows(t, call.kv_heads) for t in (k, v))
-        many = len(lse) + 1
-        dq = torch.zeros(many, call.sharing, d, dtype=wide, device=q.device)
-        dk, dv = (torch.zeros(t.shape, dtype=wide, device=q.device) for t in (k, v))
-        ended = torch.cat([lse, lse.new_full((1, call.sharing), torch.inf)])
+        made = {"dtype": wide, "device": q.device}
+        dq = torch.zeros(len(lse), *of_queries[0].shape[1:], **made)
+        dk, dv = (torch.zeros(t.shape, **made) for t in (k, v))
         for part in parts(call, rows.kernel):
             bias = rows.bias(part, lse)
             if rows.in_place(part):
                 g, queries, o = map(rows.scattered, of_queries)
                 held = [rows.beside(t, part) for t in (k, v)]
-                mine = [torch.zeros_like(t, dtype=wide) for t in held]
-                into = rows.scattered(dq), *mine
-                final = o, rows.scattered_lse(lse)
+                grads = [torch.zeros(t.shape, **made) for t in held]
+                into = rows.scattered(dq), *grads
+                tensors = g, queries, *held, o, rows.scattered_lse(lse)
                 more = None if bias is None else bias.transpose(0, 2)
+                lines = {"rows": rows.numbers(part)}
                 rows.kernel.backward_into(
-                    into,
-                    g,
-                    queries,
-                    *held,
-                    *final,
-                    part.causal,
-                    scale,
-                    more,
-                    rows=rows.numbers(part),
+                    into, *tensors, part.causal, scale, more, **lines
                 )
-                for whole, grad in zip((dk, dv), mine):
-                    _add_keys(rows, part, whole, grad.transpose(0, 2))
-                continue
-            tiles, index = len(part.queries), rows.index(part)
-            g, queries, o = (rows.of_queries(t, index, tiles) for t in of_queries)
-            l = ended[index]
-            if part.hidden is not None:
-                dead = part.hidden.all(2).flatten().unsqueeze(1)
-                l = l.masked_fill(dead, torch.inf)
-            kernel = rows.kernel_for(bias, q.dtype)
-            held = [rows.of_keys(t, part) for t in (k, v)]
-            final = o, l.view(tiles, 1, -1)
-            more = () if bias is None else (bias,)
-            grads = kernel.backward(
-                g, queries, *held, *final, part.causal, scale, *more
-            )
-            dq.index_add_(0, index, grads[0].to(wide).view(-1, *dq.shape[1:]))
-            for whole, grad in zip((dk, dv), grads[1:]):
+                grads = [grad.transpose(0, 2) for grad in grads]
+            else:
+                tiles, index = len(part.queries), rows.index(part)
+                g, queries, o = (rows.of_queries(t, index, tiles) for t in of_queries)
+                l = lse[index].view(tiles, 1, -1)
+                if part.hidden is not None:
+                    l = l.masked_fill(rows.dead(part).unsqueeze(1), torch.inf)
+                kernel = rows.kernel_for(bias, q.dtype)
+                held = [rows.of_keys(t, part) for t in (k, v)]
+                more = () if bias is None else (bias,)
+                d_queries, *grads = kernel.backward(
+                    g, queries, *held, o, l, part.causal, scale, *more
+                )
+                dq.index_add_(0, index, d_queries.to(wide).view(-1, *dq.shape[1:]))
+            for whole, grad in zip((dk, dv), grads):
                 _add_keys(rows, part, whole, grad.to(wide))
     dq = dq[:-1].view(q.shape)[..., :head_dim].to(q.dtype)
-    grads = (t[..., :head_dim].to(k.dtype) for t in (dk, dv))
-    shape = *q.shape[:2], call.kv_heads, head_dim
-    return flip(dq), *(t.reshape(shape) for t in grads)
+    return flip(dq), *(t[..., :head_dim].reshape(shape) for t in (dk, dv))
 
 
 def _add_keys(rows: Rows, part: Part, to: Tensor, grad: Tensor) -> None:
