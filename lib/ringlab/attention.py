@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -99,9 +99,9 @@ def attention(
     in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf.
 
     ``pattern``: ``Dense()`` or "dense", ``Dilated``, one of ``ringlab.blocks``, or
-    ``Selected``, whose keys were selected for each query: on one device. Of ``Dense`` k
-    and v may have another length than q; with ``causal`` a longer one, and
-    the queries are the last positions then. ``causal`` hides keys after the query.
+    ``Selected``, whose keys were selected for each query. Of ``Dense`` k and v may have
+    another length than q; with ``causal`` a longer one, and the queries are the last
+    positions then. ``causal`` hides keys after the query.
     ``scale``: 1 / sqrt(head_dim) by default. ``backend``: "auto", "sdpa", a name of
     ``ringlab.kernels.KERNELS`` or a tuple of these to try in order. ``execution``:
     switches that change no value.
@@ -127,6 +127,7 @@ def attention(
 
     Generation: with ``cache``, a ``ringlab.KVCache``, under ``torch.no_grad()`` and
     ``causal``, q, k, v are the rows of new positions, which see all positions so far.
+    ``Selected`` takes a cache of ``Dense()``, on one device.
 
     Across ranks: ``group`` is a ProcessGroup or a DeviceMesh, and q, k, v are this
     rank's shards; or ``ringlab.Simulated(p)``, and they are whole. ``layout`` says who
@@ -161,10 +162,7 @@ def attention(
     selected = pattern if isinstance(pattern, Selected) else None
     if selected is not None:
         pattern = Dense()  # is checked in its place: what is remembered has no tensors
-        if group is not None or cache is not None or execution != DEFAULT:
-            raise NotImplementedError(
-                "Selected takes no group, no cache and no execution: it runs on one device"
-            )
+        _check_selected(group, scheme, exchange_dtype, cu_seqlens, lengths, execution)
     arguments = pattern, causal, scale, backend, softcap, execution, return_lse
     if group is None:
         arguments += scheme, layout, exchange_dtype
@@ -224,6 +222,8 @@ def attention(
         options["documents"] = documents_of(q, cu_seqlens, lengths, n)
     if group is None:
         attend = local_attention if cache is None else outside_graphs(cache.attend)
+        if selected is not None and cache is not None:
+            options["selected"] = selected
     else:
         attend = (
             outside_graphs(ring.attend_documents)
@@ -236,15 +236,37 @@ def attention(
             "layout": layout,
             "exchange_dtype": exchange_dtype,
         }
-    if selected is not None:
+    if selected is not None and cache is None:
         del options["execution"]
-        out, lse = outside_graphs(selection.attend)(q, k, v, selected, **options)
+        attend = selection.attend
+        if group is not None:
+            options = {name: options[name] for name in ("causal", "scale", "backend")}
+            options["sinks"] = sinks
+            attend = partial(ring.attend_selected, group, layout)
+        out, lse = outside_graphs(attend)(q, k, v, selected, **options)
     elif isinstance(pattern, PerHead):
         out, lse = _by_head(attend, q, k, v, pattern, options)
     else:
         out, lse = attend(q, k, v, pattern, **options)
     out = out if out.shape[3] == width else out[..., :width].contiguous()
     return (out, lse) if return_lse else out
+
+
+def _check_selected(
+    group, scheme, exchange_dtype, cu_seqlens, lengths, execution
+) -> None:
+    """Raise NotImplementedError in one line for what ``Selected`` does not take."""
+    across = group is not None
+    refused = {
+        "execution": execution != DEFAULT,
+        f"scheme={scheme!r}": across and scheme != "auto",
+        "exchange_dtype": across and exchange_dtype is not None,
+        "documents over ranks": across
+        and (cu_seqlens is not None or lengths is not None),
+    }
+    for what, there in refused.items():
+        if there:
+            raise NotImplementedError(f"Selected takes no {what}")
 
 
 def _checked(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import wraps
 
 import torch
@@ -19,13 +20,16 @@ from .engine.documents import integers
 from .engine.execute import merge
 from .engine.live_rows import LiveRows
 from .engine.retention import RetentionPolicy, retention_policy
+from .engine.selected import call_of, results
 from .engine.sinks import add_sinks_
 from .kernels import device_of, triton
+from .kernels.base import accumulation_dtype
 from .patterns import Pattern, as_pattern
 from .ring.comm import Steps, all_to_all, drive
 from .ring.exchange import Problem
 from .ring.group import Group
 from .ring.layout import contiguous
+from .selected import Selected
 
 
 def _on_cpu(call: Callable) -> Callable:
@@ -163,7 +167,7 @@ class KVCache:
         q = k[:, :1, :1].expand(-1, -1, self.policy.heads, -1)
         self._check(q, k, v, self.pattern, True, [k.shape[1]] * self.batch)
         for part in self._parts:
-            part.append(k, v)
+            part.append(k, v, [k.shape[1]] * self.batch)
 
     @_on_cpu
     def crop(self, lengths: int | Sequence[int]) -> None:
@@ -315,11 +319,15 @@ class KVCache:
         execution: Execution,
         lengths: list[int] | None = None,
         sinks: Tensor | None = None,
+        selected: Selected | None = None,
     ) -> tuple[Tensor, Tensor]:
         """out (b, c, h, d), lse (b, h, c) of c new positions for arguments that
-        ``attention`` has checked.
+        ``attention`` has checked. They see all rows, or the ``selected`` ones.
         """
         lengths = [q.shape[1]] * q.shape[0] if lengths is None else lengths
+        if selected is not None:
+            self._check(q, k, v, pattern, causal, lengths, sinks)
+            return self._of_selected(q, k, v, selected, scale, backend, lengths, sinks)
         if _capturing(q):
             options = pattern, causal, scale, backend, lengths, sinks
             return self._record(q, k, v, *options)
@@ -354,6 +362,41 @@ class KVCache:
                 for row, length in zip(lse, lengths):
                     row[:, length:] = -torch.inf  # padding is no query
             return out.to(q.dtype), lse
+
+    def _of_selected(
+        self, q, k, v, pattern: Selected, scale, backend, lengths, sinks
+    ) -> tuple[Tensor, Tensor]:
+        """``attend`` to selected keys of all rows so far."""
+        if self.group is not None:
+            raise NotImplementedError("Selected takes no cache over a group")
+        rows = -(-q.shape[1] // pattern.query_block)
+        shape = pattern.indices.shape
+        if (shape[0], shape[2]) != (self.batch, rows):
+            wanted = f"({self.batch}, groups, {rows}, slots) for the new positions"
+            raise ValueError(f"indices must be {wanted}, got {tuple(shape)}")
+        # Refused before a row is kept: calls of shapes and indices that do not fit.
+        calls, part = [], self._parts[0]
+        for entry, (have, new) in enumerate(zip(self.lengths, lengths)):
+            one, rows = slice(entry, entry + 1), slice(-(-new // pattern.query_block))
+            counts = pattern.counts
+            counts = None if counts is None else counts[one, :, rows]
+            own = replace(pattern, indices=pattern.indices[one, :, rows], counts=counts)
+            shard = have, have + new
+            tensors = q[one, :new], k[one]
+            if new:
+                calls.append((one, call_of(own, *tensors, True, shard=shard)))
+        part.append(k, v, lengths)
+        out = torch.zeros_like(q)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        lse = lse.transpose(1, 2).contiguous()  # (b, h, c)
+        for one, call in calls:
+            new, total = call.rows, int(call.spans[0, 1])
+            held = (t[one, :, :total].transpose(1, 2) for t in (part.k, part.v))
+            o, l = results(call, q[one, :new], *held, scale, backend, False)
+            if sinks is not None:
+                o, l = add_sinks_(o, l, sinks)
+            out[one, :new], lse[one, :, :new] = o, l
+        return out, lse
 
     @_on_cpu
     def prepare_step(self) -> None:

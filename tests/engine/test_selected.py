@@ -1,11 +1,10 @@
 """Attention to selected keys against the reference: by queries, by keys, by choice."""
 
-import random
-
 import pytest
 import torch
 from ringlab import Dense, KVCache, Selected, Simulated, attention, blocks, reference
 from ringlab.engine import selected
+from selected_cases import errors, random_call
 
 ORDERS = {
     "chosen": selected.parts,
@@ -17,122 +16,6 @@ ORDERS = {
         call, 3 * call.pattern.query_block
     ),
 }
-
-
-def borders(choose: random.Random, n: int) -> list[int]:
-    return [0, *sorted(choose.choices(range(n + 1), k=choose.randint(0, 3))), n]
-
-
-def random_call(seed: int, dtype=torch.float64) -> tuple:
-    """q, k, v, a pattern and the options of a call: duplicates, empty slots and rows,
-    keys after the query, documents.
-    """
-    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    n, kv_heads = choose.choice([1, 7, 33, 64, 100, 130]), choose.choice([1, 2, 3])
-    heads, batch = kv_heads * choose.choice([1, 2, 4]), choose.choice([1, 2])
-    groups = [
-        groups
-        for groups in range(1, heads + 1)
-        if heads % groups == 0 and (groups % kv_heads == 0 or kv_heads % groups == 0)
-    ]
-    shape = {"granularity": choose.choice([1, 4, 16, 64])}
-    shape |= {"query_block": choose.choice([1, 1, 8, 64])}
-    shape |= {"window": choose.choice([0, 0, 1, 9, 40])}
-    shape |= {"first": choose.choice([0, 0, 1, 5, 70])}
-    options = {"causal": choose.random() < 0.6}
-    options |= {"scale": choose.choice([None, 0.3, -0.4, 0.0])}
-    options |= {"backend": choose.choice(["auto", "eager"])}
-    kind = choose.choice([None, None, "cu_seqlens", "lengths"])
-    if kind == "cu_seqlens":
-        batch, options[kind] = 1, borders(choose, n)
-    if kind == "lengths":
-        options[kind] = choose.choices(range(n + 1), k=batch)
-    lengths = [stop - start for _, start, stop in spans(batch, n, options)]
-    block = shape["query_block"]
-    rows = -(-n // block)
-    if kind == "cu_seqlens":
-        rows = sum(-(-length // block) for length in lengths)
-    groups, slots = choose.choice(groups), choose.choice([0, 1, 3, 8])
-    indices = torch.empty(batch, groups, rows, slots, dtype=torch.int64)
-    at = 0
-    for i, length in enumerate(lengths):
-        entry, own = (i, slice(None)) if kind != "cu_seqlens" else (0, None)
-        if own is None:
-            own = slice(at, at := at - (-length // block))
-        most = -(-length // shape["granularity"])
-        drawn = torch.rand(indices[entry, :, own].shape, generator=generator)
-        indices[entry, :, own] = (drawn * (most + 1)).long() - 1
-    counts = None
-    if choose.random() < 0.5:
-        counts = torch.randint(0, slots + 1, indices.shape[:3], generator=generator)
-    tensors = [
-        torch.randn(batch, n, h, 8, dtype=dtype, generator=generator)
-        for h in (heads, kv_heads, kv_heads)
-    ]
-    return tensors, Selected(indices, counts=counts, **shape), options
-
-
-def spans(batch: int, n: int, options: dict) -> list[tuple[int, int, int]]:
-    if "cu_seqlens" in options:
-        at = options["cu_seqlens"]
-        return [(0, a, b) for a, b in zip(at, at[1:])]
-    lengths = options.get("lengths", [n] * batch)
-    return [(i, 0, length) for i, length in enumerate(lengths)]
-
-
-def reference_of(q, k, v, pattern: Selected, options: dict):
-    """out and lse, document by document."""
-    out = 0.0 * q
-    lse = torch.full_like(q[..., 0], -torch.inf, dtype=torch.float64).transpose(1, 2)
-    outs, lses, row = [], [], 0
-    for entry, start, stop in spans(*q.shape[:2], options):
-        count = -(-(stop - start) // pattern.query_block)
-        own = slice(entry, entry + 1), slice(None), slice(row, row + count)
-        if "cu_seqlens" in options:
-            row += count
-        counts = None if pattern.counts is None else pattern.counts[own]
-        fields = {name: getattr(pattern, name) for name in ("granularity", "window")}
-        fields |= {"query_block": pattern.query_block, "first": pattern.first}
-        one = Selected(pattern.indices[own], counts=counts, **fields)
-        if start == stop:
-            continue
-        document = [t[entry : entry + 1, start:stop] for t in (q, k, v)]
-        call = {"causal": options["causal"], "scale": options["scale"]}
-        o, l = reference.attention(*document, one, **call)
-        outs.append(((entry, slice(start, stop)), o[0]))
-        lses.append(((entry, slice(None), slice(start, stop)), l[0]))
-    for where, o in outs:
-        out = out.index_put(_grid(out, where), o)
-    for where, l in lses:
-        lse = lse.index_put(_grid(lse, where), l)
-    return out, lse
-
-
-def _grid(t, where):
-    number = torch.arange(t.numel()).view(t.shape)[where]
-    return torch.unravel_index(number, t.shape)
-
-
-def errors(tensors, pattern, options, **more) -> dict[str, float]:
-    given = [t.clone().requires_grad_() for t in tensors]
-    exact = [t.double().clone().requires_grad_() for t in tensors]
-    out, lse = attention(*given, pattern, return_lse=True, **options, **more)
-    right, right_lse = reference_of(*exact, pattern, options)
-    found = {"out": reference.error(out, right, 1.0)}
-    found["lse"] = reference.error(lse, right_lse, 1.0)
-    generator = torch.Generator().manual_seed(0)
-    dout, dlse = (
-        torch.randn(t.shape, dtype=torch.float64, generator=generator)
-        for t in (right, right_lse)
-    )
-    dead = right_lse == -torch.inf
-    for o, l in ((out, lse), (right, right_lse)):
-        ((o * dout).sum() + (l.masked_fill(dead, 0) * dlse).sum()).backward()
-    floor = reference.gradient_floor(*tensors[:2], dout, options["scale"])
-    for name, t, e in zip("qkv", given, exact):
-        e.grad = torch.zeros_like(e) if e.grad is None else e.grad
-        found[f"d{name}"] = reference.error(t.grad, e.grad, floor)
-    return found
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -233,16 +116,91 @@ def test_what_does_not_fit_is_refused():
         ),
         (
             NotImplementedError,
-            lambda: attention(q, q, q, Selected(indices), group=Simulated(2)),
+            lambda: attention(
+                q, q, q, Selected(indices), group=Simulated(2), scheme="ring"
+            ),
+        ),
+        (
+            NotImplementedError,
+            lambda: attention(
+                q, q, q, Selected(indices), group=Simulated(2), lengths=[8]
+            ),
+        ),
+        (
+            ValueError,
+            lambda: attention(
+                q, q, q, Selected(indices), group=Simulated(2), layout="zigzag"
+            ),
+        ),
+        (
+            ValueError,
+            lambda: attention(
+                q,
+                q,
+                q,
+                Selected(indices[:, :, :2], query_block=16),
+                group=Simulated(3),
+            ),
         ),
     ]
     for number, (error, call) in enumerate(refused):
         with pytest.raises(error) as raised:
             call()
         assert "\n" not in str(raised.value), number
-    cache = KVCache(Dense(), heads=4, max_seq_len=64, batch=1, kv_heads=4, head_dim=8)
-    with torch.no_grad(), pytest.raises(NotImplementedError):
-        attention(q, q, q, Selected(indices), cache=cache, causal=True)
+
+
+def test_a_cache_gives_the_rows_of_the_whole_sequence():
+    """Pieces of any length, sequences of their own lengths, sinks; what does not fit
+    changes nothing.
+    """
+    generator = torch.Generator().manual_seed(0)
+    made = {"dtype": torch.float64, "generator": generator}
+    q, k, v = (torch.randn(2, 50, h, 8, **made) for h in (4, 2, 2))
+    sinks = torch.randn(4, **made)
+    indices = torch.randint(-1, 7, (2, 2, 50, 3), generator=generator)
+    indices = indices.minimum(torch.arange(50)[:, None] // 8)  # none is not there yet
+    fields = {"granularity": 8, "window": 5, "first": 2}
+    options = {"causal": True, "sinks": sinks, "return_lse": True}
+    whole = attention(q, k, v, Selected(indices, **fields), **options)
+    cache = KVCache(
+        Dense(),
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        max_seq_len=60,
+        dtype=torch.float64,
+    )
+    at = [0, 0]
+    with torch.no_grad():
+        for new in ([17, 17], [1, 1], [1, 0], [9, 3], [1, 1]):
+            most = max(new)
+            piece = [
+                torch.zeros(2, most, *t.shape[2:], **made_as(t)) for t in (q, k, v)
+            ]
+            lists = torch.full((2, 2, most, 3), -1)
+            for entry, (start, count) in enumerate(zip(at, new)):
+                rows = slice(start, start + count)
+                for to, t in zip(piece, (q, k, v)):
+                    to[entry, :count] = t[entry, rows]
+                lists[entry, :, :count] = indices[entry, :, rows]
+            step = options | {"cache": cache, "lengths": new}
+            wrong = Selected(lists + 60, **fields)
+            with pytest.raises(ValueError, match="indices"):
+                attention(*piece, wrong, **step)
+            out, lse = attention(*piece, Selected(lists, **fields), **step)
+            for entry, (start, count) in enumerate(zip(at, new)):
+                rows = slice(start, start + count)
+                want = whole[0][entry, rows], whole[1][entry, :, rows]
+                assert reference.error(out[entry, :count], want[0], 1.0) <= 1e-12
+                assert reference.error(lse[entry, :, :count], want[1], 1.0) <= 1e-12
+                assert not out[entry, count:].any()
+                at[entry] += count
+            assert cache.lengths == at
+
+
+def made_as(t):
+    return {"dtype": t.dtype, "device": t.device}
 
 
 def test_writing_to_indices_before_the_backward_is_noticed():

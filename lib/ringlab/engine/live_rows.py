@@ -153,10 +153,12 @@ class LiveRows:
         for name, saved in state.items():
             self._in_use(name, state["k"].shape[2]).copy_(saved)
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Take new rows k, v (b, c, h_kv, d), which see nothing."""
-        for entries in self._of_equal_history([k.shape[1]] * len(k)):
-            self._store(entries, k, v, k.shape[1])
+    def append(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
+        """Take new rows k, v (b, c, h_kv, d), which see nothing: of entry i the first
+        ``lengths[i]``.
+        """
+        for entries in self._of_equal_history(lengths):
+            self._store(entries, k, v, lengths[entries[0]])
 
     def attend(
         self,

@@ -378,6 +378,16 @@ def _kinds(call: Call) -> Tensor:
     return kind.flatten(1)
 
 
+def blocks_seen(call: Call) -> Tensor:
+    """Which blocks of each K/V head the queries see something of: (h_kv, blocks)."""
+    block = _kinds(call) // 3  # (streams, rows * c)
+    seen = torch.zeros(
+        len(block), call.blocks + 1, dtype=torch.bool, device=block.device
+    )
+    seen.scatter_(1, block, True)
+    return seen[:, :-1].unflatten(0, (call.kv_heads, -1)).any(1)
+
+
 def parts(call: Call, kernel: Kernel) -> Iterator[Part]:
     """The parts of a call in the order that is predicted to take less time."""
     pattern, cost = call.pattern, cost_of(kernel)
@@ -421,10 +431,9 @@ class Rows:
         taken = t[index.clamp(max=len(t) - 1)]
         return taken.view(tiles, -1, 1, t.shape[-1])
 
-    def kv_index(self, part: Part) -> Tensor:
-        """The rows (tiles, c) of keys in k (rows * kv_heads, ...)."""
-        heads = part.streams * self.call.kv_heads // self.call.streams
-        return part.keys * self.call.kv_heads + heads.unsqueeze(1)
+    def kv_heads(self, part: Part) -> Tensor:
+        """The K/V head (tiles, 1) of each tile."""
+        return (part.streams * self.call.kv_heads // self.call.streams).unsqueeze(1)
 
     def of_keys(self, t: Tensor, part: Part) -> Tensor:
         """t (rows, kv_heads, d) of a part's keys: (tiles, c, 1, d)."""
@@ -436,7 +445,7 @@ class Rows:
                 if times > 1
                 else each.unsqueeze(2)
             )
-        return t.flatten(0, 1)[self.kv_index(part)].unsqueeze(2)
+        return t[part.keys, self.kv_heads(part)].unsqueeze(2)
 
     def bias(self, part: Part, like: Tensor) -> Tensor | None:
         """0 and -inf (tiles, t * sharing or 1, 1, c). A query that sees nothing sees
@@ -509,7 +518,7 @@ def results(
     wide = accumulation_dtype(q.dtype)
     with without_autocast(q):
         q_rows = _by_rows(flip(q), call.sharing)  # (rows * streams, sharing, d)
-        k, v = (_by_rows(t, call.kv_heads) for t in (k, v))  # (rows, kv_heads, d)
+        k, v = _by_keys(k, v)  # (rows, kv_heads, d)
         made = {"dtype": wide, "device": q.device}
         out = torch.zeros(len(q_rows) + 1, *q_rows.shape[1:], **made)
         lse = torch.full((len(q_rows) + 1, call.sharing), -torch.inf, **made)
@@ -547,6 +556,19 @@ def _by_rows(t: Tensor, heads: int) -> Tensor:
     return t.reshape(-1, heads, t.shape[3]).contiguous()
 
 
+def _by_keys(k: Tensor, v: Tensor) -> list[Tensor]:
+    """k and v (b, m, h_kv, d) as (rows, h_kv, d), which a cache may hold head by head;
+    of equal strides, in whole rows.
+    """
+    views = [t.reshape(-1, *t.shape[2:]) for t in (k, v)]
+    row, head, item = views[0].stride()
+    d = k.shape[3]
+    whole = item == 1 and row % d == head % d == 0
+    if whole and views[0].stride() == views[1].stride():
+        return views
+    return [t.contiguous() for t in views]
+
+
 def _attend(rows: Rows, part: Part, queries, k, v, scale: float, bias):
     """The results of a part, (tiles, t * sharing, 1, d) and (tiles, 1, t * sharing)."""
     kernel = rows.kernel_for(bias, queries.dtype)
@@ -554,10 +576,12 @@ def _attend(rows: Rows, part: Part, queries, k, v, scale: float, bias):
     if isinstance(part.keys, slice) or not gathers(kernel):
         held = [rows.of_keys(t, part) for t in (k, v)]
         return kernel.forward(queries, *held, part.causal, scale, *more)
-    index = rows.kv_index(part).unsqueeze(1)  # (tiles, 1, c)
-    held = [t.flatten(0, 1)[None, :, None] for t in (k, v)]
-    held = [t.expand(len(queries), -1, -1, -1) for t in held]
-    return kernel.forward(queries, *held, False, scale, bias, index)
+    d, (row, head, _) = k.shape[2], k.stride()
+    index = part.keys * (row // d) + rows.kv_heads(part) * (head // d)
+    # One row of k and v behind the other, whatever their heads: (tiles, any, 1, d).
+    shape = len(queries), 1 + ((len(k) - 1) * row + (k.shape[1] - 1) * head) // d, 1, d
+    held = [t.as_strided(shape, (0, d, d, 1)) for t in (k, v)]
+    return kernel.forward(queries, *held, False, scale, bias, index.unsqueeze(1))
 
 
 def backward(
@@ -584,7 +608,7 @@ def gradients(
         lse = lse.transpose(1, 2).reshape(-1, call.sharing)
         lse = F.pad(lse, (0, 0, 0, 1), value=-torch.inf)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # no probability
-        k, v = (_by_rows(t, call.kv_heads) for t in (k, v))
+        k, v = _by_keys(k, v)
         made = {"dtype": wide, "device": q.device}
         dq = torch.zeros(len(lse), *of_queries[0].shape[1:], **made)
         dk, dv = (torch.zeros(t.shape, **made) for t in (k, v))
@@ -627,8 +651,8 @@ def _add_keys(rows: Rows, part: Part, to: Tensor, grad: Tensor) -> None:
         each = grad.squeeze(2).unflatten(0, (rows.call.kv_heads, -1)).sum(1)
         to[part.keys] += each.transpose(0, 1)
     else:
-        index = rows.kv_index(part).flatten()
-        to.flatten(0, 1).index_add_(0, index, grad.flatten(0, 2))
+        index = part.keys * to.shape[1] + rows.kv_heads(part)
+        to.flatten(0, 1).index_add_(0, index.flatten(), grad.flatten(0, 2))
 
 
 def _rows(call: Call, q: Tensor, backward: bool, backend) -> Rows:

@@ -47,6 +47,7 @@ from .layout import Layout, contiguous, hilbert, striped, uneven, zigzag
 from .operators import attend, check_one_device
 from .rows import StridedRows
 from .schemes import SCHEMES
+from .selected import attend as attend_selected
 from .volume import bytes_by_scheme, choose
 from .watch import RankFailed
 
@@ -62,6 +63,7 @@ __all__ = [
     "Traffic",
     "attend",
     "attend_documents",
+    "attend_selected",
     "bytes_by_scheme",
     "check_one_device",
     "choose",

@@ -1,0 +1,162 @@
+"""Random calls of ``Selected``, and what the reference gives for them."""
+
+import random
+
+import torch
+import torch.distributed as dist
+from ringlab import Selected, attention, reference
+from ringlab.ring import contiguous
+
+
+def borders(choose: random.Random, n: int) -> list[int]:
+    return [0, *sorted(choose.choices(range(n + 1), k=choose.randint(0, 3))), n]
+
+
+def random_call(seed: int, dtype=torch.float64) -> tuple:
+    """q, k, v, a pattern and the options of a call: duplicates, empty slots and rows,
+    keys after the query, documents.
+    """
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    n, kv_heads = choose.choice([1, 7, 33, 64, 100, 130]), choose.choice([1, 2, 3])
+    heads, batch = kv_heads * choose.choice([1, 2, 4]), choose.choice([1, 2])
+    groups = [
+        groups
+        for groups in range(1, heads + 1)
+        if heads % groups == 0 and (groups % kv_heads == 0 or kv_heads % groups == 0)
+    ]
+    shape = {"granularity": choose.choice([1, 4, 16, 64])}
+    shape |= {"query_block": choose.choice([1, 1, 8, 64])}
+    shape |= {"window": choose.choice([0, 0, 1, 9, 40])}
+    shape |= {"first": choose.choice([0, 0, 1, 5, 70])}
+    options = {"causal": choose.random() < 0.6}
+    options |= {"scale": choose.choice([None, 0.3, -0.4, 0.0])}
+    options |= {"backend": choose.choice(["auto", "eager"])}
+    kind = choose.choice([None, None, "cu_seqlens", "lengths"])
+    if kind == "cu_seqlens":
+        batch, options[kind] = 1, borders(choose, n)
+    if kind == "lengths":
+        options[kind] = choose.choices(range(n + 1), k=batch)
+    lengths = [stop - start for _, start, stop in spans(batch, n, options)]
+    block = shape["query_block"]
+    rows = -(-n // block)
+    if kind == "cu_seqlens":
+        rows = sum(-(-length // block) for length in lengths)
+    groups, slots = choose.choice(groups), choose.choice([0, 1, 3, 8])
+    indices = torch.empty(batch, groups, rows, slots, dtype=torch.int64)
+    at = 0
+    for i, length in enumerate(lengths):
+        entry, own = (i, slice(None)) if kind != "cu_seqlens" else (0, None)
+        if own is None:
+            own = slice(at, at := at - (-length // block))
+        most = -(-length // shape["granularity"])
+        drawn = torch.rand(indices[entry, :, own].shape, generator=generator)
+        indices[entry, :, own] = (drawn * (most + 1)).long() - 1
+    counts = None
+    if choose.random() < 0.5:
+        counts = torch.randint(0, slots + 1, indices.shape[:3], generator=generator)
+    tensors = [
+        torch.randn(batch, n, h, 8, dtype=dtype, generator=generator)
+        for h in (heads, kv_heads, kv_heads)
+    ]
+    return tensors, Selected(indices, counts=counts, **shape), options
+
+
+def spans(batch: int, n: int, options: dict) -> list[tuple[int, int, int]]:
+    if "cu_seqlens" in options:
+        at = options["cu_seqlens"]
+        return [(0, a, b) for a, b in zip(at, at[1:])]
+    lengths = options.get("lengths", [n] * batch)
+    return [(i, 0, length) for i, length in enumerate(lengths)]
+
+
+def reference_of(q, k, v, pattern: Selected, options: dict):
+    """out and lse, document by document."""
+    out = 0.0 * q
+    lse = torch.full_like(q[..., 0], -torch.inf, dtype=torch.float64).transpose(1, 2)
+    outs, lses, row = [], [], 0
+    for entry, start, stop in spans(*q.shape[:2], options):
+        count = -(-(stop - start) // pattern.query_block)
+        own = slice(entry, entry + 1), slice(None), slice(row, row + count)
+        if "cu_seqlens" in options:
+            row += count
+        counts = None if pattern.counts is None else pattern.counts[own]
+        fields = {name: getattr(pattern, name) for name in ("granularity", "window")}
+        fields |= {"query_block": pattern.query_block, "first": pattern.first}
+        one = Selected(pattern.indices[own], counts=counts, **fields)
+        if start == stop:
+            continue
+        document = [t[entry : entry + 1, start:stop] for t in (q, k, v)]
+        call = {"causal": options["causal"], "scale": options["scale"]}
+        o, l = reference.attention(*document, one, **call)
+        outs.append(((entry, slice(start, stop)), o[0]))
+        lses.append(((entry, slice(None), slice(start, stop)), l[0]))
+    for where, o in outs:
+        out = out.index_put(_grid(out, where), o)
+    for where, l in lses:
+        lse = lse.index_put(_grid(lse, where), l)
+    return out, lse
+
+
+def _grid(t, where):
+    number = torch.arange(t.numel()).view(t.shape)[where]
+    return torch.unravel_index(number, t.shape)
+
+
+def errors(tensors, pattern, options, **more) -> dict[str, float]:
+    given = [t.clone().requires_grad_() for t in tensors]
+    exact = [t.double().clone().requires_grad_() for t in tensors]
+    out, lse = attention(*given, pattern, return_lse=True, **options, **more)
+    right, right_lse = reference_of(*exact, pattern, options)
+    found = {"out": reference.error(out, right, 1.0)}
+    found["lse"] = reference.error(lse, right_lse, 1.0)
+    generator = torch.Generator().manual_seed(0)
+    dout, dlse = (
+        torch.randn(t.shape, dtype=torch.float64, generator=generator)
+        for t in (right, right_lse)
+    )
+    dead = right_lse == -torch.inf
+    for o, l in ((out, lse), (right, right_lse)):
+        ((o * dout).sum() + (l.masked_fill(dead, 0) * dlse).sum()).backward()
+    floor = reference.gradient_floor(*tensors[:2], dout, options["scale"])
+    for name, t, e in zip("qkv", given, exact):
+        e.grad = torch.zeros_like(e) if e.grad is None else e.grad
+        found[f"d{name}"] = reference.error(t.grad, e.grad, floor)
+    return found
+
+
+def rank_call(seed: int, ranks: int):
+    """A call that ``ranks`` ranks can share, and its layout; None where they cannot."""
+    tensors, pattern, options = random_call(seed)
+    layout = contiguous(tensors[0].shape[1], ranks)
+    if {"cu_seqlens", "lengths"} & {*options} or 0 in layout.sizes:
+        return None
+    starts = [layout.ranges(rank)[0].start for rank in range(ranks)]
+    if any(start % pattern.query_block for start in starts):
+        return None
+    return tensors, pattern, options, layout
+
+
+def of_this_rank(seed: int):
+    """out, lse and the gradients of this rank's shards in a process group."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tensors, pattern, options, layout = rank_call(seed, ranks)
+    rows = layout.ranges(rank)[0]
+    lists = slice(
+        rows.start // pattern.query_block, -(-rows.stop // pattern.query_block)
+    )
+    counts = None if pattern.counts is None else pattern.counts[:, :, lists]
+    fields = {"granularity": pattern.granularity, "query_block": pattern.query_block}
+    fields |= {"window": pattern.window, "first": pattern.first, "counts": counts}
+    part = Selected(pattern.indices[:, :, lists], **fields)
+    shards = [t[:, rows.start : rows.stop].clone().requires_grad_() for t in tensors]
+    group = {"group": dist.group.WORLD, "layout": layout}
+    out, lse = attention(*shards, part, return_lse=True, **group, **options)
+    (out * weights_of(out, rows.start)).sum().backward()
+    return [t.detach() for t in (out, lse)] + [t.grad for t in shards]
+
+
+def weights_of(out, start: int = 0):
+    """A cotangent (b, n, h, d) that depends on positions alone."""
+    rows = torch.arange(start, start + out.shape[1], dtype=out.dtype)
+    columns = torch.arange(out[0, 0].numel(), dtype=out.dtype).view(out.shape[2:])
+    return torch.sin(rows[:, None, None] * 1.7 + columns).expand(out.shape)
