@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..kernels.base import Kernel, accumulation_dtype, cost_of, gathers, supports_bias
+from ..modes import is_fake
 from ..selected import Selected
 from .autograd import (
     differentiable_once,
@@ -686,6 +687,8 @@ def attend(
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q,
     k, v and sinks.
     """
+    if is_fake(q):
+        raise NotImplementedError("Selected needs the values of its indices")
     call = _Attention.apply if is_followed(q, k, v, sinks) else forward
     choice = pattern.indices, pattern.counts, pattern
     return call(q, k, v, sinks, *choice, causal, scale, backend, documents)
