@@ -17,7 +17,7 @@ def random_call(seed: int, dtype=torch.float64) -> tuple:
     keys after the query, documents.
     """
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    n, kv_heads = choose.choice([1, 7, 33, 64, 100, 130]), choose.choice([1, 2, 3])
+    n, kv_heads = choose.choice([1, 7, 33, 64, 100, 130]), choose.choice([1, 2, 3, 4])
     heads, batch = kv_heads * choose.choice([1, 2, 4]), choose.choice([1, 2])
     groups = [
         groups
@@ -27,7 +27,7 @@ def random_call(seed: int, dtype=torch.float64) -> tuple:
     shape = {"granularity": choose.choice([1, 4, 16, 64])}
     shape |= {"query_block": choose.choice([1, 1, 8, 64])}
     shape |= {"window": choose.choice([0, 0, 1, 9, 40])}
-    shape |= {"first": choose.choice([0, 0, 1, 5, 70])}
+    shape |= {"first": choose.choice([0, 0, 1, 3, 70])}
     options = {"causal": choose.random() < 0.6}
     options |= {"scale": choose.choice([None, 0.3, -0.4, 0.0])}
     options |= {"backend": choose.choice(["auto", "eager"])}

@@ -371,6 +371,7 @@ LAYERS = [
         "hardware",
         "native",
         "modes",
+        "selected",
     },
     {"kernels"},
     {"engine"},

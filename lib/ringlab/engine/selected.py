@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import kernels
-from ..kernels.base import Kernel, accumulation_dtype, cost_of, gathers, supports_bias
+from ..kernels.base import Kernel, accumulation_dtype, cost_of, supports_bias
 from ..modes import is_fake
 from ..selected import Selected
 from .autograd import (
@@ -266,6 +266,54 @@ class Part:
     hidden: Tensor | None
     causal: bool = False
 
+    def lines(self, call: Call) -> Tensor:
+        """Where the heads of the queries lie (tiles, t * sharing) in (rows * heads + 1,
+        ...).
+        """
+        heads = torch.arange(call.sharing, device=self.queries.device)
+        first = self.queries * call.heads + self.streams.unsqueeze(1) * call.sharing
+        lines = (first.unsqueeze(2) + heads).flatten(1)
+        return lines.clamp(max=call.rows * call.heads)
+
+    def kv_heads(self, call: Call) -> Tensor:
+        """The K/V head (tiles, 1) of each tile."""
+        return (self.streams * call.kv_heads // call.streams).unsqueeze(1)
+
+    def of_keys(self, call: Call, t: Tensor) -> Tensor:
+        """The keys' rows of t (rows, kv_heads, d): (tiles, c, 1, d)."""
+        if isinstance(self.keys, slice):
+            each = t[self.keys].transpose(0, 1).unsqueeze(2)  # (kv_heads, c, 1, d)
+            times = call.streams // call.kv_heads
+            return each if times == 1 else each.repeat_interleave(times, 0)
+        return t[self.keys, self.kv_heads(call)].unsqueeze(2)
+
+    def add_keys(self, call: Call, to: Tensor, grad: Tensor) -> None:
+        """Add the gradient (tiles, c, 1, d) of the keys to (rows, kv_heads, d)."""
+        if isinstance(self.keys, slice):
+            each = grad.squeeze(2).unflatten(0, (call.kv_heads, -1)).sum(1)
+            to[self.keys] += each.transpose(0, 1)
+        else:
+            index = self.keys * to.shape[1] + self.kv_heads(call)
+            to.flatten(0, 1).index_add_(0, index.flatten(), grad.flatten(0, 2))
+
+    def dead(self, call: Call) -> Tensor:
+        """Which queries (tiles, t * sharing) see nothing of the keys."""
+        return self.hidden.all(2).repeat_interleave(call.sharing, 1)
+
+    def bias(self, call: Call, like: Tensor, exact: bool) -> Tensor | None:
+        """0 and -inf (tiles, t * sharing or 1, 1, c). Unless ``exact`` a query that
+        sees nothing sees all: its result is dropped, and no kernel divides by 0.
+        """
+        if self.hidden is None:
+            return None
+        hidden = self.hidden
+        if not exact:
+            hidden = hidden & ~hidden.all(2, keepdim=True)
+        if hidden.shape[1] > 1:
+            hidden = hidden.repeat_interleave(call.sharing, 1)
+        bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+        return bias.masked_fill_(hidden, -torch.inf).unsqueeze(2)
+
 
 def parts_by_queries(call: Call, tile: int) -> Iterator[Part]:
     """Tiles of ``tile`` queries with all keys that one of them sees."""
@@ -414,88 +462,6 @@ def parts(call: Call, kernel: Kernel) -> Iterator[Part]:
     return parts_by_queries(call, tile)
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows of q, k, v and their like as one kernel call takes them."""
-
-    call: Call
-    kernel: Kernel
-    eager: Kernel
-
-    def index(self, part: Part) -> Tensor:
-        """Where the heads of a part's queries lie in (rows * streams + 1, ...)."""
-        where = part.queries * self.call.streams + part.streams.unsqueeze(1)
-        return where.clamp(max=self.call.rows * self.call.streams).flatten()
-
-    def of_queries(self, t: Tensor, index: Tensor, tiles: int) -> Tensor:
-        """t (rows * streams, sharing, d) of a part's queries: (tiles, t * sharing, 1, d)."""
-        taken = t[index.clamp(max=len(t) - 1)]
-        return taken.view(tiles, -1, 1, t.shape[-1])
-
-    def kv_heads(self, part: Part) -> Tensor:
-        """The K/V head (tiles, 1) of each tile."""
-        return (part.streams * self.call.kv_heads // self.call.streams).unsqueeze(1)
-
-    def of_keys(self, t: Tensor, part: Part) -> Tensor:
-        """t (rows, kv_heads, d) of a part's keys: (tiles, c, 1, d)."""
-        if isinstance(part.keys, slice):
-            each = t[part.keys].transpose(0, 1)  # (kv_heads, c, d)
-            times = self.call.streams // self.call.kv_heads
-            return (
-                each.repeat_interleave(times, 0).unsqueeze(2)
-                if times > 1
-                else each.unsqueeze(2)
-            )
-        return t[part.keys, self.kv_heads(part)].unsqueeze(2)
-
-    def bias(self, part: Part, like: Tensor) -> Tensor | None:
-        """0 and -inf (tiles, t * sharing or 1, 1, c). A query that sees nothing sees
-        all: its result is dropped, and no kernel divides by 0.
-        """
-        if part.hidden is None:
-            return None
-        hidden = part.hidden & ~part.hidden.all(2, keepdim=True)
-        if hidden.shape[1] > 1:
-            hidden = hidden.repeat_interleave(self.call.sharing, 1)
-        bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-        return bias.masked_fill_(hidden, -torch.inf).unsqueeze(2)
-
-    def dead(self, part: Part) -> Tensor:
-        """Which queries (tiles, t * sharing) see nothing of a part."""
-        return part.hidden.all(2).repeat_interleave(self.call.sharing, 1)
-
-    def in_place(self, part: Part) -> bool:
-        """Whether the kernel reads and writes a part's queries where they lie."""
-        return isinstance(part.keys, slice) and hasattr(self.kernel, "backward_into")
-
-    def numbers(self, part: Part) -> Tensor:
-        """The rows (1, streams, t * sharing) of a part's queries among all heads, of the
-        first head of a stream; -1 for none.
-        """
-        call = self.call
-        heads = torch.arange(call.sharing, device=part.queries.device)
-        each = part.queries.unsqueeze(2) * call.heads + heads
-        gone = (part.queries == call.rows).unsqueeze(2)
-        return each.masked_fill(gone, -1).flatten(1).unsqueeze(0)
-
-    def scattered(self, t: Tensor) -> Tensor:
-        """t (rows * streams, sharing, d) as (1, any, streams, d), a row for each head."""
-        d = t.shape[2]
-        return t.as_strided((1, 1, self.call.streams, d), (0, d, t.stride(0), 1))
-
-    def scattered_lse(self, t: Tensor) -> Tensor:
-        """t (rows * streams, sharing) as (1, streams, any), a row for each head."""
-        return t.as_strided((1, self.call.streams, 1), (0, t.stride(0), 1))
-
-    def beside(self, t: Tensor, part: Part) -> Tensor:
-        """t (rows, kv_heads, d) of a part's keys: (1, c, streams, d)."""
-        return self.of_keys(t, part).transpose(0, 2)
-
-    def kernel_for(self, bias: Tensor | None, dtype: torch.dtype) -> Kernel:
-        fits = bias is None or supports_bias(self.kernel, dtype)
-        return self.kernel if fits else self.eager
-
-
 def forward(
     q, k, v, sinks, indices, counts, pattern, causal, scale, backend, documents
 ) -> tuple[Tensor, Tensor]:
@@ -514,75 +480,36 @@ def results(
     """out (b, n, h, d), lse (b, h, n) for q (b, n, h, d) and the rows of k and v (any,
     any, h_kv, d), which together are those of the call.
     """
-    rows = _rows(call, q, differentiable, backend)
+    kernel = _kernel(q, differentiable, backend)
+    in_place = hasattr(kernel, "backward_into")  # it reads and writes rows there
     flip, scale = positive_scale(scale)
-    wide = accumulation_dtype(q.dtype)
+    made = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
     with without_autocast(q):
-        q_rows = _by_rows(flip(q), call.sharing)  # (rows * streams, sharing, d)
-        k, v = _by_keys(k, v)  # (rows, kv_heads, d)
-        made = {"dtype": wide, "device": q.device}
-        out = torch.zeros(len(q_rows) + 1, *q_rows.shape[1:], **made)
-        lse = torch.full((len(q_rows) + 1, call.sharing), -torch.inf, **made)
-        for part in parts(call, rows.kernel):
-            bias = rows.bias(part, out)
-            if rows.in_place(part):
-                held = rows.scattered(q_rows), *(rows.beside(t, part) for t in (k, v))
-                more = None if bias is None else bias.transpose(0, 2)
-                into = rows.scattered(out), rows.scattered_lse(lse)
-                lines = {"merge": True, "rows": rows.numbers(part)}
-                rows.kernel.forward_into(
-                    *into, *held, part.causal, scale, more, **lines
-                )
+        rows = flip(q).reshape(-1, q.shape[3]).contiguous()  # (rows * heads, d)
+        k, v = _by_keys(k, v)  # (rows, h_kv, d)
+        out = torch.zeros(len(rows) + 1, rows.shape[1], **made)
+        lse = torch.full((len(rows) + 1,), -torch.inf, **made)
+        for part in parts(call, kernel):
+            index, bias = part.lines(call), part.bias(call, out, in_place)
+            if in_place:
+                held, keys = _in_place(call, part, k, v)
+                tiles = (_everywhere(t, len(index)) for t in (out, lse, rows))
+                call_ = *held, part.causal, scale, bias, keys
+                more = {"merge": True, "rows": _ending(index, len(rows))}
+                kernel.forward_into(*tiles, *call_, **more)
                 continue
-            tiles, index = len(part.queries), rows.index(part)
-            queries = rows.of_queries(q_rows, index, tiles)
-            o, l = _attend(rows, part, queries, k, v, scale, bias)
-            o, l = o.to(wide), l.to(wide)
+            queries = rows[index.clamp(max=len(rows) - 1)].unsqueeze(2)
+            held = (part.of_keys(call, t) for t in (k, v))
+            run, more = _with_bias(kernel, bias, q.dtype)
+            o, l = run.forward(queries, *held, part.causal, scale, *more)
+            o, l = o.to(out.dtype), l.to(lse.dtype)
             if part.hidden is not None:  # dropped: those that see nothing
-                dead = rows.dead(part)  # (tiles, t * sharing)
-                l = l.masked_fill(dead.unsqueeze(1), -torch.inf)
-                o = o.masked_fill(dead[..., None, None], 0.0)
-            if isinstance(part.keys, slice):
-                had = out[index].view(o.shape), lse[index].view(l.shape)
-                merge_(*had, o, l)
-                o, l = had
-            out[index] = o.view(-1, *out.shape[1:])
-            lse[index] = l.view(-1, call.sharing)
+                l = l.masked_fill(part.dead(call).unsqueeze(1), -torch.inf)
+            had = out[index].unsqueeze(2), lse[index].unsqueeze(1)
+            merge_(*had, o, l)
+            out[index], lse[index] = had[0].squeeze(2), had[1].squeeze(1)
     out = out[:-1].view(q.shape).to(q.dtype)
     return out, lse[:-1].view(q.shape[:3]).transpose(1, 2)
-
-
-def _by_rows(t: Tensor, heads: int) -> Tensor:
-    """t (b, n, h, d) as contiguous (rows, heads, d)."""
-    return t.reshape(-1, heads, t.shape[3]).contiguous()
-
-
-def _by_keys(k: Tensor, v: Tensor) -> list[Tensor]:
-    """k and v (b, m, h_kv, d) as (rows, h_kv, d), which a cache may hold head by head;
-    of equal strides, in whole rows.
-    """
-    views = [t.reshape(-1, *t.shape[2:]) for t in (k, v)]
-    row, head, item = views[0].stride()
-    d = k.shape[3]
-    whole = item == 1 and row % d == head % d == 0
-    if whole and views[0].stride() == views[1].stride():
-        return views
-    return [t.contiguous() for t in views]
-
-
-def _attend(rows: Rows, part: Part, queries, k, v, scale: float, bias):
-    """The results of a part, (tiles, t * sharing, 1, d) and (tiles, 1, t * sharing)."""
-    kernel = rows.kernel_for(bias, queries.dtype)
-    more = () if bias is None else (bias,)
-    if isinstance(part.keys, slice) or not gathers(kernel):
-        held = [rows.of_keys(t, part) for t in (k, v)]
-        return kernel.forward(queries, *held, part.causal, scale, *more)
-    d, (row, head, _) = k.shape[2], k.stride()
-    index = part.keys * (row // d) + rows.kv_heads(part) * (head // d)
-    # One row of k and v behind the other, whatever their heads: (tiles, any, 1, d).
-    shape = len(queries), 1 + ((len(k) - 1) * row + (k.shape[1] - 1) * head) // d, 1, d
-    held = [t.as_strided(shape, (0, d, d, 1)) for t in (k, v)]
-    return kernel.forward(queries, *held, False, scale, bias, index.unsqueeze(1))
 
 
 def backward(
@@ -603,63 +530,90 @@ def gradients(
     tensors = dout, flip(q), k, v, out, lse, dlse
     with without_autocast(q):
         dout, q, k, v, out, lse = fold_lse_gradient(*tensors)
-        rows = _rows(call, q, True, backend)
-        wide = lse.dtype
-        of_queries = [_by_rows(t.to(q.dtype), call.sharing) for t in (dout, q, out)]
-        lse = lse.transpose(1, 2).reshape(-1, call.sharing)
-        lse = F.pad(lse, (0, 0, 0, 1), value=-torch.inf)
+        kernel = _kernel(q, True, backend)
+        in_place = hasattr(kernel, "backward_into")
+        d, made = q.shape[3], {"dtype": lse.dtype, "device": q.device}
+        reads = [t.to(q.dtype).reshape(-1, d).contiguous() for t in (dout, q, out)]
+        lse = F.pad(lse.transpose(1, 2).flatten(), (0, 1), value=-torch.inf)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # no probability
         k, v = _by_keys(k, v)
-        made = {"dtype": wide, "device": q.device}
-        dq = torch.zeros(len(lse), *of_queries[0].shape[1:], **made)
+        dq = torch.zeros(len(lse), d, **made)  # (rows * heads + 1, d)
         dk, dv = (torch.zeros(t.shape, **made) for t in (k, v))
-        for part in parts(call, rows.kernel):
-            bias = rows.bias(part, lse)
-            if rows.in_place(part):
-                g, queries, o = map(rows.scattered, of_queries)
-                held = [rows.beside(t, part) for t in (k, v)]
+        for part in parts(call, kernel):
+            index, bias = part.lines(call), part.bias(call, lse, in_place)
+            held = [part.of_keys(call, t) for t in (k, v)]
+            if in_place:
                 grads = [torch.zeros(t.shape, **made) for t in held]
-                into = rows.scattered(dq), *grads
-                tensors = g, queries, *held, o, rows.scattered_lse(lse)
-                more = None if bias is None else bias.transpose(0, 2)
-                lines = {"rows": rows.numbers(part)}
-                rows.kernel.backward_into(
-                    into, *tensors, part.causal, scale, more, **lines
-                )
-                grads = [grad.transpose(0, 2) for grad in grads]
+                into = _everywhere(dq, len(index)), *grads
+                g, queries, o, l = (_everywhere(t, len(index)) for t in (*reads, lse))
+                call_ = g, queries, *held, o, l, part.causal, scale, bias
+                kernel.backward_into(into, *call_, rows=_ending(index, len(reads[0])))
             else:
-                tiles, index = len(part.queries), rows.index(part)
-                g, queries, o = (rows.of_queries(t, index, tiles) for t in of_queries)
-                l = lse[index].view(tiles, 1, -1)
+                there = index.clamp(max=len(reads[0]) - 1)
+                g, queries, o = (t[there].unsqueeze(2) for t in reads)
+                l = lse[index].unsqueeze(1)
                 if part.hidden is not None:
-                    l = l.masked_fill(rows.dead(part).unsqueeze(1), torch.inf)
-                kernel = rows.kernel_for(bias, q.dtype)
-                held = [rows.of_keys(t, part) for t in (k, v)]
-                more = () if bias is None else (bias,)
-                d_queries, *grads = kernel.backward(
-                    g, queries, *held, o, l, part.causal, scale, *more
-                )
-                dq.index_add_(0, index, d_queries.to(wide).view(-1, *dq.shape[1:]))
+                    l = l.masked_fill(part.dead(call).unsqueeze(1), torch.inf)
+                run, more = _with_bias(kernel, bias, q.dtype)
+                call_ = g, queries, *held, o, l, part.causal, scale
+                d_queries, *grads = run.backward(*call_, *more)
+                d_queries = d_queries.to(dq.dtype).flatten(0, 2)
+                dq.index_add_(0, index.flatten(), d_queries)
             for whole, grad in zip((dk, dv), grads):
-                _add_keys(rows, part, whole, grad.to(wide))
+                part.add_keys(call, whole, grad.to(whole.dtype))
     dq = dq[:-1].view(q.shape)[..., :head_dim].to(q.dtype)
     return flip(dq), *(t[..., :head_dim].reshape(shape) for t in (dk, dv))
 
 
-def _add_keys(rows: Rows, part: Part, to: Tensor, grad: Tensor) -> None:
-    """Add the gradient (tiles, c, 1, d) of a part's keys to (rows, kv_heads, d)."""
+def _kernel(q: Tensor, differentiable: bool, backend) -> Kernel:
+    options = {"causal": False, "backward": differentiable, "backend": backend}
+    return kernels.choose(q.device, q.dtype, q.shape[3], **options).kernel
+
+
+def _with_bias(kernel: Kernel, bias: Tensor | None, dtype: torch.dtype):
+    """The kernel that runs a part, matrix products where it takes no bias; and what its
+    call has more.
+    """
+    if bias is None:
+        return kernel, ()
+    takes = supports_bias(kernel, dtype)
+    return (kernel if takes else kernels.KERNELS["eager"]), (bias,)
+
+
+def _everywhere(t: Tensor, tiles: int) -> Tensor:
+    """Lines t (any, d) or (any,) for every tile: (tiles, any, 1, d) or (tiles, 1, any)."""
+    t = t.unsqueeze(1)[None] if t.dim() == 2 else t[None, None]
+    return t.expand(tiles, *t.shape[1:])
+
+
+def _ending(index: Tensor, lines: int) -> Tensor:
+    """Lines (tiles, 1, any), -1 for none."""
+    return index.masked_fill(index == lines, -1).unsqueeze(1)
+
+
+def _in_place(call: Call, part: Part, k: Tensor, v: Tensor):
+    """k and v (tiles, any, 1, d), and which of their rows are keys; None: all."""
     if isinstance(part.keys, slice):
-        each = grad.squeeze(2).unflatten(0, (rows.call.kv_heads, -1)).sum(1)
-        to[part.keys] += each.transpose(0, 1)
-    else:
-        index = part.keys * to.shape[1] + rows.kv_heads(part)
-        to.flatten(0, 1).index_add_(0, index.flatten(), grad.flatten(0, 2))
+        return [part.of_keys(call, t) for t in (k, v)], None
+    d, (row, head, _) = k.shape[2], k.stride()
+    index = part.keys * (row // d) + part.kv_heads(call) * (head // d)
+    # One row of k and v behind the other, whatever their heads.
+    lines = 1 + ((len(k) - 1) * row + (k.shape[1] - 1) * head) // d
+    held = [t.as_strided((len(index), lines, 1, d), (0, d, d, 1)) for t in (k, v)]
+    return held, index.unsqueeze(1)
 
 
-def _rows(call: Call, q: Tensor, backward: bool, backend) -> Rows:
-    options = {"causal": False, "backward": backward, "backend": backend}
-    kernel = kernels.choose(q.device, q.dtype, q.shape[3], **options).kernel
-    return Rows(call, kernel, kernels.KERNELS["eager"])
+def _by_keys(k: Tensor, v: Tensor) -> list[Tensor]:
+    """k and v (b, m, h_kv, d) as (rows, h_kv, d), which a cache may hold head by head;
+    of equal strides, in whole rows.
+    """
+    views = [t.reshape(-1, *t.shape[2:]) for t in (k, v)]
+    row, head, item = views[0].stride()
+    d = k.shape[3]
+    whole = item == 1 and row % d == head % d == 0
+    if whole and views[0].stride() == views[1].stride():
+        return views
+    return [t.contiguous() for t in views]
 
 
 def _gradients(dout, dlse, q, k, v, sinks, indices, counts, out, lse, *rest):
