@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from .checks import is_real, short_repr
-from .modes import outside_modes
+from .torch_private import outside_modes, storage_id
 from .tracking import not_counted, storages
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class PatternCache:
                 raise ValueError(
                     "cache: a cached value must not require grad; detach it, or do not cache it"
                 )
-            held = {s._cdata: s.nbytes() for t in tensors for s in storages(t)}
+            held = {storage_id(s): s.nbytes() for t in tensors for s in storages(t)}
             cuda = [t for t in tensors if t.is_cuda]
             streams = {t.device: torch.cuda.current_stream(t.device) for t in cuda}
             entry = _Entry(value, held, cuda, streams)

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 import torch
 
 from .checks import check_device, is_real, short_repr
+from .torch_private import is_traced, storage_references
 from .tracking import is_out_of_memory
 
 # A smaller buffer holds at most one huge page, and malloc recycles it.
 _HUGE_FROM = 4 << 20
-_TRACERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
 def _use_huge_pages(storage: torch.UntypedStorage) -> None:
@@ -86,9 +86,7 @@ class _Buffer:
         The numbers mean nothing by themselves. If they are those of the new buffer,
         nobody else refers to its bytes.
         """
-        return torch._C._storage_Use_Count(self.storage._cdata), sys.getrefcount(
-            self.storage
-        )
+        return storage_references(self.storage), sys.getrefcount(self.storage)
 
     def intact(self) -> bool:
         """False once the bytes were resized, shared with a process, or exported to
@@ -243,14 +241,8 @@ class MemoryPool:
         """The device and stream that a buffer is bound to; None if torch.empty serves
         the request.
         """
-        if (
-            not nbytes
-            or nbytes < self.threshold_bytes
-            or any(map(torch._C._get_dispatch_mode, _TRACERS))
-        ):
-            return (
-                None  # a tensor made under a tracer has no data, or belongs to a graph
-            )
+        if not nbytes or nbytes < self.threshold_bytes or is_traced():
+            return None
         if device.type == "cpu":
             return ("cpu", 0, 0)
         # A graph keeps its own memory.

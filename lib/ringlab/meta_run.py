@@ -33,6 +33,7 @@ from .ring.comm import Steps, Traffic, Wait
 from .ring.exchange import rows_moved
 from .ring.rank import rank_of
 from .ring.schemes import algorithms
+from .torch_private import storage_id
 from .tracking import LiveStorageTracker, storages
 
 CPU = DeviceSpec("cpu")
@@ -129,7 +130,7 @@ class MetaRun(LiveStorageTracker):
         ``PARTS``; the first name stays.
         """
         for storage in storages(tensors, True):
-            self._names.setdefault(storage._cdata, (StorageWeakRef(storage), part))
+            self._names.setdefault(storage_id(storage), (StorageWeakRef(storage), part))
 
     def parts(self) -> dict[str, int]:
         """Bytes at the peak by part; they sum to ``peak_bytes``."""

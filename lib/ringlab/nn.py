@@ -39,6 +39,7 @@ from .patterns import Pattern, as_pattern
 from .ring.group import Group
 from .ring.layout import layout_named
 from .ring.schemes import check_scheme
+from .torch_private import NotTorchsAttention, has_pre_hooks
 
 KINDS = Pattern | PerHead | Adaptive
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -48,7 +49,7 @@ class _NotTorchs(Tensor):
     """A weight that torch's encoder does not hand to its own kernel."""
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(NotTorchsAttention, nn.Module):
     """Self-attention over a pattern with q, k, v and output projections: (b, n,
     embed_dim) to (b, n, embed_dim).
 
@@ -172,11 +173,9 @@ class MultiheadAttention(nn.Module):
         self.out_proj = nn.Linear(embed_dim, embed_dim, **made)
         self.register_load_state_dict_pre_hook(_split_projections)
 
-    # What torch's encoder asks of its attention; these keep it from running its own
-    # kernel in our place.
+    # What torch's encoder asks of its attention beside ``NotTorchsAttention``.
     batch_first = True
     in_proj_bias = None
-    _qkv_same_embed_dim = False
 
     @property
     def in_proj_weight(self) -> Tensor:
@@ -317,7 +316,7 @@ class MultiheadAttention(nn.Module):
         heads = self.num_heads
         kv_heads = self.num_kv_heads
         # Others are not called: FSDP gathers their weights in the forward alone.
-        if k is None or self.k_proj._forward_pre_hooks:
+        if k is None or has_pre_hooks(self.k_proj):
             tensors = [*self.k_proj.parameters(), *self.parameters()]
             like = next((t for t in tensors if t.dtype in FLOATS), _NOTHING)
             made = {"dtype": like.dtype, "device": like.device}

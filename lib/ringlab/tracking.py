@@ -13,14 +13,15 @@ from pathlib import Path
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .torch_private import OwnMode, coo_parts, storage_id
 
 _PROC = Path("/proc/self")
 _ROWS = lambda t: (t.crow_indices(), t.col_indices(), t.values())  # noqa: E731
 _COLUMNS = lambda t: (t.ccol_indices(), t.row_indices(), t.values())  # noqa: E731
 _HELD = {  # the tensors that hold a tensor's bytes, by its layout
     torch.strided: lambda t: (t,),
-    torch.sparse_coo: lambda t: (t._indices(), t._values()),
+    torch.sparse_coo: coo_parts,
     torch.sparse_csr: _ROWS,
     torch.sparse_bsr: _ROWS,
     torch.sparse_csc: _COLUMNS,
@@ -82,7 +83,7 @@ _trackers: ContextVar[tuple["LiveStorageTracker", ...]] = ContextVar(
 _counting: ContextVar[bool] = ContextVar("counting", default=True)
 
 
-class LiveStorageTracker(TorchDispatchMode):
+class LiveStorageTracker(OwnMode):
     """Count the bytes of live tensor storages, and their peak, while torch ops run;
     each storage counts once.
 
@@ -109,7 +110,6 @@ class LiveStorageTracker(TorchDispatchMode):
     (8192, 3, 1)
     """
 
-    stays_on = True  # where other modes are switched off: ``modes.outside_modes``
     _meta = False  # whether tensors without data count, as if they had some
 
     def __init__(self) -> None:
@@ -147,10 +147,6 @@ class LiveStorageTracker(TorchDispatchMode):
         _trackers.set(_trackers.get()[:-1])
         return super().__exit__(*error)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or the first operator would import the compiler: a second, and 70 MB that are not the caller's
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.namespace == "aten" and _counting.get():
@@ -163,7 +159,9 @@ class LiveStorageTracker(TorchDispatchMode):
         sizes = (
             {}
             if fresh
-            else {s._cdata: s.nbytes() for s in storages((args, kwargs), self._meta)}
+            else {
+                storage_id(s): s.nbytes() for s in storages((args, kwargs), self._meta)
+            }
         )
         out = func(*args, **kwargs)
         made = storages(out, self._meta)
@@ -172,13 +170,13 @@ class LiveStorageTracker(TorchDispatchMode):
         self._count(
             s
             for s in made
-            if s._cdata in self._live or sizes.get(s._cdata, -1) < s.nbytes()
+            if (key := storage_id(s)) in self._live or sizes.get(key, -1) < s.nbytes()
         )
         return out
 
     def _count(self, made: Iterator[torch.UntypedStorage]) -> None:
         for storage in made:
-            key, size = storage._cdata, storage.nbytes()
+            key, size = storage_id(storage), storage.nbytes()
             reference, counted = self._live.get(key) or (StorageWeakRef(storage), 0)
             if size != counted:  # new, or resized in place
                 self._live[key] = (reference, size)

@@ -21,10 +21,10 @@ from ringlab import (
     nn,
     reference,
 )
-from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.engine.execute import merge
 from ringlab.patterns import show
 from ringlab.ring import SCHEMES, contiguous
+from ringlab.torch_private import IN_GRAPHS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 LADDER = Dilated([150, 300], [1, 2])

@@ -19,8 +19,8 @@ from matrix import (
 )
 from ringlab import Dense, KVCache, Simulated, attention, blocks, kernels, reference
 from ringlab.engine import sinks as merged
-from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.kernels.torch_kernels import Eager
+from ringlab.torch_private import IN_GRAPHS
 
 CASE = Case(DILATED[1], 53, F64, True, batch=2, sinks=True)  # some queries see nothing
 

@@ -19,7 +19,7 @@ from ringlab import (
 )
 from ringlab.engine import live_rows, retention
 from ringlab.kernels import decode
-from ringlab.modes import outside_modes
+from ringlab.torch_private import outside_modes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Rows leave at every step of the first ones.

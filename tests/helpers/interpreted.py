@@ -31,7 +31,7 @@ from ringlab import (
     reference,
 )
 from ringlab import cache as caches
-from ringlab.engine.autograd import IN_GRAPHS, _text, operator
+from ringlab.engine.autograd import _text, operator
 from ringlab.engine.dilated import make_plan
 from ringlab.kernels import (
     KERNELS,
@@ -43,6 +43,7 @@ from ringlab.kernels import (
 )
 from ringlab.kernels.torch_kernels import Eager
 from ringlab.kernels.triton_config import Sizes
+from ringlab.torch_private import IN_GRAPHS
 from ringlab.tracking import LiveStorageTracker
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -24,7 +24,6 @@ from ringlab import (
 )
 from ringlab.block_patterns import sliding_window
 from ringlab.cache import PatternCache
-from ringlab.engine.autograd import IN_GRAPHS
 from ringlab.kernels.torch_kernels import Eager
 from ringlab.nn import (
     MultiheadAttention,
@@ -38,6 +37,7 @@ from ringlab.patterns import Dense, Dilated
 from ringlab.ring import PlanMismatch, Problem, comm, contiguous, counting, launch
 from ringlab.ring.rank import rank_of
 from ringlab.ring.schemes import SCHEMES
+from ringlab.torch_private import IN_GRAPHS
 from ringlab.tracking import LiveStorageTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -16,7 +16,7 @@ from .. import kernels, memory
 from ..block_patterns import BlockSparse
 from ..checks import as_int, check_choice, is_int, short_repr
 from ..kernels.base import device_type_of
-from ..modes import outside_modes
+from ..torch_private import outside_modes
 from . import blocks
 from .chunked import ChunkedKernel, OOMBackoff
 

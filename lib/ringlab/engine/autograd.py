@@ -10,22 +10,23 @@ from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ..cost import count_pairs
 from ..kernels.base import accumulation_dtype, device_type_of
-from ..modes import flop_counters, is_fake
 from ..patterns import Pattern, from_dict
+from ..torch_private import (
+    IN_GRAPHS,
+    constant_in_graphs,
+    flop_counters,
+    in_functorch,
+    is_fake,
+    is_transformed,
+)
 from . import DEFAULT, Execution
 from .documents import Documents
 from .sinks import add_sinks_, sinks_gradient
 from .ways import way_of
-
-# ``_text`` is a constant of the compiled graph. torch.compiler.assume_constant_result
-# sets the same attribute but loads the compiler with this module. With other versions
-# of torch, attention is called outside of the graph.
-IN_GRAPHS = (2, 13) <= torch.__version__ < (2, 14)
 
 
 def local_attention(
@@ -53,7 +54,7 @@ def local_attention(
                 for op, formula in _flop_formulas().items():
                     counter.flop_registry.setdefault(op, formula)
             whole = counters or is_fake(q)
-        if whole and not _transformed():
+        if whole and not is_transformed():
             text = _text(pattern, backend)
             if text is None:  # the compiled function makes it: only a trace has fields
                 text = _text(pattern.to_dict(), backend)
@@ -65,24 +66,9 @@ def local_attention(
     )  # plans are lists
 
 
-in_transform = getattr(
-    torch._C, "_are_functorch_transforms_active", None
-)  # None: another version of torch
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func or a forward-mode derivative is active, or may
-    be.
-    """
-    level = getattr(
-        forward_ad, "_current_level", 0
-    )  # -1 outside of forward-mode derivatives
-    return in_transform is None or in_transform() or level >= 0
-
-
 def is_followed(*tensors: Tensor | None) -> bool:
     """Whether autograd or a transform must see the call; a plain function is faster."""
-    return _transformed() or (torch.is_grad_enabled() and requires_grad(*tensors))
+    return is_transformed() or (torch.is_grad_enabled() and requires_grad(*tensors))
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
@@ -190,7 +176,7 @@ class NoVmap(torch.autograd.Function):
         """
         return (
             super().apply(*args)
-            if in_transform is None or in_transform()
+            if in_functorch()
             else super(torch.autograd.Function, cls).apply(*args)
         )
 
@@ -254,7 +240,9 @@ def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Fu
                 try:
                     grads = Gradients.apply(cotangent, dlse, *tensors, *ctx.rest)
                 except RuntimeError:
-                    if not _transformed() and (_is_batched(dout) or _is_batched(dlse)):
+                    if not is_transformed() and (
+                        _is_batched(dout) or _is_batched(dlse)
+                    ):
                         NoVmap.vmap(None, None)
                     raise
             return *grads, *[None] * (count + len(ctx.rest) - len(grads))
@@ -275,6 +263,7 @@ def _gradients(dout, dlse, q, k, v, sinks, out, lse, *rest):
 _Attention = differentiable_once(forward, _gradients, 4)
 
 
+@constant_in_graphs
 def _text(pattern: Pattern | dict, backend: str | tuple[str, ...]) -> str | None:
     """A pattern, or its ``to_dict()``, and a backend as text; None for a pattern that
     has no fields yet.
@@ -283,10 +272,6 @@ def _text(pattern: Pattern | dict, backend: str | tuple[str, ...]) -> str | None
         return json.dumps([pattern, backend], default=lambda one: one.to_dict())
     except AttributeError:
         return None
-
-
-if IN_GRAPHS:
-    _text._dynamo_marked_constant = True
 
 
 @lru_cache(maxsize=256)

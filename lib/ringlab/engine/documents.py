@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..checks import as_int, short_repr
 from ..kernels.base import accumulation_dtype
+from ..torch_private import version_of
 from .dilated import even_runs
 
 COPIED = 1024  # documents of at most so many rows are copied together: that costs less than a call for each
@@ -190,9 +191,10 @@ def values_of(t: Tensor) -> list:
     as nothing writes to it that torch knows of. While a CUDA graph is captured it raises
     torch's error: a replay would not see other values.
     """
-    if t.device.type == "cpu" or t.is_inference():  # one without a version is read anew
+    version = None if t.device.type == "cpu" else version_of(t)
+    if version is None:
         return t.tolist()
-    written = t._version, t.data_ptr(), t.shape
+    written = version, t.data_ptr(), t.shape
     kept = _values.get(t)
     capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
     if kept is None or kept[0] != written or capturing:

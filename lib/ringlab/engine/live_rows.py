@@ -30,7 +30,7 @@ from ..block_patterns import BlockSparse
 from ..kernels import KERNELS
 from ..kernels.base import HALF, Kernel, accumulation_dtype, gathers
 from ..kernels.torch_kernels import cap_
-from ..modes import outside_modes, refuse_recording
+from ..torch_private import outside_modes, refuse_recording
 from . import blocks, dilated, execute
 from .dilated import calls_on_rows, even_runs, fold_heads
 from .execute import HeadBlock, Plan

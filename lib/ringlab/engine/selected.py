@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..kernels.base import Kernel, accumulation_dtype, cost_of, supports_bias
-from ..modes import is_fake
 from ..selected import Selected
+from ..torch_private import is_fake
 from .autograd import (
     differentiable_once,
     fold_lse_gradient,

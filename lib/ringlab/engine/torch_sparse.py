@@ -20,19 +20,19 @@ import shutil
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from math import lcm
 
 import torch
 from torch import Tensor
+from torch.compiler import config
 from torch.nn import functional as F
-from torch.utils import _python_dispatch
-from torch.utils._triton import has_triton
 
 from ..block_patterns import BlockSparse
 from ..kernels.base import wants_dtype
+from ..torch_private import dispatch_modes, without_dispatch_modes
 
 BSR_DTYPES = (torch.float32, torch.float64)
 
@@ -261,10 +261,17 @@ def refusal(
         headers = sysconfig.get_path("include")
         if not os.path.exists(os.path.join(headers, "Python.h")):
             return "needs Python's headers on a CPU (Debian, Ubuntu: python3-dev)"
-        return None if torch.cpu._is_avx2_supported() else "needs AVX2 on a CPU"
+        avx2 = torch.cpu.get_capabilities().get("avx2")
+        return None if avx2 else "needs AVX2 on a CPU"
     if head_dim < 16:
         return f"needs a head_dim of 16 at least on a GPU, got {head_dim}"
-    return None if has_triton() else "needs Triton and compute capability 7.0 on a GPU"
+    if not (
+        find_spec("triton")
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(device) >= (7, 0)
+    ):
+        return "needs Triton and compute capability 7.0 on a GPU"
+    return None
 
 
 def flex_prepare(
@@ -322,21 +329,15 @@ def flex_forward(
 
     q is (b, n, h, d), k and v (b, n, h_kv, d). Compiled at the first call of a shape.
     """
-    import torch._dynamo
-
     with_lse = with_lse and q.device.type != "cpu"
     grouped = q.shape[2] != k.shape[2]
     views = [t.detach().transpose(1, 2) for t in (q, k, v)]  # (b, h, n, d)
     # Under a dispatch mode, such as a memory tracker, nothing would be compiled. Where
     # torch can suspend the mode, it sees the results alone; elsewhere torch refuses,
     # since the call must compile whole.
-    suspended = getattr(_python_dispatch, "_disable_current_modes", None)
-    watched = (
-        suspended is not None
-        and getattr(torch._C, "_len_torch_dispatch_stack", int)() > 0
-    )
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=SHAPES):
-        with suspended() if watched else nullcontext():
+    watched = bool(dispatch_modes())
+    with torch.no_grad(), config.patch(recompile_limit=SHAPES):
+        with without_dispatch_modes():
             found = _compiled(with_lse)(
                 *views, block_mask=mask.blocks, scale=scale, enable_gqa=grouped
             )

@@ -20,8 +20,8 @@ from .. import kernels
 from ..block_patterns import BlockSparse
 from ..kernels.base import PRETENDED, DeviceSpec, Kernel
 from ..kernels.triton import interpreted
-from ..modes import outside_modes
 from ..patterns import Dilated, Pattern
+from ..torch_private import outside_modes
 from ..tracking import is_out_of_memory
 from . import DEFAULT, Execution, blocks, dilated, execute, folding, gather
 from . import torch_sparse as sparse

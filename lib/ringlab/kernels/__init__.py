@@ -15,8 +15,8 @@ import torch
 from .. import checks
 from ..checks import LARGEST, check_bool, check_choice, check_int, short_repr
 from ..checks import check_device as device_of
-from ..modes import outside_modes
 from ..patterns import Dense
+from ..torch_private import outside_modes
 from ..tracking import is_out_of_memory
 from .base import (
     PRETENDED,

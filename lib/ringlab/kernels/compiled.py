@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..modes import refuse_recording
+from ..torch_private import refuse_recording
 from .base import HALF, Cost, wants_dtype
 
 DTYPES = (torch.float32, *HALF)  # by their numbers in native.cpp

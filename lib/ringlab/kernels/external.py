@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import cache as caches
 from ..block_patterns import BlockSparse, Window
-from ..modes import refuse_recording
 from ..patterns import Dense
+from ..torch_private import refuse_recording
 from .base import HALF, capability, needs_cuda, needs_head_dim, wants_dtype
 from .torch_kernels import Efficient, OperatorKernel
 

@@ -30,7 +30,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..modes import refuse_recording
+from ..torch_private import refuse_recording
 from . import jit
 from .base import HALF, DeviceSpec, Kernel, accumulation_dtype, needs_cuda, wants_dtype
 from .external import missing

@@ -8,6 +8,8 @@ contiguous.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -141,13 +143,13 @@ MAX_KEYS_BY_PRODUCTS = 16
 _MATMUL = Eager(tile_bytes=1 << 20)
 
 
+@cache
 def has_half_units(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies ``dtype`` natively; without, torch's backward in it
     takes ten times fp32's.
     """
-    bf16 = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    flags = bf16 if dtype == torch.bfloat16 else ("_is_amx_fp16_supported",)
-    return any(getattr(torch.cpu, flag, bool)() for flag in flags)
+    units = ("avx512_bf16", "amx_tile") if dtype == torch.bfloat16 else ("amx_fp16",)
+    return any(map(torch.cpu.get_capabilities().get, units))
 
 
 _CPU_FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from .. import cache as caches
 from ..block_patterns import BlockSparse
-from ..modes import refuse_recording
 from ..patterns import Dense, Pattern
+from ..torch_private import refuse_recording
 from . import gluon, jit, tile_schedule, triton_config
 from .base import HALF, capability, needs_cuda, wants_dtype
 from .external import missing

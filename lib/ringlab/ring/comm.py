@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..modes import keep, kept
+from ..torch_private import keep, kept
 from .watch import Beat
 
 

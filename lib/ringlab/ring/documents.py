@@ -13,7 +13,7 @@ from torch import Tensor
 from ..checks import short_repr
 from ..engine.autograd import local_attention
 from ..engine.documents import Documents
-from ..modes import outside_modes
+from ..torch_private import outside_modes
 from .exchange import Problem, digest
 from .group import Group
 from .layout import Layout, layout_named

@@ -32,8 +32,8 @@ from torch import Tensor
 from ..block_patterns import BlockSparse
 from ..engine.blocks import BlockParts, window_of_tokens
 from ..engine.execute import WHOLE, View, views_of
-from ..modes import outside_modes
 from ..patterns import Branch, Dense, Pattern
+from ..torch_private import outside_modes
 from .layout import Layout
 from .rows import Intervals, Parts, ResidueInterval, RowSet, StridedRows
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import check_int, short_repr
+from ..torch_private import group_named
 from .comm import all_to_all, drive
 from .exchange import Problem, RankPlan, digest
 from .layout import Layout
@@ -362,21 +363,6 @@ def length_of(t: Tensor, group, layout) -> int:
         return layout.n
     whole = group is None or isinstance(group, Simulated)
     return t.shape[1] * (1 if whole else Group.of(group, dimensions=2).size)
-
-
-_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()  # by name
-
-
-def keep_name(group: dist.ProcessGroup) -> None:
-    """Let ``group_named`` find a process group."""
-    _groups[group.group_name] = group
-
-
-def group_named(name: str) -> dist.ProcessGroup | None:
-    """The process group of a name."""
-    # A private function of torch. It also knows a group that was made anew under the
-    # name since a graph was compiled.
-    return getattr(dist.distributed_c10d, "_resolve_process_group", _groups.get)(name)
 
 
 def _restored(name: str, size: int, shape: tuple[int, int] | None = None) -> Group:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from ..checks import LARGEST, check_int, is_real, short_repr
 from ..hardware import Probe
 from ..hardware.detect import ram_bytes
+from ..torch_private import COMPILER
 from . import comm
 from .group import PlanMismatch
 from .watch import (
@@ -54,7 +55,6 @@ LONGEST_S = 1_000_000  # poll(2), with which processes are waited for, counts mi
 # What each rank needs at least: its memory, and open files of the caller.
 RANK_BYTES = 8 << 20
 RANK_FILES = 3
-COMPILER = "torch._dynamo"  # a custom operator imports it at its first call, which takes seconds
 
 # --------------------------------------------------------------------------------------
 # processes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import LARGEST, check_int, is_int, short_repr
-from ..modes import outside_modes
+from ..torch_private import outside_modes
 
 MOST_RANKS = 2**20  # beyond any cluster, and a layout lists them all
 

@@ -17,26 +17,30 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import kernels
 from ..checks import check_float_dtype
 from ..engine import Execution
 from ..engine.autograd import (
-    IN_GRAPHS,
     LSE_COLUMNS,
-    in_transform,
-    is_followed,
     local_attention,
     positive_scale,
+    requires_grad,
     without_autocast,
 )
 from ..engine.sinks import add_sinks_, sinks_gradient
 from ..kernels.base import accumulation_dtype
+from ..torch_private import (
+    IN_GRAPHS,
+    constant_in_graphs,
+    group_named,
+    is_transformed,
+    keep_name,
+)
 from ..tracking import seen_inside
 from .comm import drive
 from .exchange import Problem, digest, on_hosts, plan_rank
-from .group import Group, Simulated, group_named, keep_name
+from .group import Group, Simulated
 from .layout import Layout, layout_named
 from .rank import Rank, rank_of
 from .schemes import algorithms, check_problem, check_scheme, computing_scheme
@@ -115,11 +119,7 @@ def attend(
             "exchange_dtype": exchange_dtype,
         }
         return torch.compiler.disable(attend)(q, k, v, pattern, **across, **options)
-    if not compiling and (
-        in_transform
-        and in_transform()
-        or getattr(forward_ad, "_current_level", -1) >= 0
-    ):  # operators know neither
+    if not compiling and is_transformed(q, k, v):  # operators know of none
         raise NotImplementedError(
             "attention over a group does not support torch.func or forward-mode derivatives"
         )
@@ -130,7 +130,8 @@ def attend(
     check_exchange_dtype(exchange_dtype, q.dtype)
     shape = (*q.shape[1:3], k.shape[2])
     where = (exchange_dtype, group.size, machines, group.process_group)
-    passes = "fwd+bwd" if is_followed(q, k, v, sinks) else "fwd"
+    follows = torch.is_grad_enabled() and requires_grad(q, k, v, sinks)
+    passes = "fwd+bwd" if follows else "fwd"
     scheme, width = check_scheme(scheme, group.shape), (q.shape[3], q.dtype, passes)
     key = shape, width, pattern, layout, scheme, causal, backend, execution, *where
     if compiling:
@@ -275,6 +276,7 @@ def _problem(
     return problem, scheme, f"{digest(problem):x} {scheme}"
 
 
+@constant_in_graphs
 def _name_in_graph(*key) -> str:
     """The name of a call that lives as long as compiled graphs."""
     call = _call(*key)
@@ -282,11 +284,6 @@ def _name_in_graph(*key) -> str:
     if len(_compiled) > MOST_COMPILED:
         _compiled.popitem(last=False)
     return call.name
-
-
-# Python objects and shapes in, a string out: a compiler need not trace it. This is
-# ``assume_constant_result`` of torch.compiler, without its import of the compiler.
-_name_in_graph._dynamo_marked_constant = True
 
 
 def _look_up(name: str, group: str) -> tuple[RankCall, Group]:
