@@ -97,6 +97,16 @@ class View:
             return View(rows, first, step, head_step=0, shift=shift)
         return View(rows, head_step=0, index=index[None])
 
+    def strided(self, t: Tensor, heads: int) -> Tensor:
+        """These rows of a tensor (b, n, h, d), for ``heads`` heads of one node, without
+        an index: a view (b, rows, heads, d).
+        """
+        s_b, s_n, s_h, s_d = t.stride()
+        start = t.storage_offset() + self.first * s_n + self.head * s_h
+        s_head = self.head_step * s_h + self.shift * s_n
+        shape = t.shape[0], self.rows, heads, t.shape[3]
+        return t.as_strided(shape, (s_b, self.step * s_n, s_head, s_d), start)
+
     def from_head(self, start: int, stop: int) -> View:
         """The same rows for heads start .. stop - 1 of the call."""
         index = (

@@ -14,6 +14,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -40,13 +41,9 @@ class AllToAll:
 
     def by_rank(self) -> tuple[dict, dict]:
         """The tensors that are sent, and those that are received, by rank."""
-        parts = (
-            self.send.split_with_sizes(self.sent),
-            self.receive.split_with_sizes(self.received),
-        )
-        return tuple(
-            {rank: (part,) for rank, part in enumerate(each)} for each in parts
-        )
+        sent = self.send.split_with_sizes(self.sent)
+        received = self.receive.split_with_sizes(self.received)
+        return dict(enumerate(zip(sent))), dict(enumerate(zip(received)))
 
 
 @dataclass
@@ -148,7 +145,7 @@ def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> li
                 results[i] = end.value
         if not steps:
             return results
-        if len(steps) < len(algorithms) or len({type(step) for step in steps}) > 1:
+        if len(steps) < len(algorithms) or len(set(map(type, steps))) > 1:
             raise RuntimeError("the ranks do not agree on what comes next")
         if isinstance(steps[0], Wait):
             if group is not None and beat is not None:
@@ -263,6 +260,9 @@ class _Copy:
         self.into.copy_(self.received)
 
 
+_SHAPE = attrgetter("shape", "dtype")
+
+
 @dataclass
 class _Simulated:
     """A request of all ranks of this process: what each sends, by destination, and
@@ -275,9 +275,7 @@ class _Simulated:
         for to, (_, receive) in enumerate(self.posted):
             for source, into in receive.items():
                 message = self.posted[source][0].get(to, ())
-                if [(t.shape, t.dtype) for t in message] != [
-                    (t.shape, t.dtype) for t in into
-                ]:
+                if list(map(_SHAPE, message)) != list(map(_SHAPE, into)):
                     raise RuntimeError(
                         f"rank {source} sends rank {to} other rows than it expects"
                     )

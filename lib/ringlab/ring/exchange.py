@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..block_patterns import BlockSparse
 from ..engine.blocks import BlockParts, window_of_tokens
-from ..engine.execute import WHOLE, View, views_of
+from ..engine.execute import View
 from ..patterns import Branch, Dense, Pattern
 from ..torch_private import outside_modes
 from .layout import Layout
@@ -366,17 +366,9 @@ class RankPlan:
         """(part of the message (R, 2, b, d), the same rows of the own shard), views (b,
         count, heads, d).
         """
-        sent_k, sent_v = keys_of(message)
-        for heads, there, here in self._moves:
-            entries = (
-                (sent_k, WHOLE, there),
-                (k, WHOLE, here),
-                (sent_v, WHOLE, there),
-                (v, WHOLE, here),
-            )
-            for into_k, own_k, into_v, own_v in views_of(entries, range(1), heads):
-                yield into_k, own_k
-                yield into_v, own_v
+        for sent, own in zip(keys_of(message), (k, v)):
+            for heads, message_rows, own_rows in self._moves:
+                yield message_rows.strided(sent, heads), own_rows.strided(own, heads)
 
 
 @lru_cache(maxsize=32)
@@ -528,7 +520,7 @@ def keys_of(message: Tensor) -> tuple[Tensor, Tensor]:
     """k and v (b, R, 1, d) as views of a message (R, 2, b, d): one row for each
     position and K/V head.
     """
-    return tuple(t.transpose(0, 1).unsqueeze(2) for t in message.unbind(1))
+    return message.permute(1, 2, 0, 3).unsqueeze(3).unbind()  # of (2, b, R, 1, d)
 
 
 def plan_rank(problem: Problem, rank: int) -> RankPlan:

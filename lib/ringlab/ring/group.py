@@ -9,7 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, count, product, zip_longest
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -61,11 +61,11 @@ class Simulated:
                 f"{short_repr(self.ranks)} ranks do not share {short_repr(self.machines)} machines evenly"
             )
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int] | None:
         return self.ranks if isinstance(self.ranks, tuple) else None
 
-    @property
+    @cached_property
     def size(self) -> int:
         return math.prod(self.shape or (self.ranks,))
 
@@ -141,12 +141,10 @@ class Group:
         """The shards of the ranks here: those of a layout, or equal ones."""
         if t is None or self.process_group is not None:
             return [t] * len(self.here)
-        if layout is None or layout.kind == "contiguous":
-            return (
-                t.chunk(self.size, dim)
-                if layout is None
-                else t.split_with_sizes(layout.sizes, dim)
-            )
+        if layout is None:
+            return t.chunk(self.size, dim)
+        if layout.kind == "contiguous":
+            return t.split_with_sizes(layout.sizes, dim)
         return [layout.shard(t, rank, dim) for rank in self.here]
 
     def join(
@@ -155,7 +153,9 @@ class Group:
         """The rows of the ranks here from their shards, contiguous."""
         if self.process_group is not None:
             return parts[0].contiguous()
-        return torch.cat(parts, dim) if layout is None else layout.unshard(parts, dim)
+        if layout is None or layout.kind == "contiguous":
+            return torch.cat(parts, dim)
+        return layout.unshard(parts, dim)
 
     def hosts(self, device: torch.device) -> tuple[int, ...]:
         """A number for the host of each rank, by its name; () for simulated ranks and

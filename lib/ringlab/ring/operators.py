@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from weakref import WeakValueDictionary
 
 import torch
@@ -123,9 +124,8 @@ def attend(
         raise NotImplementedError(
             "attention over a group does not support torch.func or forward-mode derivatives"
         )
-    q, k, v = (
-        t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v)
-    )  # kernels need that
+    # Kernels need that.
+    q, k, v = [t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v)]
     machines, group = group.machines if simulated else 1, Group.of(group, dimensions=2)
     check_exchange_dtype(exchange_dtype, q.dtype)
     shape = (*q.shape[1:3], k.shape[2])
@@ -332,11 +332,9 @@ def forward(
             sinks=sinks is not None,
             **call.options(scale),
         )
-        shards = zip(*(group.split(t, 1, layout) for t in (flip(q), k, v)))
-        steps = [
-            algorithms(call.scheme)[0](rank, *tensors)
-            for rank, tensors in zip(ranks, shards)
-        ]
+        shards = [group.split(t, 1, layout) for t in (flip(q), k, v)]
+        steps = list(map(algorithms(call.scheme)[0], ranks, *shards))
+        del shards  # a rank lets go of its own
         results = drive(steps, group.process_group)
         if sinks is not None:
             mesh = mesh_of(call.scheme, layout.ranks)
@@ -346,11 +344,9 @@ def forward(
                     share = head_share(call.problem, mesh, rank)
                     if heads := share.queries[share.place]:
                         add_sinks_(*kept[3:5], sinks[heads.start : heads.stop])
-        out, lse = (
-            group.join([each[i] for each in results], dim, layout)
-            for i, dim in ((0, 1), (1, 2))
-        )
-    return out, lse, torch.full((), number), [t for each in results for t in each[2:]]
+        outs, lses, *saved = zip(*results)
+        out, lse = group.join(outs, 1, layout), group.join(lses, 2, layout)
+    return out, lse, torch.full((), number), [*chain(*zip(*saved))]
 
 
 ranks_forward = torch.library.custom_op(
@@ -418,23 +414,17 @@ def ranks_backward(
         options = call.options(scale) | {"gradient of lse": dlse is not None}
         group.agree("backward", ranks[0].problem, q, int(number), **options)
         layout = call.problem.layout
-        whole = ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2))
-        shards = zip(*(group.split(t, dim, layout) for t, dim in whole))
+        reads = ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2))
         count = len(saved) // len(ranks)
-        each = zip(
-            ranks,
-            shards,
-            (saved[i * count : (i + 1) * count] for i in range(len(ranks))),
-        )
-        steps = [
-            algorithms(call.scheme)[1](rank, *tensors, *more)
-            for rank, tensors, more in each
-        ]
+        shards = [group.split(t, dim, layout) for t, dim in reads]
+        shards += [saved[i::count] for i in range(count)]
+        steps = list(map(algorithms(call.scheme)[1], ranks, *shards))
+        del shards  # a rank lets go of its own
         gradients = drive(steps, group.process_group)
-        dq, dk, dv = (
+        dq, dk, dv = [
             group.join([g.to(q.dtype) for g in parts], 1, layout)
             for parts in zip(*gradients)
-        )
+        ]
         return flip(dq), dk, dv
 
 

@@ -246,13 +246,14 @@ class Rank:
         if self.problem.layout.kind == "striped":
             return []
         plans = []
-        n = self.problem.layout.n
-        for row, chunk in self.problem.layout.chunks(self.rank):
+        layout = self.problem.layout
+        chunks = layout.chunks(self.rank)
+        for row, chunk in chunks:
             rows = slice(row, row + len(chunk))
-            inputs = q[:, rows], k[:, rows], self.problem.pattern, self.execution.cached
-            plans.append(
-                (rows, dilated.plan_for(*inputs, backward=backward, n=n, chunk=chunk))
-            )
+            reads = (q, k) if len(chunks) == 1 else (q[:, rows], k[:, rows])
+            inputs = *reads, self.problem.pattern, self.execution.cached
+            options = {"backward": backward, "n": layout.n, "chunk": chunk}
+            plans.append((rows, dilated.plan_for(*inputs, **options)))
         return plans
 
     def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:

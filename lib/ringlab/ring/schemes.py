@@ -33,25 +33,21 @@ def plan_forward(rank: Rank, q, k, v) -> Steps:
     rows = k.new_empty(
         plan.rows, 2, q.shape[0], q.shape[3], dtype=plan.problem.exchange_dtype
     )
-    direct, passed = rows.tensor_split([sum(plan.received)])
+    direct = rows[: sum(plan.received)] if plan.problem.hosts else rows
     ticket = yield AllToAll(_packed(plan, k, v), plan.sent, direct, plan.received)
     out, lse = rank.local_forward(q, k, v)
     yield Wait(ticket)
     del ticket  # it holds the rows sent
     if plan.problem.hosts:
-        coming, going = plan.passing
-        yield Wait(
-            (
-                yield AllToAll(
-                    direct.index_select(0, rank.goes_on(rows.device)),
-                    going,
-                    passed,
-                    coming,
-                )
-            )
-        )
+        received, sent = plan.passing
+        onward = direct.index_select(0, rank.goes_on(rows.device))
+        passed = rows[len(direct) :]
+        ticket = yield AllToAll(onward, sent, passed, received)
+        del onward, passed
+        yield Wait(ticket)
+        del ticket
     rows = rows.to(k.dtype)
-    del direct, passed
+    del direct
     if len(rows):
         rank.add_forward(None, q, rank.keys(rows), out, lse)
     return out, lse, rows
@@ -81,16 +77,15 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
         rank.add_backward(
             None, (dout, q, out, lse), rank.keys(rows), dq, rank.keys(d_rows)
         )
-    direct, passed = d_rows.tensor_split([sum(plan.received)])
+    direct = d_rows
     if plan.problem.hosts:
-        coming, going = plan.passing
-        back = yield from all_to_all(passed, coming, going)
-        for where, part in zip(
-            rank.goes_on(rows.device).split(going), back.split(going)
-        ):
-            direct.index_add_(
-                0, where, part
-            )  # each row once, so that the order of sums is fixed
+        received, sent = plan.passing
+        direct, passed = d_rows.tensor_split([sum(plan.received)])
+        back = yield from all_to_all(passed, received, sent)
+        onward = rank.goes_on(rows.device).split(sent)
+        for index, part in zip(onward, back.split(sent)):
+            # Each row once, so that the order of sums is fixed.
+            direct.index_add_(0, index, part)
     home = d_rows.new_empty(sum(plan.sent), *d_rows.shape[1:])
     ticket = yield AllToAll(direct, plan.received, home, plan.sent)
     local = rank.local_backward(dout, q, k, v, out, lse)
