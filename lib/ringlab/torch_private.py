@@ -22,9 +22,14 @@ from torch.utils import _python_dispatch
 # --------------------------------------------------------------------------------------
 # modes: what a caller switches on for its own operators
 
-_modes = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)
-_without_modes = getattr(_python_dispatch, "_disable_current_modes", nullcontext)
-_without_function_modes = getattr(torch._C, "DisableTorchFunction", nullcontext)
+# The dispatch modes at work, the innermost last; none where torch does not tell.
+dispatch_modes = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)
+# Contexts without dispatch modes and without function modes; where torch cannot suspend
+# them, they stay.
+without_dispatch_modes = getattr(
+    _python_dispatch, "_disable_current_modes", nullcontext
+)
+without_function_modes = getattr(torch._C, "DisableTorchFunction", nullcontext)
 
 
 class OwnMode(_python_dispatch.TorchDispatchMode):
@@ -39,23 +44,10 @@ class OwnMode(_python_dispatch.TorchDispatchMode):
         return False
 
 
-def dispatch_modes() -> list:
-    """The dispatch modes at work, the innermost last; none where torch does not tell."""
-    return _modes()
-
-
-def without_dispatch_modes():
-    """A context without the dispatch modes at work; they stay where torch cannot
-    suspend them.
-    """
-    return _without_modes()
-
-
 @contextmanager
 def outside_modes() -> Iterator[None]:
     """Inside, the caller's modes are off: inference mode, autocast, a default device,
-    FakeTensorMode, FLOP counters and others. This library's own trackers stay. Where
-    torch cannot suspend modes, those for functions or dispatch stay too.
+    FakeTensorMode, FLOP counters and others. This library's own trackers stay.
 
     >>> with torch.device("meta"), outside_modes():
     ...     torch.zeros(1).device.type
@@ -66,11 +58,11 @@ def outside_modes() -> Iterator[None]:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(_without_function_modes())
-        modes = _modes()
+        stack.enter_context(without_function_modes())
+        modes = dispatch_modes()
         own = [mode for mode in modes if getattr(mode, "stays_on", False)]
-        if len(own) < len(modes) and _without_modes is not nullcontext:
-            stack.enter_context(_without_modes())
+        if len(own) < len(modes) and without_dispatch_modes is not nullcontext:
+            stack.enter_context(without_dispatch_modes())
             for mode in own:
                 OwnMode.__base__.__enter__(mode)
                 stack.push(partial(OwnMode.__base__.__exit__, mode))
@@ -84,7 +76,9 @@ def flop_counters() -> list:
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return []
-    return [m.counter for m in _modes() if type(m).__module__ == module.__name__]
+    return [
+        m.counter for m in dispatch_modes() if type(m).__module__ == module.__name__
+    ]
 
 
 def is_fake(t: Tensor) -> bool:
@@ -162,9 +156,7 @@ def constant_in_graphs(function: Callable) -> Callable:
 
 COMPILER = "torch._dynamo"  # a custom operator imports it at its first call, which takes seconds
 
-_keep = getattr(torch._C, "_stash_obj_in_tls", None)
 _is_kept = getattr(torch._C, "_is_key_in_tls", None)
-_kept = getattr(torch._C, "_get_obj_in_tls", None)
 
 
 def keep(name: str, value: object) -> object:
@@ -174,14 +166,15 @@ def keep(name: str, value: object) -> object:
     Where torch keeps none, those threads know nothing of their callers.
     """
     before = kept(name)
-    if _keep is not None:
-        _keep(name, value)
+    if _is_kept is not None:
+        torch._C._stash_obj_in_tls(name, value)
     return before
 
 
 def kept(name: str) -> object:
     """What ``keep`` was given; None for nothing."""
-    return _kept(name) if _keep is not None and _is_kept(name) else None
+    known = _is_kept is not None and _is_kept(name)
+    return torch._C._get_obj_in_tls(name) if known else None
 
 
 _groups: WeakValueDictionary = WeakValueDictionary()  # by name

@@ -43,9 +43,9 @@ def test_no_other_file_names_what_is_private_to_torch():
 @pytest.mark.parametrize("absent", [False, True])
 def test_modes(monkeypatch, absent):
     if absent:
-        monkeypatch.setattr(private, "_modes", list)
-        monkeypatch.setattr(private, "_without_modes", nullcontext)
-        monkeypatch.setattr(private, "_without_function_modes", nullcontext)
+        monkeypatch.setattr(private, "dispatch_modes", list)
+        monkeypatch.setattr(private, "without_dispatch_modes", nullcontext)
+        monkeypatch.setattr(private, "without_function_modes", nullcontext)
     with FlopCounterMode(display=False) as flops, LiveStorageTracker() as tracker:
         modes = private.dispatch_modes()
         counters = private.flop_counters()
@@ -132,7 +132,7 @@ def test_graphs(monkeypatch):
 def test_values_of_threads(monkeypatch):
     assert private.keep("this", 7) is None and private.kept("this") == 7
     assert private.keep("this", None) == 7 and private.kept("other") is None
-    monkeypatch.setattr(private, "_keep", None)
+    monkeypatch.setattr(private, "_is_kept", None)
     with counting() as traffic:
         assert not wrong(RANKS)
     assert private.kept("this") is None and traffic.total == 0

@@ -86,7 +86,7 @@ class Workers(ExitStack):
                 self.callback(process.end)
                 self.processes.append(process)
         except Ended as error:
-            self.failed = died(error.code, error.said)
+            self.failed = died(error.code, error.last_line)
 
     def ask(self, command: str, timeout_s: float, **arguments) -> dict:
         """One reply for all ranks; ``timeout_s``: what is left of the time for the

@@ -194,13 +194,13 @@ def among(members: Sequence[int], ranks: int, steps: Steps) -> Steps:
                 {members[i]: part for i, part in request.receive.items()},
             )
         elif isinstance(request, AllToAll):
-            number = {member: i for i, member in enumerate(members)}
-            places = [number.get(rank) for rank in range(ranks)]
-            sent, received = (
-                [0 if i is None else counts[i] for i in places]
-                for counts in (request.sent, request.received)
+            sent = dict(zip(members, request.sent))
+            received = dict(zip(members, request.received))
+            request = replace(
+                request,
+                sent=[sent.get(rank, 0) for rank in range(ranks)],
+                received=[received.get(rank, 0) for rank in range(ranks)],
             )
-            request = replace(request, sent=sent, received=received)
         ticket = yield request
 
 
@@ -219,8 +219,8 @@ def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
     send, receive = request.by_rank()
     if isinstance(request, AllToAll):
         rank = dist.get_rank(group)
-        for own, into in zip(send.pop(rank), receive.pop(rank)):
-            into.copy_(own)
+        for sent, into in zip(send.pop(rank), receive.pop(rank)):
+            into.copy_(sent)
     staged = _through_cpu(send, receive, group)
     ops = []
     copies = []
@@ -231,19 +231,21 @@ def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
         for peer, t in (
             (peer, t) for peer, tensors in peers.items() for t in tensors if t.numel()
         ):
-            there = t
+            buffer = t
             if staged and op is dist.isend:
-                there = t.cpu()
+                buffer = t.cpu()
             elif staged:
-                there = torch.empty_like(t, device="cpu")
-                copies.append(_Copy(t, there))
-            ops.append(dist.P2POp(op, there, group=group, group_peer=peer))
+                buffer = torch.empty_like(t, device="cpu")
+                copies.append(_Copy(t, buffer))
+            ops.append(dist.P2POp(op, buffer, group=group, group_peer=peer))
     return [*dist.batch_isend_irecv(ops), *copies] if ops else []
 
 
 def _through_cpu(send: dict, receive: dict, group: dist.ProcessGroup) -> bool:
     """gloo sends CUDA tensors point to point only by way of the CPU."""
-    tensors = [t for peers in (send, receive) for each in peers.values() for t in each]
+    tensors = [
+        t for peers in (send, receive) for parts in peers.values() for t in parts
+    ]
     return any(t.is_cuda for t in tensors) and "cuda:gloo" in dist.get_backend_config(
         group
     )

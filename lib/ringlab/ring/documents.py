@@ -65,8 +65,8 @@ def attend_documents(
         q,
         borders=f"{short_repr(borders)} ({digest(documents.spans)})",
     )
-    whole, cut, index = _documents_here(documents, layout, rank)
-    out, lse = local_attention(q, k, v, pattern, documents=whole, **options)
+    inside, cut, index = _documents_here(documents, layout, rank)
+    out, lse = local_attention(q, k, v, pattern, documents=inside, **options)
     if not cut:
         return out, lse
     index = index.to(q.device)
@@ -104,7 +104,7 @@ def _documents_here(
     the sequence, and the index of all their rows, counted through the batch.
     """
     cuts = layout.cuts
-    whole = []
+    inside = []
     cut = {}
     for entry, start, stop in documents.spans:
         if start < stop:
@@ -113,34 +113,31 @@ def _documents_here(
             if len(owners) > 1:
                 cut.setdefault((start, stop), []).append(entry)
             elif rank is None or rank in owners:
-                rows = (
-                    range(start, stop)
-                    if rank is None
-                    else _rows_of(layout, rank, start, stop)
-                )
-                whole.append((entry, int(rows[0]), int(rows[-1]) + 1))
-    held = layout.n if rank is None else layout.size(rank)
+                rows = _rows_of(layout, rank, start, stop)
+                inside.append((entry, int(rows[0]), int(rows[-1]) + 1))
+    size = layout.n if rank is None else layout.size(rank)
     pieces = []
     index = [torch.arange(0)]
     for (start, stop), entries in cut.items():
         shards = Layout(
             layout.kind, tuple(min(max(x, start), stop) - start for x in cuts)
         )
-        rows = (
-            torch.arange(start, stop)
-            if rank is None
-            else _rows_of(layout, rank, start, stop)
-        )
+        rows = _rows_of(layout, rank, start, stop)
         pieces.append((shards, len(entries), len(rows)))
-        index.append((held * torch.tensor(entries)[:, None] + rows).flatten())
-    return Documents(tuple(whole), held), pieces, torch.cat(index)
+        index.append((size * torch.tensor(entries)[:, None] + rows).flatten())
+    return Documents(tuple(inside), size), pieces, torch.cat(index)
 
 
-def _rows_of(layout: Layout, rank: int, start: int, stop: int) -> Tensor:
-    """The rows of a rank's shard that hold positions start .. stop - 1."""
-    each = [
-        torch.arange(max(start - at.start, 0), min(stop, at.stop) - at.start) + row
-        for row, at in layout.chunks(rank)
-        if start < at.stop and at.start < stop
+def _rows_of(layout: Layout, rank: int | None, start: int, stop: int) -> Tensor:
+    """The rows of a rank's shard, or (None) of all rows, that hold positions start ..
+    stop - 1.
+    """
+    if rank is None:
+        return torch.arange(start, stop)
+    parts = [
+        torch.arange(max(start - chunk.start, 0), min(stop, chunk.stop) - chunk.start)
+        + row
+        for row, chunk in layout.chunks(rank)
+        if start < chunk.stop and chunk.start < stop
     ]
-    return torch.cat(each) if each else torch.arange(0)
+    return torch.cat(parts) if parts else torch.arange(0)

@@ -89,9 +89,9 @@ class Problem:
         if scheme == "ulysses":
             return
         if self.layout.kind == "striped" and not isinstance(self.pattern, Dense):
-            what = f"scheme {scheme!r} serves a striped layout with dense attention only, not {self.pattern}"
+            refusal = f"scheme {scheme!r} serves a striped layout with dense attention only, not {self.pattern}"
             raise ValueError(
-                f"{what}: stripes have no neighbours; take another layout, or ulysses"
+                f"{refusal}: stripes have no neighbours; take another layout, or ulysses"
             )
 
     def refusals(self) -> dict[str, str]:
@@ -160,11 +160,11 @@ class Problem:
         for to in sorted(
             ranks, key=lambda to: (-needed[to].count, (to - source) % size)
         ):
-            left = needed[to]
+            missing = needed[to]
             for earlier in before:
-                rest = left.minus(needed[earlier])
-                rows[earlier, to], left = left.minus(rest), rest
-            rows[source, to] = left
+                remaining = missing.minus(needed[earlier])
+                rows[earlier, to], missing = missing.minus(remaining), remaining
+            rows[source, to] = missing
             before.append(to)
         return rows
 
@@ -186,8 +186,8 @@ class Problem:
                 else layout.n
             )
             pairs = frozenset((head, source) for head in range(self.kv_heads))
-            whole = ResidueInterval(layout.ranks, source, stop, pairs)
-            return Intervals((whole,) if source < stop else ())
+            stripe = ResidueInterval(layout.ranks, source, stop, pairs)
+            return Intervals((stripe,) if source < stop else ())
         intervals = ()
         for keys in layout.ranges(source):
             rows = Intervals()
@@ -246,8 +246,8 @@ class Problem:
             pairs = frozenset(
                 p for p in pairs if (p[1] - seeing.start) % branch.rate < len(seeing)
             )
-        whole = ResidueInterval(branch.rate, seen.start, seen.stop, pairs)
-        return (whole,) if pairs and seen else ()
+        interval = ResidueInterval(branch.rate, seen.start, seen.stop, pairs)
+        return (interval,) if pairs and seen else ()
 
 
 @lru_cache(maxsize=4096)
@@ -324,8 +324,11 @@ class RankPlan:
                     torch.stack([positions, row + i + block.heads * count])
                 )
             row += block.rows
-        whole = {head: torch.cat(parts, 1) for head, parts in by_head.items()}
-        return {head: both[:, both[0].argsort()] for head, both in whole.items()}
+        by_kv_head = {head: torch.cat(parts, 1) for head, parts in by_head.items()}
+        return {
+            head: columns[:, columns[0].argsort()]
+            for head, columns in by_kv_head.items()
+        }
 
     def goes_on(self) -> Tensor:
         """Where the rows that are passed on lie in the message, by receiver (rows,)."""
@@ -450,10 +453,12 @@ def _placed(problem: Problem) -> Tensor:
     heads select a query at all. A number is 64 bits of a hash.
     """
     layout = problem.layout
-    place = torch.zeros((), dtype=torch.long)
+    number = torch.zeros((), dtype=torch.long)
     owned = [[(r.start, r.stop) for r in layout.ranges(i)] for i in range(layout.ranks)]
-    most = max(map(len, owned))
-    chunks = torch.tensor([each + [(0, 0)] * (most - len(each)) for each in owned])
+    longest = max(map(len, owned))
+    chunks = torch.tensor(
+        [shard + [(0, 0)] * (longest - len(shard)) for shard in owned]
+    )
     for keys, queries in product(chunks.unbind(1), repeat=2):  # (ranks, 2)
         (k_start, k_stop), (q_start, q_stop) = (
             keys.unbind(1),
@@ -485,8 +490,8 @@ def _placed(problem: Problem) -> Tensor:
                 (start - k_start) % branch.rate,
                 few,
             ):
-                place = place * 6364136223846793005 + torch.where(hidden, 1, 2 * part)
-    return place
+                number = number * 6364136223846793005 + torch.where(hidden, 1, 2 * part)
+    return number
 
 
 def _blocks_needed(problem: Problem) -> list[list[int]]:
@@ -540,13 +545,13 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     def rows(by: int, to: int, owner: int) -> tuple[StridedRows, ...]:
         """Of what ``to`` needs from ``owner``, the rows that ``by`` sends it."""
         host = problem.host_ranks(to)
-        each = routes((to,) if owner in host else host, owner)
-        return each.get((by, to), Intervals()).strided()
+        route = routes((to,) if owner in host else host, owner)
+        return route.get((by, to), Intervals()).strided()
 
     def passed(by: int, to: int) -> tuple[tuple[StridedRows, ...], ...]:
-        near = problem.hosts[by] == problem.hosts[to]
+        same_host = problem.hosts[by] == problem.hosts[to]
         return tuple(
-            rows(by, to, owner) if near and owner != by else () for owner in ranks
+            rows(by, to, owner) if same_host and owner != by else () for owner in ranks
         )
 
     receive, send = zip(

@@ -95,8 +95,7 @@ class Group:
         """What a module keeps of its ``group``: a Group in place of a ProcessGroup,
         which cannot be copied or pickled.
         """
-        kept = group is None or not isinstance(group, dist.ProcessGroup)
-        return group if kept else cls.of(group)
+        return cls.of(group) if isinstance(group, dist.ProcessGroup) else group
 
     @classmethod
     def of(cls, group, dimensions: int = 1) -> Group:
@@ -211,11 +210,11 @@ class Group:
         agreed, calls = _history.setdefault(self.process_group, (set(), count(1)))
         number = number or next(calls)
         shape = ("batch", t.shape[0]), ("head_dim", t.shape[3]), ("dtype", t.dtype)
-        fields, own = _fields(passes, problem, (*shape, *options.items()))
+        fields, own_digest = _fields(passes, problem, (*shape, *options.items()))
         on_cpu = self._on_cpu
-        new = own not in agreed
+        new = own_digest not in agreed
         if on_cpu or new:
-            header = [own, number, new and plan is not None]
+            header = [own_digest, number, new and plan is not None]
             ones = [1] * self.size
             headers = torch.tensor(
                 [header] * self.size, device="cpu" if on_cpu else t.device
@@ -233,7 +232,7 @@ class Group:
                 len(agreed) >= MOST_AGREED
             ):  # as all ranks have: their calls are the same
                 agreed.clear()
-            agreed.add(own)
+            agreed.add(own_digest)
         return number
 
     def _compare_rows(self, plan: RankPlan, t: Tensor) -> None:
@@ -257,9 +256,11 @@ class Group:
             pairs = ", ".join(
                 f"rank {sender} against rank {receiver}" for sender, receiver in bad
             )
-            (most, times), *others = Counter(chain(*bad)).most_common()
-            odd = most if not others or times > others[0][1] else None
-            raise PlanMismatch(f"ranks disagree about which rows move: {pairs}", odd)
+            (suspect, times), *others = Counter(chain(*bad)).most_common()
+            culprit = suspect if not others or times > others[0][1] else None
+            raise PlanMismatch(
+                f"ranks disagree about which rows move: {pairs}", culprit
+            )
 
     def _gather(self, value, t: Tensor) -> list:
         """The values of all ranks. NCCL sends objects by the current GPU, which is that
@@ -331,25 +332,27 @@ def _fields_differ(fields: list[dict[str, str]]) -> PlanMismatch:
     does.
     """
     name = next(
-        name for name in fields[0] if len({each.get(name) for each in fields}) > 1
+        name
+        for name in fields[0]
+        if len({rank_fields.get(name) for rank_fields in fields}) > 1
     )
-    values = [each.get(name) for each in fields]
+    values = [rank_fields.get(name) for rank_fields in fields]
     (common, times), (_, next_times), *_ = Counter(values).most_common()
     if times == next_times:
         difference = ", ".join(
             f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values)
         )
-        odd = []
+        differing = []
     else:
-        odd = [rank for rank, value in enumerate(values) if value != common]
+        differing = [rank for rank, value in enumerate(values) if value != common]
         difference = (
-            ", ".join(f"{values[rank]} on rank {rank}" for rank in odd)
+            ", ".join(f"{values[rank]} on rank {rank}" for rank in differing)
             + f", {common} on the others"
         )
     message = f"ranks disagree about what is computed: {name} is {difference}"
     if name == "layout":
         message += "; shards of unequal sizes need a ringlab.ring.Layout"
-    return PlanMismatch(message, odd[0] if len(odd) == 1 else None)
+    return PlanMismatch(message, differing[0] if len(differing) == 1 else None)
 
 
 def group_size(group) -> int:
@@ -361,8 +364,8 @@ def length_of(t: Tensor, group, layout) -> int:
     """The length of the sequence of which ``t`` (b, n, ...) holds the rows here."""
     if isinstance(layout, Layout):
         return layout.n
-    whole = group is None or isinstance(group, Simulated)
-    return t.shape[1] * (1 if whole else Group.of(group, dimensions=2).size)
+    all_here = group is None or isinstance(group, Simulated)
+    return t.shape[1] * (1 if all_here else Group.of(group, dimensions=2).size)
 
 
 def _restored(name: str, size: int, shape: tuple[int, int] | None = None) -> Group:

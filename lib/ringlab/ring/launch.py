@@ -62,16 +62,16 @@ RANK_FILES = 3
 
 class Ended(RuntimeError):
     """A process ended without a message: ``code`` is its exit code or minus the signal,
-    ``said`` its last line.
+    ``last_line`` its last line.
 
     >>> print(Ended(-9), Ended(0, "last words"), sep="; ")
     was ended by SIGKILL before it was done; left with exit code 0 before it was done: last words
     """
 
-    def __init__(self, code: int, said: str = ""):
-        super().__init__(how_ended(code) + (f": {said}" if said else ""))
+    def __init__(self, code: int, last_line: str = ""):
+        super().__init__(how_ended(code) + (f": {last_line}" if last_line else ""))
         self.code = code
-        self.said = said
+        self.last_line = last_line
 
 
 class Server(forkserver.ForkServer):
@@ -336,16 +336,16 @@ def launch(
         finally:
             for process in processes:
                 process.end()
-    if found := culprit(ends, progress):
+    if blamed := culprit(ends, progress):
         if (
-            found[0] is not None
-            and progress[found[0]].begun < 0
-            and found[0] not in ends
+            blamed[0] is not None
+            and progress[blamed[0]].begun < 0
+            and blamed[0] not in ends
         ):
             raise RankFailed(
-                found[0], f"rank {found[0]} has not joined within {JOIN_S:g} s"
+                blamed[0], f"rank {blamed[0]} has not joined within {JOIN_S:g} s"
             )
-        raise describe(found, ends, progress, timeout_s)
+        raise describe(blamed, ends, progress, timeout_s)
     return [ends[rank].value for rank in range(ranks)]
 
 

@@ -157,13 +157,13 @@ class Layout:
         sizes = [t.shape[dim] for t in shards]
         if sizes != self.sizes:
             raise ValueError(f"shards have sizes {sizes}, the layout has {self.sizes}")
-        whole = torch.cat(list(shards), dim)
+        rows = torch.cat(list(shards), dim)
         if self.grid is None and self.kind == "contiguous":
-            return whole
+            return rows
         order = torch.cat([self.positions(k) for k in range(self.ranks)]).to(
-            whole.device
+            rows.device
         )
-        return torch.empty_like(whole).index_copy_(dim, order, whole)
+        return torch.empty_like(rows).index_copy_(dim, order, rows)
 
     def __str__(self) -> str:
         grid = f"@{self.grid[0]}x{self.grid[1]}" if self.grid else ""
@@ -235,10 +235,10 @@ def layout_named(layout: str | Layout, n: int, ranks: int) -> Layout:
     return makers[layout](n, ranks)
 
 
-def _borders(n: int, ranks: int, each: int = 1) -> tuple[int, ...]:
-    parts = each * check_int("ranks", ranks, most=MOST_RANKS)
-    size, rest = divmod(check_int("n", n, most=LARGEST), parts)
-    return tuple(i * size + min(i, rest) for i in range(parts + 1))
+def _borders(n: int, ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    parts = chunks * check_int("ranks", ranks, most=MOST_RANKS)
+    size, longer = divmod(check_int("n", n, most=LARGEST), parts)
+    return tuple(i * size + min(i, longer) for i in range(parts + 1))
 
 
 @cache

@@ -65,14 +65,11 @@ class RankCall:
         """The work of the ranks here, for a positive scale, and what makes q, and dq of
         its, one for that scale. ``columns``: by how many the heads will be wider.
         """
-        needs = {
-            "causal": self.problem.causal,
-            "backward": backward,
-            "backend": self.backend,
-        }
+        problem, backend = self.problem, self.backend
+        needs = {"causal": problem.causal, "backward": backward, "backend": backend}
         head_dim = q.shape[3] + columns
         kernel = kernels.choose(q.device, q.dtype, head_dim, **needs).kernel
-        (flip, scale), problem = positive_scale(scale), self.problem
+        flip, scale = positive_scale(scale)
         if group.process_group is not None:
             problem = on_hosts(problem, self.scheme, group.hosts(q.device))
         return [
@@ -93,31 +90,22 @@ def attend(
     group,
     scheme: str | tuple[str, str],
     layout,
-    causal: bool,
-    scale: float,
-    backend,
-    execution: Execution,
     exchange_dtype: torch.dtype | None = None,
     sinks: Tensor | None = None,
+    **options,
 ):
     """out and lse for checked tensors: local shards over a group or mesh, whole ones
-    over Simulated ranks.
+    over Simulated ranks. ``options``: causal, scale, backend and execution.
     """
     compiling = torch.compiler.is_compiling()
     simulated = isinstance(group, Simulated)
-    options = {
-        "causal": causal,
-        "scale": scale,
-        "backend": backend,
-        "execution": execution,
-        "sinks": sinks,
-    }
     if compiling and (simulated or not IN_GRAPHS or not isinstance(scheme, str)):
         across = {
             "group": group,
             "scheme": scheme,
             "layout": layout,
             "exchange_dtype": exchange_dtype,
+            "sinks": sinks,
         }
         return torch.compiler.disable(attend)(q, k, v, pattern, **across, **options)
     if not compiling and is_transformed(q, k, v):  # operators know of none
@@ -133,22 +121,25 @@ def attend(
     follows = torch.is_grad_enabled() and requires_grad(q, k, v, sinks)
     passes = "fwd+bwd" if follows else "fwd"
     scheme, width = check_scheme(scheme, group.shape), (q.shape[3], q.dtype, passes)
-    key = shape, width, pattern, layout, scheme, causal, backend, execution, *where
+    scale = options["scale"]
+    key = shape, width, pattern, layout, scheme, options["causal"], options["backend"]
+    key = *key, options["execution"], *where
     if compiling:
         name = _name_in_graph(*key)
     else:
-        call = _call(*key)  # held until the operator has found it
+        call = _call(*key)
+        if simulated and not follows and group.size > 1:
+            return forward(call, group, q, k, v, sinks, scale, operator=False)[:2]
+        call = _calls.setdefault(call.name, call)  # until the operator has found it
         name = call.name
-    if group.size > 1 and simulated and passes == "fwd":
-        return forward(q, k, v, sinks, scale, "", name, operator=False)[:2]
     if group.size > 1:
         where = "" if simulated else group.process_group.group_name
         return ranks_forward(q, k, v, sinks, scale, where, name)[:2]
     if not simulated or call.problem.layout.grid is None:
-        return local_attention(q, k, v, pattern, **options)
+        return local_attention(q, k, v, pattern, sinks=sinks, **options)
     layout = call.problem.layout  # the pattern runs along the curve
     out, lse = local_attention(
-        *(layout.shard(t, 0) for t in (q, k, v)), pattern, **options
+        *(layout.shard(t, 0) for t in (q, k, v)), pattern, sinks=sinks, **options
     )
     return layout.unshard([out]), layout.unshard([lse], 2)
 
@@ -171,14 +162,14 @@ def check_one_device(scheme, layout, exchange_dtype=None) -> None:
     """
     if not isinstance(scheme, tuple | list):
         check_scheme(scheme)
-    for what, is_given in (
+    for argument, is_given in (
         ("a scheme", scheme != "auto"),
         ("an exchange_dtype", exchange_dtype is not None),
         ("a layout", not isinstance(layout, str) or layout != "contiguous"),
     ):
         if is_given:
             raise ValueError(
-                f"{what} is for several ranks: give a group, or ringlab.Simulated(p)"
+                f"{argument} is for several ranks: give a group, or ringlab.Simulated(p)"
             )
 
 
@@ -224,7 +215,7 @@ def _call(
     # Of pools and caches the text has addresses, which are theirs alone: a call holds them.
     # With the rank, by which sizes differ: processes share compiled graphs by their texts.
     name = f"{text} {backend} {execution.text} {rank}"
-    return _calls.setdefault(name, RankCall(name, problem, scheme, backend, execution))
+    return RankCall(name, problem, scheme, backend, execution)
 
 
 # Calls by name. Whoever passes a name on holds its call: the context of a backward, or
@@ -280,7 +271,7 @@ def _problem(
 def _name_in_graph(*key) -> str:
     """The name of a call that lives as long as compiled graphs."""
     call = _call(*key)
-    _compiled[call.name] = call
+    _compiled[call.name] = _calls.setdefault(call.name, call)
     if len(_compiled) > MOST_COMPILED:
         _compiled.popitem(last=False)
     return call.name
@@ -303,35 +294,36 @@ def _look_up(name: str, group: str) -> tuple[RankCall, Group]:
 
 
 def forward(
+    call: RankCall,
+    group: Group,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     scale: float,
-    group: str,
-    name: str,
     operator: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, int, list[Tensor]]:
     """out, lse, the number of the call, and what else its backward needs, for one rank
     here after the other.
 
     q, k, v hold the rows of the ranks here. ``operator``: it is one, hence needs a
     kernel that has a backward.
     """
-    call, group = _look_up(name, group)
     ranks, flip = call.ranks(
         group, q, scale, operator
     )  # probes the kernel, which is no part of the call
     layout = call.problem.layout
     with seen_inside() if operator else nullcontext(), without_autocast(q):
-        number = group.agree(
-            "forward",
-            ranks[0].problem,
-            q,
-            plan=lambda: ranks[0].plan,
-            sinks=sinks is not None,
-            **call.options(scale),
-        )
+        number = 0
+        if group.process_group is not None:
+            number = group.agree(
+                "forward",
+                ranks[0].problem,
+                q,
+                plan=lambda: ranks[0].plan,
+                sinks=sinks is not None,
+                **call.options(scale),
+            )
         shards = [group.split(t, 1, layout) for t in (flip(q), k, v)]
         steps = list(map(algorithms(call.scheme)[0], ranks, *shards))
         del shards  # a rank lets go of its own
@@ -346,16 +338,19 @@ def forward(
                         add_sinks_(*kept[3:5], sinks[heads.start : heads.stop])
         outs, lses, *saved = zip(*results)
         out, lse = group.join(outs, 1, layout), group.join(lses, 2, layout)
-    return out, lse, torch.full((), number), [*chain(*zip(*saved))]
+    return out, lse, number, [*chain(*zip(*saved))]
 
 
-ranks_forward = torch.library.custom_op(
+@torch.library.custom_op(
     "ringlab::ranks_forward",
-    forward,
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, str group, str name)"
     " -> (Tensor, Tensor, Tensor, Tensor[])",
 )
+def ranks_forward(q, k, v, sinks, scale, group, name):
+    """As ``forward``, of the call and the group of a name."""
+    out, lse, number, saved = forward(*_look_up(name, group), q, k, v, sinks, scale)
+    return out, lse, torch.full((), number), saved
 
 
 @ranks_forward.register_fake
@@ -449,10 +444,10 @@ def _backward(ctx, dout, dlse, *_):
         dout is None
     ):  # also without any gradient: the other ranks go through their backward, so this one does too
         dout = torch.zeros_like(out)
-    how = ctx.scale, ctx.group, ctx.call.name
+    call = ctx.scale, ctx.group, ctx.call.name
     dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
     return (
-        *ranks_backward(dout, dlse, q, k, v, out, lse, number, saved, *how),
+        *ranks_backward(dout, dlse, q, k, v, out, lse, number, saved, *call),
         dsinks,
         None,
         None,

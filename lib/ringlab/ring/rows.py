@@ -105,16 +105,16 @@ class ResidueInterval:
                 for head, residue in pairs
                 for x in self.positions(residue)[: rate // self.rate]
             )
-        held = _held(pairs, other.rate, other.pairs)
-        if not held:
+        common = _common(pairs, other.rate, other.pairs)
+        if not common:
             yield self
             return
-        if held != pairs:
-            yield ResidueInterval(rate, self.start, self.stop, pairs - held)
+        if common != pairs:
+            yield ResidueInterval(rate, self.start, self.stop, pairs - common)
         if self.start < start:
-            yield ResidueInterval(rate, self.start, start, held)
+            yield ResidueInterval(rate, self.start, start, common)
         if stop < self.stop:
-            yield ResidueInterval(rate, stop, self.stop, held)
+            yield ResidueInterval(rate, stop, self.stop, common)
 
     def strided(self) -> Iterator[StridedRows]:
         """The rows as they are sent: together those of heads with equal counts, evenly
@@ -131,7 +131,7 @@ class ResidueInterval:
 
 
 @lru_cache(maxsize=4096)
-def _held(pairs: frozenset, rate: int, of: frozenset) -> frozenset:
+def _common(pairs: frozenset, rate: int, of: frozenset) -> frozenset:
     """The ``pairs`` whose positions are all among the residues ``of`` modulo ``rate``."""
     return frozenset(p for p in pairs if (p[0], p[1] % rate) in of)
 
@@ -157,10 +157,12 @@ class Intervals:
         )
 
     def minus(self, other: Intervals) -> Intervals:
-        left = self.intervals
+        intervals = self.intervals
         for removed in other.intervals:
-            left = tuple(chain.from_iterable(each.minus(removed) for each in left))
-        return Intervals(left)
+            intervals = tuple(
+                chain.from_iterable(each.minus(removed) for each in intervals)
+            )
+        return Intervals(intervals)
 
     def plus(self, other: Intervals) -> Intervals:
         """The rows of both; those of ``other`` that are new come last."""
@@ -182,8 +184,8 @@ class Parts:
 
     @property
     def count(self) -> int:
-        taken = self.parts[self.numbers]
-        return self.kv_heads * int((taken.stops - taken.starts).sum())
+        parts = self.parts[self.numbers]
+        return self.kv_heads * int((parts.stops - parts.starts).sum())
 
     def minus(self, other: Parts) -> Parts:
         kept = ~torch.isin(self.numbers, other.numbers)
@@ -191,9 +193,9 @@ class Parts:
 
     def strided(self) -> tuple[StridedRows, ...]:
         """As few ranges of all heads, in the order of the shard."""
-        taken = self.parts[self.numbers]
+        parts = self.parts[self.numbers]
         ranges = []
-        for start, stop in zip(taken.starts.tolist(), taken.stops.tolist()):
+        for start, stop in zip(parts.starts.tolist(), parts.stops.tolist()):
             if ranges and ranges[-1].stop == start:
                 start = ranges.pop().start
             ranges.append(range(start, stop))

@@ -58,8 +58,8 @@ def _packed(plan: RankPlan, k: Tensor, v: Tensor) -> Tensor:
     rows = k.new_empty(
         sum(plan.sent), 2, k.shape[0], k.shape[3], dtype=plan.problem.exchange_dtype
     )
-    for part, own in plan.pairs(rows, k, v):
-        part.copy_(own)
+    for part, shard_rows in plan.pairs(rows, k, v):
+        part.copy_(shard_rows)
     return rows
 
 
@@ -91,8 +91,8 @@ def plan_backward(rank: Rank, dout, dlse, q, k, v, out, lse, rows) -> Steps:
     local = rank.local_backward(dout, q, k, v, out, lse)
     dq += local[0]
     yield Wait(ticket)
-    for part, own in plan.pairs(home, *local[1:]):
-        own.add_(part)
+    for part, shard_rows in plan.pairs(home, *local[1:]):
+        shard_rows.add_(part)
     return tuple(t[..., :d] for t in (dq, *local[1:]))
 
 
@@ -116,19 +116,19 @@ def _hop(rank: Rank, t: int, current, k: Tensor) -> tuple[Exchange, tuple | None
     me = rank.rank
     hops = rank.problem.hops
     exchange = Exchange()
-    coming = None
+    incoming = None
     if hops[(me - t + 1) % p] >= t:
         exchange.send[(me + 1) % p] = current
     if hops[(me - t) % p] >= t:
-        coming = exchange.receive[(me - 1) % p] = _shard(rank, (me - t) % p, k)
-    return exchange, coming
+        incoming = exchange.receive[(me - 1) % p] = _shard(rank, (me - t) % p, k)
+    return exchange, incoming
 
 
 def ring_forward(rank: Rank, q, k, v) -> Steps:
     p = rank.problem.layout.ranks
     current = (k.contiguous(), v.contiguous())
     for t in range(p):
-        exchange, coming = _hop(rank, t + 1, current, k)
+        exchange, incoming = _hop(rank, t + 1, current, k)
         ticket = yield exchange
         if t == 0:
             out, lse = rank.local_forward(q, k, v)
@@ -137,7 +137,7 @@ def ring_forward(rank: Rank, q, k, v) -> Steps:
             rank.add_forward((rank.rank - t) % p, q, current, out, lse)
         yield Wait(ticket)
         del exchange, ticket  # both hold what was sent, and the next step receives
-        current = coming
+        current = incoming
     return out.to(q.dtype), lse
 
 
@@ -153,16 +153,16 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     dtype = accumulation_dtype(k.dtype)
     travelling = None
     home = None
-    exchange, coming = _hop(rank, 1, (k.contiguous(), v.contiguous()), k)
+    exchange, incoming = _hop(rank, 1, (k.contiguous(), v.contiguous()), k)
     ticket = yield exchange
     total = rank.local_backward(dout, q, k, v, out, lse)
     gradients = yield Exchange()
     yield Wait(ticket)
     for t in range(1, p):
-        current = coming
+        current = incoming
         source = (me - t) % p
         onward = Exchange()
-        exchange, coming = _hop(rank, t + 1, current, k)
+        exchange, incoming = _hop(rank, t + 1, current, k)
         ticket = yield exchange
         if current is not None:
             gradient_shard = _shard(rank, source, k, dtype, torch.Tensor.new_zeros)
@@ -175,7 +175,7 @@ def ring_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
                 a += b
             onward.send[(me + 1) % p if hops[source] > t else source] = gradient_shard
         travelling = None
-        if coming is not None:
+        if incoming is not None:
             travelling = onward.receive[(me - 1) % p] = _shard(
                 rank, (source - 1) % p, k, dtype
             )
@@ -229,12 +229,12 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
         to = (me + t) % p
         source = (me - t) % p
         part = _shard(rank, to, k, dtype, torch.Tensor.new_zeros)
-        coming = _shard(rank, me, k, dtype)
+        incoming = _shard(rank, me, k, dtype)
         rank.add_backward(
             to, (dout, q, out, lse), exchange.receive.pop(to), total[0], part
         )
-        yield Wait((yield Exchange({to: part}, {source: coming})))
-        for a, b in zip(total[1:], coming):
+        yield Wait((yield Exchange({to: part}, {source: incoming})))
+        for a, b in zip(total[1:], incoming):
             a += b
     return tuple(t[..., :d] for t in total)
 

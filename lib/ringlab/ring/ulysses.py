@@ -91,18 +91,18 @@ class HeadRange:
         return str(self.pattern)
 
     def branches(self, n: int, heads: int, kv_heads: int) -> tuple[Branch, ...]:
-        whole = self.pattern.branches(n, self.heads, self.kv_heads)
-        kept = [
+        branches = self.pattern.branches(n, self.heads, self.kv_heads)
+        pairs_by_branch = [
             [
                 (h - self.numbers.start, o)
                 for h, o in zip(b.heads, b.offsets)
                 if h in self.numbers
             ]
-            for b in whole
+            for b in branches
         ]
         return tuple(
             Branch(b.length, b.rate, *zip(*pairs))
-            for b, pairs in zip(whole, kept)
+            for b, pairs in zip(branches, pairs_by_branch)
             if pairs
         )
 
@@ -114,8 +114,8 @@ def shares(heads: int, kv_heads: int, ranks: int) -> tuple[list[range], list[ran
     >>> shares(5, 5, 2)[0]
     [range(0, 3), range(3, 5)]
     """
-    (whole, rest), group = divmod(heads, ranks), heads // kv_heads
-    cuts = [rank * whole + min(rank, rest) for rank in range(ranks + 1)]
+    (size, rest), group = divmod(heads, ranks), heads // kv_heads
+    cuts = [rank * size + min(rank, rest) for rank in range(ranks + 1)]
     queries = [range(*pair) for pair in pairwise(cuts)]
     return queries, [
         range(q.start // group, (q.stop - 1) // group + 1) for q in queries
@@ -185,15 +185,15 @@ def _to_heads(
         for u in share.line
     ]
     received = yield from _all_to_all(rank, share.line, parts, shapes)
-    whole = [
+    results = [
         t.new_empty(t.shape[0], joined.size(me), len(h[share.place]), t.shape[3])
         for t, h in each
     ]
     for source, shards in zip(share.line, received):
         for row, owned in layout.chunks(source):
-            for into, shard in zip(whole, shards):
+            for into, shard in zip(results, shards):
                 into[:, joined.rows(me, owned)] = shard[:, row : row + len(owned)]
-    return whole
+    return results
 
 
 def _to_rows(
@@ -273,34 +273,28 @@ def _across(rank: Rank, share: HeadShare, algorithm, *tensors) -> Steps:
     return among(share.across, ranks, algorithm(part, *tensors))
 
 
-def _lse_to_heads(rank: Rank, share: HeadShare, lse: Tensor) -> Steps:
-    rows = lse.transpose(1, 2).unsqueeze(-1)  # (b, s, h, 1)
-    (whole,) = yield from _to_heads(rank, share, [rows], [share.queries])
-    return whole.squeeze(-1).transpose(1, 2)
-
-
 def ulysses_forward(
     rank: Rank, q, k, v, mesh: MeshScheme | None = None, inner=None
 ) -> Steps:
     """``inner``: the forward of the other scheme of a mesh."""
     mesh = mesh or mesh_of("ulysses", rank.problem.layout.ranks)
     share = head_share(rank.problem, mesh, rank.rank)
-    kept = ()
+    saved = ()
     queries = share.queries
     keys = share.keys
     index = share.kv_index
-    whole = yield from _to_heads(rank, share, [q, k, v], [queries, keys, keys])
-    wide = [t if index is None else t[:, :, index] for t in whole[1:]]
+    gathered = yield from _to_heads(rank, share, [q, k, v], [queries, keys, keys])
+    wide = [t if index is None else t[:, :, index] for t in gathered[1:]]
     if len(share.across) == 1:
-        out, lse = _on_heads(rank, share, whole[0], *wide)
+        out, lse = _on_heads(rank, share, gathered[0], *wide)
     else:
-        out, lse, *kept = yield from _across(rank, share, inner, whole[0], *wide)
+        out, lse, *saved = yield from _across(rank, share, inner, gathered[0], *wide)
     (rows,) = yield from _to_rows(rank, share, [out], [queries])
     (lse_rows,) = yield from _to_rows(
         rank, share, [lse.transpose(1, 2).unsqueeze(-1)], [queries]
     )
     lse_rows = lse_rows.squeeze(-1).transpose(1, 2)
-    return rows, lse_rows, *whole, out.contiguous(), lse.contiguous(), *kept
+    return rows, lse_rows, *gathered, out.contiguous(), lse.contiguous(), *saved
 
 
 def ulysses_backward(
@@ -322,24 +316,26 @@ def ulysses_backward(
     queries = share.queries
     keys = share.keys
     index = share.kv_index
-    whole_q, whole_k, whole_v, whole_out, whole_lse, *kept = saved
-    (whole_dout,) = yield from _to_heads(rank, share, [dout], [queries])
-    wide = [t if index is None else t[:, :, index] for t in (whole_k, whole_v)]
-    tensors = whole_q, *wide, whole_out, whole_lse
-    whole_dlse = None
+    line_q, line_k, line_v, line_out, line_lse, *inner_saved = saved
+    (line_dout,) = yield from _to_heads(rank, share, [dout], [queries])
+    wide = [t if index is None else t[:, :, index] for t in (line_k, line_v)]
+    tensors = line_q, *wide, line_out, line_lse
+    line_dlse = None
     if dlse is not None:
-        whole_dlse = yield from _lse_to_heads(rank, share, dlse)
+        rows = [dlse.transpose(1, 2).unsqueeze(-1)]  # (b, s, h, 1)
+        (line_dlse,) = yield from _to_heads(rank, share, rows, [queries])
+        line_dlse = line_dlse.squeeze(-1).transpose(1, 2)
     if len(share.across) == 1:
-        tensors = fold_lse_gradient(whole_dout, *tensors, whole_dlse)
+        tensors = fold_lse_gradient(line_dout, *tensors, line_dlse)
         grads = _on_heads(rank, share, *tensors)
     else:
-        tensors = whole_dout, whole_dlse, *tensors, *kept
+        tensors = line_dout, line_dlse, *tensors, *inner_saved
         grads = yield from _across(rank, share, inner, *tensors)
     dtype = accumulation_dtype(q.dtype)
     grads = [t[..., : q.shape[3]].to(dtype) for t in grads]
     if index is not None:
         heads = torch.tensor(index, device=k.device)
         grads[1:] = [
-            t.new_zeros(whole_k.shape).index_add_(2, heads, t) for t in grads[1:]
+            t.new_zeros(line_k.shape).index_add_(2, heads, t) for t in grads[1:]
         ]
     return tuple((yield from _to_rows(rank, share, grads, [queries, keys, keys])))

@@ -19,17 +19,9 @@ from .schemes import SCHEMES
 from .ulysses import MeshScheme, head_share, mesh_of, shares
 
 
-def sent_bytes(
-    problem: Problem,
-    rank: int,
-    scheme: str | MeshScheme,
-    *,
-    batch: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    passes: str = "fwd",
-) -> int:
-    """Bytes that a rank sends to all others in one call: the sum of ``sent_to``.
+def sent_bytes(problem: Problem, rank: int, scheme: str | MeshScheme, **shape) -> int:
+    """Bytes that a rank sends to all others in one call: the sum of ``sent_to``, whose
+    batch, head_dim, dtype and passes are the ``shape``.
 
     >>> from ringlab.patterns import Dense
     >>> from ringlab.ring.layout import contiguous
@@ -37,7 +29,6 @@ def sent_bytes(
     >>> [sent_bytes(problem, 0, s, batch=1, head_dim=4, dtype=torch.float32) for s in ("plan", "ring", "all_gather")]
     [128, 128, 128]
     """
-    shape = {"batch": batch, "head_dim": head_dim, "dtype": dtype, "passes": passes}
     return sum(sent_to(problem, rank, scheme, **shape).values())
 
 
@@ -253,13 +244,13 @@ def unevenness(problem: Problem, scheme: str) -> float:
 
 def _before(branch: Branch, offset: int, stop: int, problem: Problem) -> int:
     """Pairs of the queries before position ``stop``, in one head of a branch."""
-    whole, rest = divmod(stop, branch.length)
+    segments, rest = divmod(stop, branch.length)
     last = min(
-        branch.length, problem.layout.n - whole * branch.length
+        branch.length, problem.layout.n - segments * branch.length
     )  # of the segment that is cut
-    segment, before, there = (
+    segment, queries, keys = (
         len(range(offset, end, branch.rate)) for end in (branch.length, rest, last)
     )
     if problem.causal:
-        return whole * segment * (segment + 1) // 2 + before * (before + 1) // 2
-    return whole * segment**2 + before * there
+        return segments * segment * (segment + 1) // 2 + queries * (queries + 1) // 2
+    return segments * segment**2 + queries * keys

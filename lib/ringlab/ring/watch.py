@@ -145,29 +145,29 @@ def culprit(
     idle = [rank for rank in silent if progress[rank].doing == "computes"]
     if len(idle) == 1:
         return idle[0], "silent"
-    begun = [each.begun for each in progress]
+    begun = [rank_progress.begun for rank_progress in progress]
     (usual, times), *_ = Counter(begun).most_common()
-    odd = [rank for rank, count in enumerate(begun) if count != usual]
+    outliers = [rank for rank, count in enumerate(begun) if count != usual]
     if (
-        2 * times > len(begun) and len(odd) == 1
+        2 * times > len(begun) and len(outliers) == 1
     ):  # one that is ahead of all others differs as much as one behind
-        return odd[0], "silent"
+        return outliers[0], "silent"
     if idle:
         return min(idle, key=lambda rank: begun[rank]), "silent"
     return None, "differ"
 
 
 def describe(
-    found: tuple[int | None, str],
+    blamed: tuple[int | None, str],
     ends: dict[int, End],
     progress: list[Progress],
     timeout_s: float,
 ) -> RankFailed:
     """What ``culprit`` found, in a line."""
-    rank, kind = found
-    told = [
-        f"rank {i} {each.doing} after {each.begun} exchanges"
-        for i, each in enumerate(progress)
+    rank, kind = blamed
+    reports = [
+        f"rank {i} {rank_progress.doing} after {rank_progress.begun} exchanges"
+        for i, rank_progress in enumerate(progress)
     ]
     if kind == "differ":
         lost = next(
@@ -175,7 +175,7 @@ def describe(
         )
         return RankFailed(
             None,
-            f"ranks differ, nobody knows which is right: {', '.join(told[:8])}{lost}",
+            f"ranks differ, nobody knows which is right: {', '.join(reports[:8])}{lost}",
         )
     if kind == "error":
         end = next(
@@ -195,10 +195,12 @@ def describe(
     if kind == "died":
         return RankFailed(rank, f"rank {rank} {ends[rank].value}")
     most = max(
-        each.begun for i, each in enumerate(progress) if i != rank or len(progress) == 1
+        rank_progress.begun
+        for i, rank_progress in enumerate(progress)
+        if i != rank or len(progress) == 1
     )
-    how = {"computes": "hangs", "is stopped": "is stopped"}.get(
+    state = {"computes": "hangs", "is stopped": "is stopped"}.get(
         progress[rank].doing, "made other calls"
     )
-    what = f"{how}: after {timeout_s:g} s it has begun {progress[rank].begun} exchanges, others {most}"
-    return RankFailed(rank, f"rank {rank} {what}")
+    message = f"{state}: after {timeout_s:g} s it has begun {progress[rank].begun} exchanges, others {most}"
+    return RankFailed(rank, f"rank {rank} {message}")
