@@ -102,10 +102,11 @@ class View:
         an index: a view (b, rows, heads, d).
         """
         s_b, s_n, s_h, s_d = t.stride()
-        start = t.storage_offset() + self.first * s_n + self.head * s_h
-        s_head = self.head_step * s_h + self.shift * s_n
-        shape = t.shape[0], self.rows, heads, t.shape[3]
-        return t.as_strided(shape, (s_b, self.step * s_n, s_head, s_d), start)
+        return t.as_strided(
+            (t.shape[0], self.rows, heads, t.shape[3]),
+            (s_b, self.step * s_n, self.head_step * s_h + self.shift * s_n, s_d),
+            t.storage_offset() + self.first * s_n + self.head * s_h,
+        )
 
     def from_head(self, start: int, stop: int) -> View:
         """The same rows for heads start .. stop - 1 of the call."""

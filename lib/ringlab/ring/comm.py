@@ -93,9 +93,9 @@ class Traffic:
     def add(self, rank: int, request: AllToAll | Exchange) -> None:
         for to, tensors in request.by_rank()[0].items():
             size = sum(t.numel() * t.element_size() for t in tensors)
-            if to != rank and size and request.control:
+            if request.control and to != rank:
                 self.control += size
-            elif to != rank and size:
+            elif size and to != rank:
                 self.sent[rank, to] = self.sent.get((rank, to), 0) + size
                 self.messages += 1
 
@@ -134,6 +134,7 @@ def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> li
     """
     first = 0 if group is None else dist.get_rank(group)
     traffic = _counter.get() or kept(_counter.name)
+    watched = group is not None and beat is not None
     ticket = None
     results = [None] * len(algorithms)
     while True:
@@ -148,17 +149,17 @@ def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> li
         if len(steps) < len(algorithms) or len(set(map(type, steps))) > 1:
             raise RuntimeError("the ranks do not agree on what comes next")
         if isinstance(steps[0], Wait):
-            if group is not None and beat is not None:
+            if watched:
                 beat.does("waits")
             for work in steps[0].ticket:
                 work.wait()
-            if group is not None and beat is not None:
+            if watched:
                 beat.does("computes")
             ticket = work = None
             continue
         for i in range(len(steps) if traffic is not None else 0):
             traffic.add(first + i, steps[i])
-        if group is not None and beat is not None:
+        if watched:
             beat.begins()
         ticket = (
             [_Simulated([step.by_rank() for step in steps])]

@@ -76,13 +76,16 @@ def attend_documents(
     results = []
     for (shards, *size), *tensors in zip(cut, *parts):
         tensors = (t.unflatten(0, size) for t in tensors)
-        across = {
-            "group": group,
-            "scheme": scheme,
-            "layout": shards,
-            "exchange_dtype": exchange_dtype,
-        }
-        results.append(attend(*tensors, pattern, **across, **options))
+        result = attend(
+            *tensors,
+            pattern,
+            group=group,
+            scheme=scheme,
+            layout=shards,
+            exchange_dtype=exchange_dtype,
+            **options,
+        )
+        results.append(result)
     outs, lses = zip(
         *((o.flatten(0, 1), l.transpose(1, 2).flatten(0, 1)) for o, l in results)
     )

@@ -166,18 +166,16 @@ class Group:
         if self.process_group is None or self.size < 3:
             return ()
         if self.process_group not in _hosts:
-            names = torch.full((self.size, 1), digest(socket.gethostname()))
-            ones = [1] * self.size
-            names = names.to("cpu" if self._on_cpu else device)
-            names_by_rank = (
-                drive(
-                    [all_to_all(names, ones, ones, control=True)], self.process_group
-                )[0]
-                .flatten()
-                .tolist()
-            )
-            _hosts[self.process_group] = tuple(map(names_by_rank.index, names_by_rank))
+            names = self._all_rows([digest(socket.gethostname())], device)
+            _hosts[self.process_group] = tuple(map(names.index, names))
         return _hosts[self.process_group]
+
+    def _all_rows(self, row: list[int], device: torch.device) -> list[list[int]]:
+        """The rows of all ranks, of which this one has ``row``, by an all-to-all."""
+        ones = [1] * self.size
+        rows = torch.tensor([row] * self.size, device="cpu" if self._on_cpu else device)
+        steps = all_to_all(rows, ones, ones, control=True)
+        return drive([steps], self.process_group)[0].tolist()
 
     @property
     def _on_cpu(self) -> bool:
@@ -211,22 +209,15 @@ class Group:
         number = number or next(calls)
         shape = ("batch", t.shape[0]), ("head_dim", t.shape[3]), ("dtype", t.dtype)
         fields, own_digest = _fields(passes, problem, (*shape, *options.items()))
-        on_cpu = self._on_cpu
         new = own_digest not in agreed
-        if on_cpu or new:
+        if new or self._on_cpu:
             header = [own_digest, number, new and plan is not None]
-            ones = [1] * self.size
-            headers = torch.tensor(
-                [header] * self.size, device="cpu" if on_cpu else t.device
-            )
-            headers_by_rank = drive(
-                [all_to_all(headers, ones, ones, control=True)], self.process_group
-            )[0].tolist()
-            if any(row[:2] != header[:2] for row in headers_by_rank):
+            headers = self._all_rows(header, t.device)
+            if any(row[:2] != header[:2] for row in headers):
                 raise _fields_differ(
                     self._gather(fields | {"forward call": f"number {number}"}, t)
                 )
-            if any(row[2] for row in headers_by_rank):
+            if any(row[2] for row in headers):
                 self._compare_rows(plan(), t)
             if (
                 len(agreed) >= MOST_AGREED

@@ -337,14 +337,9 @@ def launch(
             for process in processes:
                 process.end()
     if blamed := culprit(ends, progress):
-        if (
-            blamed[0] is not None
-            and progress[blamed[0]].begun < 0
-            and blamed[0] not in ends
-        ):
-            raise RankFailed(
-                blamed[0], f"rank {blamed[0]} has not joined within {JOIN_S:g} s"
-            )
+        rank, _ = blamed
+        if rank is not None and progress[rank].begun < 0 and rank not in ends:
+            raise RankFailed(rank, f"rank {rank} has not joined within {JOIN_S:g} s")
         raise describe(blamed, ends, progress, timeout_s)
     return [ends[rank].value for rank in range(ranks)]
 

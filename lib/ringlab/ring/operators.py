@@ -100,14 +100,18 @@ def attend(
     compiling = torch.compiler.is_compiling()
     simulated = isinstance(group, Simulated)
     if compiling and (simulated or not IN_GRAPHS or not isinstance(scheme, str)):
-        across = {
-            "group": group,
-            "scheme": scheme,
-            "layout": layout,
-            "exchange_dtype": exchange_dtype,
-            "sinks": sinks,
-        }
-        return torch.compiler.disable(attend)(q, k, v, pattern, **across, **options)
+        return torch.compiler.disable(attend)(
+            q,
+            k,
+            v,
+            pattern,
+            group=group,
+            scheme=scheme,
+            layout=layout,
+            exchange_dtype=exchange_dtype,
+            sinks=sinks,
+            **options,
+        )
     if not compiling and is_transformed(q, k, v):  # operators know of none
         raise NotImplementedError(
             "attention over a group does not support torch.func or forward-mode derivatives"
@@ -117,13 +121,25 @@ def attend(
     machines, group = group.machines if simulated else 1, Group.of(group, dimensions=2)
     check_exchange_dtype(exchange_dtype, q.dtype)
     shape = (*q.shape[1:3], k.shape[2])
-    where = (exchange_dtype, group.size, machines, group.process_group)
     follows = torch.is_grad_enabled() and requires_grad(q, k, v, sinks)
-    passes = "fwd+bwd" if follows else "fwd"
-    scheme, width = check_scheme(scheme, group.shape), (q.shape[3], q.dtype, passes)
+    scheme, width = check_scheme(scheme, group.shape), None
+    if scheme == "auto":
+        width = q.shape[3], q.dtype, "fwd+bwd" if follows else "fwd"
     scale = options["scale"]
-    key = shape, width, pattern, layout, scheme, options["causal"], options["backend"]
-    key = *key, options["execution"], *where
+    key = (
+        options["backend"],
+        options["execution"],
+        group.process_group,
+        pattern,
+        layout,
+        scheme,
+        options["causal"],
+        exchange_dtype,
+        shape,
+        width,
+        group.size,
+        machines,
+    )
     if compiling:
         name = _name_in_graph(*key)
     else:
@@ -173,44 +189,16 @@ def check_one_device(scheme, layout, exchange_dtype=None) -> None:
             )
 
 
-def _call(
-    shape,
-    width,
-    pattern,
-    layout,
-    scheme,
-    causal,
-    backend,
-    execution,
-    exchange_dtype,
-    ranks: int,
-    machines: int,
-    process_group,
-) -> RankCall:
-    """The call, checked; ``shape``: rows, heads, K/V heads; ``width``: head_dim, dtype
-    and passes, which decide between schemes.
-    """
+def _call(backend, execution, process_group, pattern, layout, *key) -> RankCall:
+    """The call, checked; ``key``: what more ``_problem`` takes."""
     if not isinstance(layout, str | Layout):
         layout_named(layout, 1, 1)  # raises
     rank = None
     if process_group is not None:
         rank = dist.get_rank(process_group)
         keep_name(process_group)
-    if scheme != "auto":
-        width = None
-    problem, scheme, text = _problem(
-        pattern,
-        layout,
-        scheme,
-        causal,
-        exchange_dtype,
-        shape,
-        width,
-        ranks,
-        machines,
-        rank,
-    )
-    if ranks > 1:
+    problem, scheme, text = _problem(rank, pattern, layout, *key)
+    if problem.layout.ranks > 1:
         execution.check(pattern, computing_scheme(scheme))
     # Of pools and caches the text has addresses, which are theirs alone: a call holds them.
     # With the rank, by which sizes differ: processes share compiled graphs by their texts.
@@ -227,6 +215,7 @@ MOST_COMPILED = 4096
 
 @lru_cache(maxsize=64)
 def _problem(
+    rank: int | None,
     pattern,
     layout,
     scheme: str | MeshScheme,
@@ -236,10 +225,10 @@ def _problem(
     width: tuple[int, torch.dtype, str] | None,
     ranks: int,
     machines: int,
-    rank: int | None,
 ) -> tuple[Problem, str | MeshScheme, str]:
-    """Problem, scheme, and a text for both, checked. ``shape``: rows, heads, K/V heads;
-    ``rank`` None: of all rows.
+    """Problem, scheme, and a text for both, checked. ``rank`` None: of all rows;
+    ``shape``: rows, heads, K/V heads; ``width``: head_dim, dtype and passes, which
+    decide between schemes, for "auto" alone.
     """
     rows, heads, kv_heads = shape
     n = (
@@ -289,7 +278,7 @@ def _look_up(name: str, group: str) -> tuple[RankCall, Group]:
     if name in _compiled:
         _compiled.move_to_end(name)
     if not group:
-        return call, Group(call.problem.layout.ranks, range(call.problem.layout.ranks))
+        return call, Group.of(Simulated(call.problem.layout.ranks))
     return call, Group.of(group_named(group))
 
 

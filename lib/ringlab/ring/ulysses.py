@@ -273,12 +273,16 @@ def _across(rank: Rank, share: HeadShare, algorithm, *tensors) -> Steps:
     return among(share.across, ranks, algorithm(part, *tensors))
 
 
+def _share(rank: Rank, mesh: MeshScheme | None) -> HeadShare:
+    mesh = mesh or mesh_of("ulysses", rank.problem.layout.ranks)
+    return head_share(rank.problem, mesh, rank.rank)
+
+
 def ulysses_forward(
     rank: Rank, q, k, v, mesh: MeshScheme | None = None, inner=None
 ) -> Steps:
     """``inner``: the forward of the other scheme of a mesh."""
-    mesh = mesh or mesh_of("ulysses", rank.problem.layout.ranks)
-    share = head_share(rank.problem, mesh, rank.rank)
+    share = _share(rank, mesh)
     saved = ()
     queries = share.queries
     keys = share.keys
@@ -311,8 +315,7 @@ def ulysses_backward(
     inner=None,
 ) -> Steps:
     """``inner``: the backward of the other scheme of a mesh."""
-    mesh = mesh or mesh_of("ulysses", rank.problem.layout.ranks)
-    share = head_share(rank.problem, mesh, rank.rank)
+    share = _share(rank, mesh)
     queries = share.queries
     keys = share.keys
     index = share.kv_index
