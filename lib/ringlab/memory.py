@@ -244,7 +244,7 @@ class MemoryPool:
         if not nbytes or nbytes < self.threshold_bytes or is_traced():
             return None
         if device.type == "cpu":
-            return ("cpu", 0, 0)
+            return ("cpu",)
         # A graph keeps its own memory.
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(device)

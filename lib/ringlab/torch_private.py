@@ -73,12 +73,10 @@ def flop_counters() -> list:
     """torch's FLOP counters at work, which know operators by their formulas; none where
     torch does not tell, and they count torch's operators alone.
     """
-    module = sys.modules.get("torch.utils.flop_counter")
-    if module is None:
+    module = "torch.utils.flop_counter"
+    if module not in sys.modules:
         return []
-    return [
-        m.counter for m in dispatch_modes() if type(m).__module__ == module.__name__
-    ]
+    return [m.counter for m in dispatch_modes() if type(m).__module__ == module]
 
 
 def is_fake(t: Tensor) -> bool:
@@ -132,8 +130,9 @@ def is_transformed(*tensors: Tensor) -> bool:
     """
     level = getattr(forward_ad, "_current_level", None)  # -1 outside of all
     if level is None or in_functorch is _unknown:
-        tangents = [forward_ad.unpack_dual(t).tangent for t in tensors]
-        return not tensors or any(t is not None for t in tangents)
+        return not tensors or any(
+            forward_ad.unpack_dual(t).tangent is not None for t in tensors
+        )
     return in_functorch() or level >= 0
 
 
@@ -166,15 +165,14 @@ def keep(name: str, value: object) -> object:
     Where torch keeps none, those threads know nothing of their callers.
     """
     before = kept(name)
-    if _is_kept is not None:
+    if _is_kept:
         torch._C._stash_obj_in_tls(name, value)
     return before
 
 
 def kept(name: str) -> object:
     """What ``keep`` was given; None for nothing."""
-    known = _is_kept is not None and _is_kept(name)
-    return torch._C._get_obj_in_tls(name) if known else None
+    return torch._C._get_obj_in_tls(name) if _is_kept and _is_kept(name) else None
 
 
 _groups: WeakValueDictionary = WeakValueDictionary()  # by name

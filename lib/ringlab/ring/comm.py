@@ -229,16 +229,15 @@ def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
     # behind data that are sent already. Then the two directions would take turns, and
     # the exchange twice the time; as gloo's own all-to-all does.
     for op, peers in ((dist.irecv, receive), (dist.isend, send)):
-        for peer, t in (
-            (peer, t) for peer, tensors in peers.items() for t in tensors if t.numel()
-        ):
-            buffer = t
-            if staged and op is dist.isend:
-                buffer = t.cpu()
-            elif staged:
-                buffer = torch.empty_like(t, device="cpu")
-                copies.append(_Copy(t, buffer))
-            ops.append(dist.P2POp(op, buffer, group=group, group_peer=peer))
+        for peer, tensors in peers.items():
+            for t in filter(Tensor.numel, tensors):
+                buffer = t
+                if staged and op is dist.isend:
+                    buffer = t.cpu()
+                elif staged:
+                    buffer = torch.empty_like(t, device="cpu")
+                    copies.append(_Copy(t, buffer))
+                ops.append(dist.P2POp(op, buffer, group=group, group_peer=peer))
     return [*dist.batch_isend_irecv(ops), *copies] if ops else []
 
 

@@ -385,7 +385,7 @@ def rows_needed(problem: Problem) -> list[list[int]]:
     [[0, 0], [4, 0]]
     """
     layout = problem.layout
-    p = problem.layout.ranks
+    p = layout.ranks
     if isinstance(problem.pattern, BlockSparse):
         return _blocks_needed(problem)
     if layout.kind == "striped":

@@ -131,8 +131,9 @@ class Group:
         """As ``of``; None if all rows are here: no group is given, or one of a single
         rank.
         """
-        ranks = None if group is None else cls.of(group)
-        return ranks if ranks is not None and ranks.size > 1 else None
+        if group is not None and (ranks := cls.of(group)).size > 1:
+            return ranks
+        return None
 
     def split(
         self, t: Tensor | None, dim: int = 1, layout: Layout | None = None

@@ -348,14 +348,10 @@ def most_ranks() -> int:
     """The ranks that this machine could hold, by its memory and the files that a
     process may open.
     """
-    memory, (files, _) = (
-        ram_bytes(Probe().read),
-        resource.getrlimit(resource.RLIMIT_NOFILE),
-    )
-    limits = (
-        memory and memory // RANK_BYTES,
-        files > 0 and files // RANK_FILES,
-    )  # none where not known
+    memory = ram_bytes(Probe().read)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # None, or not positive, where not known.
+    limits = memory and memory // RANK_BYTES, files > 0 and files // RANK_FILES
     return min(filter(None, limits), default=LARGEST)
 
 

@@ -98,7 +98,7 @@ class Layout:
         if not positions:
             return slice(0, 0)
         row, owned = next(
-            (row, owned) for row, owned in self.chunks(rank) if positions[0] in owned
+            chunk for chunk in self.chunks(rank) if positions[0] in chunk[1]
         )
         first = row + owned.index(positions[0])
         step = max(1, positions.step // owned.step)

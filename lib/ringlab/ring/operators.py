@@ -65,20 +65,21 @@ class RankCall:
         """The work of the ranks here, for a positive scale, and what makes q, and dq of
         its, one for that scale. ``columns``: by how many the heads will be wider.
         """
-        problem, backend = self.problem, self.backend
-        needs = {"causal": problem.causal, "backward": backward, "backend": backend}
-        head_dim = q.shape[3] + columns
-        kernel = kernels.choose(q.device, q.dtype, head_dim, **needs).kernel
+        problem = self.problem
+        kernel = kernels.choose(
+            q.device,
+            q.dtype,
+            q.shape[3] + columns,
+            causal=problem.causal,
+            backward=backward,
+            backend=self.backend,
+        ).kernel
         flip, scale = positive_scale(scale)
         if group.process_group is not None:
             problem = on_hosts(problem, self.scheme, group.hosts(q.device))
         return [
             rank_of(problem, rank, kernel, scale, self.execution) for rank in group.here
         ], flip
-
-    def options(self, scale: float) -> dict:
-        """What all ranks must have equal beside the problem."""
-        return {"scheme": self.scheme, "scale": scale, "backend": self.backend}
 
 
 def attend(
@@ -120,7 +121,6 @@ def attend(
     q, k, v = [t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v)]
     machines, group = group.machines if simulated else 1, Group.of(group, dimensions=2)
     check_exchange_dtype(exchange_dtype, q.dtype)
-    shape = (*q.shape[1:3], k.shape[2])
     follows = torch.is_grad_enabled() and requires_grad(q, k, v, sinks)
     scheme, width = check_scheme(scheme, group.shape), None
     if scheme == "auto":
@@ -135,7 +135,7 @@ def attend(
         scheme,
         options["causal"],
         exchange_dtype,
-        shape,
+        (*q.shape[1:3], k.shape[2]),
         width,
         group.size,
         machines,
@@ -311,7 +311,9 @@ def forward(
                 q,
                 plan=lambda: ranks[0].plan,
                 sinks=sinks is not None,
-                **call.options(scale),
+                scheme=call.scheme,
+                scale=scale,
+                backend=call.backend,
             )
         shards = [group.split(t, 1, layout) for t in (flip(q), k, v)]
         steps = list(map(algorithms(call.scheme)[0], ranks, *shards))
@@ -395,8 +397,16 @@ def ranks_backward(
     with seen_inside(), without_autocast(q):
         columns = 0 if dlse is None else LSE_COLUMNS
         ranks, flip = call.ranks(group, q, scale, True, columns)
-        options = call.options(scale) | {"gradient of lse": dlse is not None}
-        group.agree("backward", ranks[0].problem, q, int(number), **options)
+        group.agree(
+            "backward",
+            ranks[0].problem,
+            q,
+            int(number),
+            scheme=call.scheme,
+            scale=scale,
+            backend=call.backend,
+            **{"gradient of lse": dlse is not None},
+        )
         layout = call.problem.layout
         reads = ((dout, 1), (dlse, 2), (flip(q), 1), (k, 1), (v, 1), (out, 1), (lse, 2))
         count = len(saved) // len(ranks)

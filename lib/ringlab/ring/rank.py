@@ -330,7 +330,7 @@ class BlockRank(Rank):
 
     def _calls(self, source: int | None) -> Plan:
         problem = self.problem
-        layout = self.problem.layout
+        layout = problem.layout
         queries = keys = BlockParts.of(
             layout.ranges(self.rank), problem.pattern.block_size
         )

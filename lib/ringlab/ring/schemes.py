@@ -40,12 +40,14 @@ def plan_forward(rank: Rank, q, k, v) -> Steps:
     del ticket  # it holds the rows sent
     if plan.problem.hosts:
         received, sent = plan.passing
-        onward = direct.index_select(0, rank.goes_on(rows.device))
-        passed = rows[len(direct) :]
-        ticket = yield AllToAll(onward, sent, passed, received)
-        del onward, passed
-        yield Wait(ticket)
-        del ticket
+        index = rank.goes_on(rows.device)
+        yield Wait(
+            (
+                yield AllToAll(
+                    direct.index_select(0, index), sent, rows[len(direct) :], received
+                )
+            )
+        )
     rows = rows.to(k.dtype)
     del direct
     if len(rows):

@@ -91,20 +91,16 @@ class HeadRange:
         return str(self.pattern)
 
     def branches(self, n: int, heads: int, kv_heads: int) -> tuple[Branch, ...]:
-        branches = self.pattern.branches(n, self.heads, self.kv_heads)
-        pairs_by_branch = [
-            [
-                (h - self.numbers.start, o)
-                for h, o in zip(b.heads, b.offsets)
-                if h in self.numbers
+        branches = []
+        for b in self.pattern.branches(n, self.heads, self.kv_heads):
+            pairs = [
+                (head - self.numbers.start, offset)
+                for head, offset in zip(b.heads, b.offsets)
+                if head in self.numbers
             ]
-            for b in branches
-        ]
-        return tuple(
-            Branch(b.length, b.rate, *zip(*pairs))
-            for b, pairs in zip(branches, pairs_by_branch)
-            if pairs
-        )
+            if pairs:
+                branches.append(Branch(b.length, b.rate, *zip(*pairs)))
+        return tuple(branches)
 
 
 def shares(heads: int, kv_heads: int, ranks: int) -> tuple[list[range], list[range]]:

@@ -48,7 +48,7 @@ def sent_to(
     Gradients are fp32 or wider.
     """
     layout = problem.layout
-    p = problem.layout.ranks
+    p = layout.ranks
     kv_heads = problem.kv_heads
     narrow = dtype.itemsize
     broad = accumulation_dtype(dtype).itemsize
