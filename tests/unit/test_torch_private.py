@@ -40,12 +40,14 @@ def test_no_other_file_names_what_is_private_to_torch():
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.parametrize("absent", [False, True])
+MODES = ("dispatch_modes", "without_dispatch_modes", "without_function_modes")
+
+
+@pytest.mark.parametrize("absent", [None, *MODES])
 def test_modes(monkeypatch, absent):
     if absent:
-        monkeypatch.setattr(private, "dispatch_modes", list)
-        monkeypatch.setattr(private, "without_dispatch_modes", nullcontext)
-        monkeypatch.setattr(private, "without_function_modes", nullcontext)
+        plain = list if absent == "dispatch_modes" else nullcontext
+        monkeypatch.setattr(private, absent, plain)
     with FlopCounterMode(display=False) as flops, LiveStorageTracker() as tracker:
         modes = private.dispatch_modes()
         counters = private.flop_counters()
@@ -54,14 +56,14 @@ def test_modes(monkeypatch, absent):
         with private.outside_modes():
             torch.ones(4, 4) @ torch.ones(4, 4)
     counted = tracker.operators - before[0], flops.get_total_flops() - before[1]
-    if absent:
-        assert (modes, counters, counted) == ([], [], (3, 128))
-    else:
-        assert modes[-1] is tracker and counters == [flops] and counted == (3, 0)
+    told = absent != "dispatch_modes"
+    suspended = absent in (None, "without_function_modes")
+    assert [m is tracker for m in modes] == [False, True] * told
+    assert counters == [flops] * told and counted == (3, 0 if suspended else 128)
     with FakeTensorMode(), private.without_dispatch_modes():
-        assert private.is_fake(torch.ones(1)) == absent
+        assert private.is_fake(torch.ones(1)) == (absent == "without_dispatch_modes")
     with torch.device("meta"), private.outside_modes():
-        assert torch.ones(1).is_meta == absent
+        assert torch.ones(1).is_meta == (absent == "without_function_modes")
 
 
 def test_recording(monkeypatch):
