@@ -35,7 +35,6 @@ from .engine import DEFAULT, Execution
 from .engine import selected as selection
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
-from .kernels import capped
 from .kv_cache import KVCache
 from .patterns import Dense, Dilated, Pattern, as_pattern
 from .ring.ulysses import HeadRange
@@ -304,11 +303,11 @@ def _checked(
             raise NotImplementedError(
                 f"Execution(blocks={execution.blocks!r}) takes no softcap"
             )
-        backend = capped(backend, float(softcap))
+        softcap = float(softcap)
     if across:
         ring.check_one_device(*across)
     options = {"causal": causal, "scale": scale, "backend": backend}
-    return pattern, options | {"execution": execution}
+    return pattern, options | {"softcap": softcap, "execution": execution}
 
 
 # A call in a loop has the same options; by type too, since True equals 1.

@@ -316,6 +316,7 @@ class KVCache:
         causal: bool,
         scale: float,
         backend,
+        softcap: float | None,
         execution: Execution,
         lengths: list[int] | None = None,
         sinks: Tensor | None = None,
@@ -329,26 +330,25 @@ class KVCache:
             self._check(q, k, v, pattern, causal, lengths, sinks)
             return self._of_selected(q, k, v, selected, scale, backend, lengths, sinks)
         if _capturing(q):
-            options = pattern, causal, scale, backend, lengths, sinks
+            options = pattern, causal, scale, backend, softcap, lengths, sinks
             return self._record(q, k, v, *options)
         self._check(q, k, v, pattern, causal, lengths, sinks)
-        kernel = kernels.choose(
-            q.device, q.dtype, q.shape[3], causal=True, backend=backend
-        ).kernel
+        options = {"backend": backend, "softcap": softcap}
+        sizes = q.device, q.dtype, q.shape[3]
+        kernel = kernels.choose(*sizes, causal=True, **options).kernel
         if self.group is not None:
             policy = self.policy
             layout = contiguous(policy.n, self.group.size)
             problem = Problem(pattern, layout, True, policy.heads, policy.kv_heads)
             chunk = {"positions": q.shape[1], "lengths": tuple(lengths)}
-            options = {"scale": scale, "backend": backend, **chunk}
+            options |= {"scale": scale, **chunk}
             self.group.agree("generation", problem, q, **options)
         if scale <= 0:
             flip, scale = positive_scale(scale)
             q = flip(q)
-        decodes = backend == "auto" or kernel.name == "triton"
+        decodes = softcap is None and (backend == "auto" or kernel.name == "triton")
         if decodes and q.is_cuda:  # Triton must work here
-            sizes = q.device, q.dtype, q.shape[3], True, False
-            decodes = kernels.probe("triton", *sizes) is None
+            decodes = kernels.probe("triton", *sizes, True, False) is None
         with without_autocast(q):
             call = q, k, v, lengths, scale, kernel, execution, decodes
             if self.group is None:
@@ -432,15 +432,15 @@ class KVCache:
         self._parts[0].prepare_step()
 
     def _record(
-        self, q, k, v, pattern, causal: bool, scale: float, backend, lengths, sinks
+        self, q, k, v, pattern, causal, scale, backend, softcap, lengths, sinks
     ):
         """``attend`` while a CUDA graph is recorded."""
         self._check(q, k, v, pattern, causal, [0] * self.batch, sinks)
         one = q.shape[1] == 1 and {*lengths} == {1}
-        if not one or backend not in ("auto", "triton"):
+        if not one or backend not in ("auto", "triton") or softcap is not None:
             raise NotImplementedError(
                 "a CUDA graph records one position of each sequence by Triton's kernels, "
-                f"not q {tuple(q.shape)} by {backend!r}"
+                f"not q {tuple(q.shape)} by {backend!r}, softcap {softcap}"
             )
         flip, scale = positive_scale(scale)
         with without_autocast(q):

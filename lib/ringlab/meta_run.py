@@ -26,6 +26,7 @@ from .block_patterns import BlockSparse
 from .call import CallSpec
 from .checks import check_backend, check_choice, check_int, short_repr
 from .engine import Execution, autograd, torch_sparse
+from .engine.ways import LocalCall
 from .kernels.base import HALF, DeviceSpec, wants_dtype
 from .kernels.external import NOT_INSTALLED
 from .ring import Problem
@@ -342,7 +343,8 @@ def run(call: CallSpec) -> MetaRun:
         return most
     run, way = MetaRun(), call.execution.blocks
     execution = ColdExecution.of(call.execution, run)
-    arguments = call.pattern, call.causal, call.head_dim**-0.5, "auto", execution
+    scale = call.head_dim**-0.5
+    local = LocalCall(call.pattern, call.causal, scale, "auto", execution)
     with torch.no_grad():
         with run.on(_stand_in(call, False), call.device):
             q, k, v, dout = _inputs(call, run, call.seq_len)
@@ -350,13 +352,13 @@ def run(call: CallSpec) -> MetaRun:
                 _lower_bound(call, run, way, q, k, dout)
                 run.at_least = f"blocks={way!r} does not run without data"
                 return run
-            out, lse = autograd.forward(q, k, v, None, *arguments)
+            out, lse = autograd.forward(q, k, v, None, local)
             run.name("out", out)
             run.name("lse", lse)
         if dout is not None:
             with run.on(_stand_in(call, True), call.device):
                 tensors = dout, None, q, k, v, out, lse
-                run.name("gradients", *autograd.backward(*tensors, *arguments))
+                run.name("gradients", *autograd.backward(*tensors, local))
     return run
 
 

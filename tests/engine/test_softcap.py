@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from matrix import BF16, BLOCK_SPARSE, DILATED, F32, F64, Case, all_wrong, drawn
-from ringlab import Dense, Execution, KVCache, attention, blocks
+from ringlab import Dense, Execution, KVCache, attention, blocks, kernels
+from ringlab.kernels.torch_kernels import Eager
 from ringlab.ring import contiguous
 
 # Scores far beyond the cap.
@@ -55,10 +56,32 @@ def test_documents_caches_and_graphs(pattern):
     assert not torch.allclose(other, want, rtol=0, atol=0.01)
 
 
+def test_gradients_in_compiled_graphs():
+    (q, k, v), g = drawn(CASE)[0], drawn(CASE)[0][0]
+    how = {"causal": True, "scale": -1.0, "softcap": 1.5}
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    grads = [
+        torch.autograd.grad(f(*leaves, DILATED[0], **how), leaves, g)
+        for f in (attention, compiled)
+    ]
+    for a, b in zip(*grads):
+        assert torch.equal(a, b)
+
+
+def test_the_kernel_is_chosen_in_silence(caplog):
+    kernels.forget_probes()
+    for backend in ("auto", ("sdpa", "eager")):
+        choice = kernels.choose("cpu", F32, 16, backend=backend, softcap=3.0)
+        assert choice.kernel == Eager(softcap=3.0) != Eager()
+        assert choice.refusals["cpu_flash"] == "takes no softcap"
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
-        ({"backend": "sdpa"}, NotImplementedError, "backend 'sdpa' takes no softcap"),
+        ({"backend": "sdpa"}, NotImplementedError, "backend 'sdpa' .*takes no softcap"),
         ({"softcap": 0}, ValueError, "softcap must be a number .*, got 0$"),
         (
             {"softcap": float("nan")},

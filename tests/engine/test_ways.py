@@ -8,7 +8,7 @@ import torch
 from ringlab import Dense, Dilated, Execution, attention, blocks, kernels
 from ringlab.cache import PatternCache
 from ringlab.engine import dilated, ways
-from ringlab.engine.ways import way_of
+from ringlab.engine.ways import LocalCall, way_of
 from ringlab.kernels.base import DeviceSpec
 
 LADDER = Dilated([16, 32], [1, 2])
@@ -27,11 +27,13 @@ def way(
     backend="auto",
     differentiable=False,
     execution=None,
+    softcap=None,
     **of,
 ):
     q, k, _ = tensors(**of)
     execution = execution or Execution()
-    return way_of(q, k, pattern, causal, backend, execution, differentiable)
+    call = LocalCall(pattern, causal, 0.25, backend, execution, softcap)
+    return way_of(q, k, call, differentiable)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,7 @@ def way(
         {"pattern": Dense()},
         {"causal": False},
         {"backend": "eager"},
+        {"softcap": 5.0},
         {"n": 128},
         {"kv_heads": 4},
         {"dtype": torch.float64},

@@ -23,10 +23,9 @@ from ..torch_private import (
     is_fake,
     is_transformed,
 )
-from . import DEFAULT, Execution
-from .documents import Documents
+from . import DEFAULT
 from .sinks import add_sinks_, sinks_gradient
-from .ways import way_of
+from .ways import LocalCall, way_of
 
 
 def local_attention(
@@ -35,18 +34,17 @@ def local_attention(
     v,
     pattern: Pattern,
     *,
-    causal: bool,
-    scale: float,
-    backend: str,
-    execution: Execution,
-    documents: Documents | None = None,
     sinks: Tensor | None = None,
+    **options,
 ):
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q,
-    k, v and sinks (h,), through out and lse.
+    k, v and sinks (h,), through out and lse. ``options``: the other fields of
+    ``LocalCall``.
     """
+    call = LocalCall(pattern, **options)
     followed = is_followed(q, k, v, sinks)
-    if documents is None and execution == DEFAULT:  # an operator takes none
+    # An operator takes neither.
+    if call.documents is None and call.execution == DEFAULT:
         if torch.compiler.is_compiling():
             whole = IN_GRAPHS or torch.compiler.is_exporting()
         else:
@@ -55,15 +53,14 @@ def local_attention(
                     counter.flop_registry.setdefault(op, formula)
             whole = counters or is_fake(q)
         if whole and not is_transformed():
-            text = _text(pattern, backend)
+            text = _text(pattern, call.backend)
             if text is None:  # the compiled function makes it: only a trace has fields
-                text = _text(pattern.to_dict(), backend)
-            return operator(q, k, v, text, causal, scale, followed, sinks)
+                text = _text(pattern.to_dict(), call.backend)
+            options = call.causal, call.scale, followed, sinks, call.softcap
+            return operator(q, k, v, text, *options)
     q, k, v = _rows_dense(q, k, v)
-    call = _Attention.apply if followed else forward
-    return outside_graphs(call)(
-        q, k, v, sinks, pattern, causal, scale, backend, execution, documents
-    )  # plans are lists
+    attend = _Attention.apply if followed else forward
+    return outside_graphs(attend)(q, k, v, sinks, call)  # plans are lists
 
 
 def is_followed(*tensors: Tensor | None) -> bool:
@@ -98,70 +95,42 @@ def without_autocast(t: Tensor):
     )
 
 
-def forward(
-    q,
-    k,
-    v,
-    sinks: Tensor | None,
-    pattern: Pattern,
-    causal: bool,
-    scale: float,
-    backend,
-    execution: Execution,
-    documents: Documents | None = None,
-):
+def forward(q, k, v, sinks: Tensor | None, call: LocalCall):
     """out (b, n, h, d), lse (b, h, n)."""
-    differentiable = requires_grad(q, k, v, sinks)
-    call = sinks, pattern, causal, scale, backend, execution, differentiable
-    if documents is None:
-        return _forward(q, k, v, *call)
-    execution.check(pattern)
-    return documents.forward(q, k, v, lambda *tensors: _forward(*tensors, *call))
+    rest = sinks, call, requires_grad(q, k, v, sinks)
+    if call.documents is None:
+        return _forward(q, k, v, *rest)
+    call.execution.check(call.pattern)
+    return call.documents.forward(q, k, v, lambda *tensors: _forward(*tensors, *rest))
 
 
-def _forward(
-    q, k, v, sinks, pattern, causal, scale, backend, execution, differentiable: bool
-):
+def _forward(q, k, v, sinks, call: LocalCall, differentiable: bool):
     """As ``forward``; ``differentiable``: a gradient will be asked for."""
-    way = way_of(q, k, pattern, causal, backend, execution, differentiable)
-    flip, scale = positive_scale(scale)
+    way = way_of(q, k, call, differentiable)
+    flip, scale = positive_scale(call.scale)
     with without_autocast(q):
-        out, lse = way.forward((flip(q), k, v), scale, execution)
+        out, lse = way.forward((flip(q), k, v), scale, call.execution)
     return (out, lse) if sinks is None else add_sinks_(out, lse, sinks)
 
 
-def backward(
-    dout,
-    dlse,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    pattern: Pattern,
-    causal: bool,
-    scale: float,
-    backend,
-    execution: Execution,
-    documents: Documents | None = None,
-):
+def backward(dout, dlse, q, k, v, out, lse, call: LocalCall):
     """dq, dk, dv for cotangents of out and, if not None, of lse."""
-    call = pattern, causal, backend, execution, True, True
-    if documents is not None:
-        reads = dout, dlse, q, k, v, out, lse
-        rest = pattern, causal, scale, backend, execution
-        return documents.backward(*reads, lambda *tensors: backward(*tensors, *rest))
-    flip, scale = positive_scale(scale)
+    if call.documents is not None:
+        reads, alone = (dout, dlse, q, k, v, out, lse), call._replace(documents=None)
+        return call.documents.backward(
+            *reads, lambda *tensors: backward(*tensors, alone)
+        )
+    flip, scale = positive_scale(call.scale)
     q, head_dim = flip(q), q.shape[3]
-    way = way_of(q, k, *call)
+    way = way_of(q, k, call, True, True)
     with without_autocast(q):
         reads = dout, q, k, v, out, lse
         if folds := dlse is not None and not way.takes_dlse:
             reads = fold_lse_gradient(*reads, dlse)
-            way, dlse = way_of(*reads[1:3], *call), None  # of wider heads
+            way, dlse = way_of(*reads[1:3], call, True, True), None  # of wider heads
         if not way.takes_dlse:
             reads = *_rows_dense(*reads[:5]), lse
-        grads = way.backward(dlse, reads, scale, execution)
+        grads = way.backward(dlse, reads, scale, call.execution)
     dq, dk, dv = (grad[..., :head_dim] for grad in grads) if folds else grads
     return flip(dq), dk, dv
 
@@ -275,13 +244,12 @@ def _text(pattern: Pattern | dict, backend: str | tuple[str, ...]) -> str | None
 
 
 @lru_cache(maxsize=256)
-def _of_text(text: str) -> tuple[Pattern, str | tuple[str, ...], Execution]:
+def _of_text(
+    text: str, causal: bool, scale: float, softcap: float | None = None
+) -> LocalCall:
     pattern, backend = json.loads(text)
-    return (
-        from_dict(pattern),
-        backend if isinstance(backend, str) else tuple(backend),
-        Execution(),
-    )
+    backend = backend if isinstance(backend, str) else tuple(backend)
+    return LocalCall(from_dict(pattern), causal, scale, backend, DEFAULT, softcap)
 
 
 def _rows_dense(*tensors: Tensor) -> list[Tensor]:
@@ -301,18 +269,18 @@ def operator(
     scale: float,
     followed: bool,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``forward`` for the pattern and backend of a text: torch.compile and torch.export
     keep it whole.
     """
-    pattern, backend, execution = _of_text(text)
-    call = pattern, causal, scale, backend, execution, followed
-    out, lse = _forward(*_rows_dense(q, k, v), sinks, *call)
+    call = _of_text(text, causal, scale, softcap)
+    out, lse = _forward(*_rows_dense(q, k, v), sinks, call, followed)
     return out, lse.contiguous()
 
 
 @operator.register_fake
-def _(q, k, v, text, causal, scale, followed, sinks=None):
+def _(q, k, v, *rest):
     b, n, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(
         b, heads, n, dtype=accumulation_dtype(q.dtype)
@@ -331,21 +299,11 @@ def operator_backward(
     text: str,
     causal: bool,
     scale: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``backward``, likewise."""
-    pattern, backend, execution = _of_text(text)
-    grads = backward(
-        dout,
-        dlse,
-        *_rows_dense(q, k, v),
-        out,
-        lse,
-        pattern,
-        causal,
-        scale,
-        backend,
-        execution,
-    )
+    call = _of_text(text, causal, scale, softcap)
+    grads = backward(dout, dlse, *_rows_dense(q, k, v), out, lse, call)
     return tuple(grad.contiguous() for grad in grads)
 
 
@@ -355,7 +313,8 @@ def _(dout, dlse, q, k, v, *rest):
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, *ctx.rest, _, sinks = inputs
+    q, k, v, *rest, _, sinks, softcap = inputs
+    ctx.rest = *rest, softcap
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, sinks, *output)
 
@@ -363,16 +322,14 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, dout, dlse):
     q, k, v, sinks, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 8
+        return (None,) * 9
     dout = torch.zeros_like(out) if dout is None else dout
     dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
     return (
         *operator_backward(dout, dlse, q, k, v, out, lse, *ctx.rest),
-        None,
-        None,
-        None,
-        None,
+        *[None] * 4,
         dsinks,
+        None,
     )
 
 
@@ -389,7 +346,7 @@ def _flop_formulas() -> dict:
 
     def flops(q, k, v, text, causal: bool, products: tuple[int, int]) -> int:
         (b, n, heads, d), (m, kv_heads, d_v) = q, v[1:]
-        pattern, *_ = _of_text(text)
+        pattern = from_dict(json.loads(text)[0])
         pairs = heads * n * m
         if n == m:
             _, pairs = count_pairs(pattern, n, heads, kv_heads, causal)

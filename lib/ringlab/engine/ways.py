@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from ..torch_private import outside_modes
 from ..tracking import is_out_of_memory
 from . import DEFAULT, Execution, blocks, dilated, execute, folding, gather
 from . import torch_sparse as sparse
+from .documents import Documents
 from .execute import Planner
 
 
@@ -186,20 +188,31 @@ class Flex:
         return self.views.backward(*call)
 
 
+class LocalCall(NamedTuple):
+    """All of a call on one device but its tensors. ``softcap``: scores are
+    ``softcap * tanh(s / softcap)``.
+    """
+
+    pattern: Pattern
+    causal: bool
+    scale: float
+    backend: str | tuple[str, ...]
+    execution: Execution
+    softcap: float | None = None
+    documents: Documents | None = None
+
+
 Way = WholePattern | Planned | MergedOnce | Gathered | Bsr | Flex
 
 
 def way_of(
     q: Tensor,
     k: Tensor,
-    pattern: Pattern,
-    causal: bool,
-    backend: str | tuple[str, ...],
-    execution: Execution,
+    call: LocalCall,
     differentiable: bool,
     for_gradients: bool = False,
 ) -> Way:
-    """How a call of a pattern runs. ``differentiable``: its backward must run, too;
+    """How a call runs, without its documents. ``differentiable``: its backward must run, too;
     ``for_gradients``: the way is that of the backward.
 
     A way is remembered until ``kernels.forget_probes``, but not on a pretended device.
@@ -207,8 +220,10 @@ def way_of(
     """
     choose = _way if PRETENDED.get() is None else _way.__wrapped__
     sizes = *q.shape[1:], *k.shape[1:3]
-    call = pattern, causal, backend, execution.switches, differentiable, for_gradients
-    return choose(sizes, q.dtype, q.device, *call)
+    options = call.pattern, call.causal, call.backend, call.softcap
+    switches = call.execution.switches
+    passes = differentiable, for_gradients
+    return choose(sizes, q.dtype, q.device, *options, switches, *passes)
 
 
 @kernels.until_forgotten
@@ -219,6 +234,7 @@ def _way(
     pattern: Pattern,
     causal: bool,
     backend,
+    softcap: float | None,
     switches: Execution,
     differentiable: bool,
     for_gradients: bool,
@@ -229,7 +245,8 @@ def _way(
     switches.check(pattern, "one device" if here else "other keys")
     shape = (n, heads, kv_heads)
     free = switches.plain and switches.merge == "auto"
-    options = {"causal": causal, "backward": differentiable, "backend": backend}
+    options = {"causal": causal, "backward": differentiable}
+    options |= {"backend": backend, "softcap": softcap}
     if here and free and place.type == "cuda":  # nothing cuts the pattern up
         options["pattern_kind"] = kernels.kind_of(pattern, *shape)
         options["for_gradients"] = for_gradients

@@ -62,7 +62,6 @@ CPU = ("compiled", "cpu_flash")
 HOPPER = ("flash_attn_4", "flash_attn_3")  # and the first of them on newer ones
 # The kernels of torch's scaled_dot_product_attention.
 SDPA = ("cpu_flash", "cudnn", "flash", "efficient")
-CAPPED = "eager with softcap="
 LISTS = "triton"  # runs whole patterns
 # Far above rounding, far below a wrong function.
 PROBE_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -97,6 +96,7 @@ def choose(
     backend: str | tuple[str, ...] = "auto",
     pattern_kind: str = "dense",
     for_gradients: bool = False,
+    softcap: float | None = None,
 ) -> Choice:
     """Pick the kernel for (device, dtype, head_dim), the fastest known for the hardware
     first.
@@ -104,8 +104,9 @@ def choose(
     ``backward``: the backward pass must run, too. ``backend`` is "auto", "sdpa" (any of
     torch's own kernels), one name of ``KERNELS``, or a tuple of names to try in that
     order. "auto" on a GPU depends on ``pattern_kind``, one of ``rules.KINDS``, and on
-    the pass: the backward if ``for_gradients``. Raises ValueError for an unknown name
-    and NotImplementedError, with every reason, if no kernel that was asked for can run.
+    the pass: the backward if ``for_gradients``. With a ``softcap`` the kernel must cap
+    scores. Raises ValueError for an unknown name and NotImplementedError, with every
+    reason, if no kernel that was asked for can run.
 
     >>> choose("cpu", torch.float64, 64).name
     'cpu_flash'
@@ -114,12 +115,12 @@ def choose(
         device, forced = pretended
         if forced is not None:
             return Choice(forced, {})
-    asked = causal, backward, backend, pattern_kind, for_gradients
-    asked = _with_index(device), dtype, head_dim, *asked
+    call = causal, backward, backend, pattern_kind, for_gradients, softcap
+    call = _with_index(device), dtype, head_dim, *call
     try:
-        return _choose(*asked)
+        return _choose(*call)
     except TypeError:  # a list of names, or another argument without a hash
-        return _choose.__wrapped__(*asked)
+        return _choose.__wrapped__(*call)
 
 
 def until_forgotten(function):
@@ -144,6 +145,7 @@ def _choose(
     backend,
     pattern_kind,
     for_gradients,
+    softcap,
 ) -> Choice:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(
@@ -156,16 +158,15 @@ def _choose(
     if isinstance(device, torch.device):
         device_of(device)
     backend, tried, rule = checks.check_backend(backend), {}, None
-    asked, refusals = (device, dtype, head_dim, causal, backward), {}
+    sizes, refusals = (device, dtype, head_dim), {}
 
     def runs(name: str) -> bool:
-        why = probe(name, *asked)
+        why = probe(name, *sizes, causal, backward, softcap)
         refusals.update({} if why is None else {name: why})
         return why is None
 
     for name in (backend,) if isinstance(backend, str) else backend:
-        if not name.startswith(CAPPED):
-            check_choice("backend", name, ("auto", "sdpa", *KERNELS))
+        check_choice("backend", name, ("auto", "sdpa", *KERNELS))
         if name != "auto":
             tried |= {
                 x: None for x in (SDPA if name == "sdpa" else (name,)) if x not in tried
@@ -177,8 +178,8 @@ def _choose(
         tried |= {x: rule for x in _by_rule(rule, order(device)) if x not in tried}
     for name, rule in tried.items():
         if runs(name):
-            return Choice(named(name), refusals, rule)
-        if backend == "auto" and not KERNELS[name].refuses(device, dtype, head_dim):
+            return Choice(_with_softcap(name, softcap), refusals, rule)
+        if backend == "auto" and not _refusal(name, *sizes, softcap):
             why = refusals[name]
             _warn_once(f"attention on {device.type} in {dtype} without {name}: {why}")
     reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
@@ -187,25 +188,17 @@ def _choose(
     )
 
 
-def capped(backend: str | tuple[str, ...], softcap: float) -> str:
-    """The kernel that takes a soft cap, by a name that carries it; NotImplementedError
-    for a ``backend`` that is, or are, others.
-    """
-    if not {"auto", "eager"} & {*([backend] if isinstance(backend, str) else backend)}:
-        raise NotImplementedError(f"backend {backend!r} takes no softcap, 'eager' does")
-    return f"{CAPPED}{softcap!r}"
+def _with_softcap(name: str, softcap: float | None) -> Kernel:
+    kernel = KERNELS[name]
+    return kernel if softcap is None else kernel.with_softcap(softcap)
 
 
-def named(name: str) -> Kernel:
-    """The kernel of a name, also of one that ``capped`` made."""
-    if name.startswith(CAPPED):
-        return _eager(float(name.removeprefix(CAPPED)))
-    return KERNELS[name]
-
-
-@lru_cache(maxsize=64)  # plans are kept by their kernel
-def _eager(softcap: float) -> Eager:
-    return Eager(softcap=softcap)
+def _refusal(name: str, device, dtype, head_dim, softcap: float | None) -> str | None:
+    """Why the rules of a kernel refuse a call, or None."""
+    kernel = KERNELS[name]
+    if softcap is not None and not hasattr(kernel, "with_softcap"):
+        return "takes no softcap"
+    return kernel.refuses(device, dtype, head_dim)
 
 
 def _by_rule(rule: Rule | None, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -213,8 +206,8 @@ def _by_rule(rule: Rule | None, names: tuple[str, ...]) -> tuple[str, ...]:
     if rule is None:
         return names
     lists = (LISTS,) if rule.way == "lists" else ()
-    named = (rule.kernel,) if rule.kernel else ()
-    return tuple(dict.fromkeys((*named, *lists, *names)))
+    first = (rule.kernel,) if rule.kernel else ()
+    return tuple(dict.fromkeys((*first, *lists, *names)))
 
 
 @lru_cache(maxsize=256)
@@ -314,21 +307,22 @@ def probe(
     head_dim: int,
     causal: bool,
     backward: bool,
+    softcap: float | None = None,
 ) -> str | None:
     """Why the kernel ``name`` cannot run with these arguments, or None. Tiny calls, as
     the engine makes them, are compared with float64, outside of the caller's modes.
 
     Raises what says that memory ran out: that may pass, and is not kept.
     """
-    kernel = named(name)
-    if (why := kernel.refuses(device, dtype, head_dim)) is not None:
+    if (why := _refusal(name, device, dtype, head_dim, softcap)) is not None:
         return why
+    kernel = _with_softcap(name, softcap)
     calls = [(rows, rows) for rows in PROBE_ROWS]
     if causal and supports_lower_right_causal(kernel):
         calls.append((90, 160))
     with outside_modes(), torch.no_grad():
         wrong = (
-            _wrong(kernel, *rows, device, dtype, head_dim, causal, backward)
+            _wrong(kernel, *rows, device, dtype, head_dim, causal, backward, softcap)
             for rows in calls
         )
         return next(filter(None, wrong), None)
@@ -343,6 +337,7 @@ def _wrong(
     head_dim: int,
     causal: bool,
     backward: bool,
+    softcap: float | None,
 ) -> str | None:
     """What is wrong with a call of the last ``rows`` queries by ``keys`` keys, or None.
 
@@ -365,7 +360,7 @@ def _wrong(
     exact_q, exact_k, exact_v, exact_dout = (
         t.double().cpu() for t in (q, *shared, dout)
     )
-    scale, exact = head_dim**-0.5, Eager(softcap=getattr(kernel, "softcap", None))
+    scale, exact = head_dim**-0.5, Eager(softcap=softcap)
     want_out, want_lse = exact.forward(exact_q, exact_k, exact_v, causal, scale)
     # As if as many keys more, of the same weight, had other values.
     other = draw(rows, 2, wide)

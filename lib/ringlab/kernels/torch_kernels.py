@@ -9,6 +9,7 @@ contiguous.
 from __future__ import annotations
 
 from functools import cache
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from .base import (
 _ATEN = torch.ops.aten
 
 
+@dataclass(frozen=True)  # plans are kept by their kernel
 class Eager:
     """Scores, softmax, product, in fp32 or wider; runs everywhere, memory grows with
     m^2.
@@ -35,11 +37,13 @@ class Eager:
     large, so they stay in cache. ``softcap``: scores are those of ``cap_``.
     """
 
+    tile_bytes: int | None = None
+    softcap: float | None = None
     name = "eager"
     lower_right = True
 
-    def __init__(self, tile_bytes: int | None = None, softcap: float | None = None):
-        self.tile_bytes, self.softcap = tile_bytes, softcap
+    def with_softcap(self, softcap: float) -> Eager:
+        return replace(self, softcap=softcap)
 
     def refuses(self, device, dtype, head_dim):
         return None

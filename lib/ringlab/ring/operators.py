@@ -57,6 +57,7 @@ class RankCall:
     problem: Problem
     scheme: str | MeshScheme
     backend: str | tuple[str, ...]
+    softcap: float | None
     execution: Execution
 
     def ranks(
@@ -73,6 +74,7 @@ class RankCall:
             causal=problem.causal,
             backward=backward,
             backend=self.backend,
+            softcap=self.softcap,
         ).kernel
         flip, scale = positive_scale(scale)
         if group.process_group is not None:
@@ -96,7 +98,8 @@ def attend(
     **options,
 ):
     """out and lse for checked tensors: local shards over a group or mesh, whole ones
-    over Simulated ranks. ``options``: causal, scale, backend and execution.
+    over Simulated ranks. ``options``: causal, scale, backend, softcap and
+    execution.
     """
     compiling = torch.compiler.is_compiling()
     simulated = isinstance(group, Simulated)
@@ -128,6 +131,7 @@ def attend(
     scale = options["scale"]
     key = (
         options["backend"],
+        options.get("softcap"),
         options["execution"],
         group.process_group,
         pattern,
@@ -189,7 +193,9 @@ def check_one_device(scheme, layout, exchange_dtype=None) -> None:
             )
 
 
-def _call(backend, execution, process_group, pattern, layout, *key) -> RankCall:
+def _call(
+    backend, softcap, execution, process_group, pattern, layout, *key
+) -> RankCall:
     """The call, checked; ``key``: what more ``_problem`` takes."""
     if not isinstance(layout, str | Layout):
         layout_named(layout, 1, 1)  # raises
@@ -202,8 +208,8 @@ def _call(backend, execution, process_group, pattern, layout, *key) -> RankCall:
         execution.check(pattern, computing_scheme(scheme))
     # Of pools and caches the text has addresses, which are theirs alone: a call holds them.
     # With the rank, by which sizes differ: processes share compiled graphs by their texts.
-    name = f"{text} {backend} {execution.text} {rank}"
-    return RankCall(name, problem, scheme, backend, execution)
+    name = f"{text} {backend} {softcap} {execution.text} {rank}"
+    return RankCall(name, problem, scheme, backend, softcap, execution)
 
 
 # Calls by name. Whoever passes a name on holds its call: the context of a backward, or
@@ -314,6 +320,7 @@ def forward(
                 scheme=call.scheme,
                 scale=scale,
                 backend=call.backend,
+                softcap=call.softcap,
             )
         shards = [group.split(t, 1, layout) for t in (flip(q), k, v)]
         steps = list(map(algorithms(call.scheme)[0], ranks, *shards))
@@ -405,6 +412,7 @@ def ranks_backward(
             scheme=call.scheme,
             scale=scale,
             backend=call.backend,
+            softcap=call.softcap,
             **{"gradient of lse": dlse is not None},
         )
         layout = call.problem.layout
