@@ -18,7 +18,7 @@ positions and heads at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -38,10 +38,6 @@ def altered(value, **fields):
     new = object.__new__(type(value))
     vars(new).update(vars(value), **fields)
     return new
-
-
-# A tensor, its first (row, head), and the rows of it that a call reads.
-Operand = tuple[Tensor, tuple[int, int], "View"]
 
 
 def anew(key, build):
@@ -150,6 +146,26 @@ class View:
         )
 
 
+WHOLE = (0, 0)  # the first (row, head) of a tensor that holds all of them
+
+
+class Operand(NamedTuple):
+    """Tensors of which a call reads or writes the same rows; ``origin``: the (row, head)
+    that is their first.
+    """
+
+    view: View
+    tensors: tuple[Tensor, ...]
+    origin: tuple[int, int] = WHOLE
+
+
+class Tile(NamedTuple):
+    """A result of a pass, or a part of it that begins at a (row, head)."""
+
+    tensor: Tensor
+    origin: tuple[int, int] = WHOLE
+
+
 @dataclass(frozen=True)
 class Call:
     """Dense attention of the rows ``q`` by the rows ``k``, for ``heads`` heads and
@@ -189,10 +205,10 @@ class Call:
         """Views of all nodes of tensors, the ones in ``kv`` of key rows; one list if
         nodes fold with the batch.
         """
-        entries = [
-            (t, WHOLE, self.k if i in kv else self.q) for i, t in enumerate(tensors)
+        operands = [
+            Operand(self.k if i in kv else self.q, (t,)) for i, t in enumerate(tensors)
         ]
-        return list(views_of(entries, range(self.nodes), self.heads))
+        return list(views_of(operands, range(self.nodes), self.heads))
 
     def each_node(self) -> Iterator[Call]:
         """Each node as a call of its own."""
@@ -261,9 +277,8 @@ class Call:
         """The bias, if there is one: (b', query rows or 1, heads, key rows)."""
         if self.bias is None:
             return None
-        bias = self.bias.to(q.device)
-        rows = View(len(self.bias))
-        return bias.expand(len(q), -1, -1, -1), WHOLE, rows
+        bias = self.bias.to(q.device).expand(len(q), -1, -1, -1)
+        return Operand(View(len(self.bias)), (bias,))
 
 
 class HeadBlock(NamedTuple):
@@ -507,23 +522,24 @@ def forward(
         copies=not gathering,
     )
     for call, nodes, (target,) in steps:
-        rows = call.q
-        keys = call.k
-        index = None
-        queries = [(q, WHOLE, rows), (lse, WHOLE, rows), (*target, rows)]
+        rows, keys, index = call.q, call.k, None
+        queries = Operand(rows, (q, lse))
+        result = Operand(rows, (target.tensor,), target.origin)
         if rows.index is not None:
             queries = _copies(queries, call.heads, nodes)
+            result = _copies(result, call.heads, nodes)
         if keys.index is not None and gathering:
             index = _index_operand(keys, call.heads, nodes, len(q))
             keys = View(k.shape[1], head=keys.head, head_step=keys.head_step)
-        operands = [(k, WHOLE, keys), (v, WHOLE, keys)]
+        read = Operand(keys, (k, v))
         if keys.index is not None:
-            operands = _copies(operands, call.heads, nodes)
-        operands = [*queries, *operands, call.bias_operand(q), index]
-        head_bytes = rows.rows * q.shape[3] * target[0].element_size()
+            read = _copies(read, call.heads, nodes)
+        operands = queries, result, read, call.bias_operand(q), index
+        head_bytes = rows.rows * q.shape[3] * target.tensor.element_size()
         fresh = call.first and into is None  # nothing was written there yet
         shared = len(nodes) > 1 and rows.shared  # several results for the same rows
-        fits = target[0].dtype == torch.float32 or fresh and target[0].dtype == q.dtype
+        dtype = target.tensor.dtype
+        fits = dtype == torch.float32 or fresh and dtype == q.dtype
         if in_place := writes and fits and not shared:
             head_bytes = 0  # no result to be kept small
         mask = causal and call.causal
@@ -550,11 +566,12 @@ def forward(
             del o, l  # before the next piece is computed
         if rows.index is not None:
             index = _flat_index(rows, nodes, q.device)
-            for to, (copy, *_) in zip(((lse, WHOLE), target), queries[1:]):
-                _heads_of(*to, rows, call.heads)[:, index] = copy
-            del copy
+            copies = queries.tensors[1], result.tensors[0]
+            for tile, copy in zip((Tile(lse), target), copies):
+                _heads_of(*tile, rows, call.heads)[:, index] = copy
+            del copies, copy
         # Gathered copies go before the next ones are made.
-        del queries, operands, q_, lse_, out_, k_, v_
+        del queries, result, read, operands, q_, lse_, out_, k_, v_
     return out, lse.transpose(1, 2)
 
 
@@ -629,20 +646,19 @@ def _steps(
     load: bool | None,
     skip: bool,
     copies: bool = True,
-) -> Iterator[tuple[Call, range, list]]:
+) -> Iterator[tuple[Call, range, list[Tile]]]:
     """The calls of a pass, some nodes at a time; ``skip``: without the first call.
 
-    Each comes with the tensors to add to and their first (row, head): the results or,
-    if ``narrow``, fp32 tiles of them, which are rounded after their last call.
+    Each comes with what to add to: the results or, if ``narrow``, fp32 tiles of them,
+    which are rounded after their last call.
     ``load``: tiles begin as the results, or uninitialised; as zeros if None. All tiles
     use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head.
     ``copies``: few nodes at a time where keys are gathered, as these are copied.
     """
     n = q.shape[1]
-    targets = []
-    memory = []
+    targets, memory = [], []
     for t in results:
-        targets.append((t, WHOLE))
+        targets.append(Tile(t))
     for block in plan.blocks:
         calls = block.backward if backward else block.forward
         for start, stop in plan.tiles() if narrow else ((0, n),):
@@ -657,7 +673,7 @@ def _steps(
                     make = pool.lend if pool else torch.empty
                     memory.append(make((size,), dtype=torch.float32, device=t.device))
                 tile = memory[i][: part.numel()].view(part.shape)
-                targets[i] = tile, (start, heads.start)
+                targets[i] = Tile(tile, (start, heads.start))
                 if load is None:
                     tile.zero_()
                 elif load:
@@ -676,15 +692,13 @@ def _steps(
 def _call_backward(
     call: Call, nodes: range, reads, targets, limit: int, alone, causal, scale, kernel
 ) -> None:
-    """The backward of some nodes of a call, added to dq, dk, dv, each a tensor with its
-    first (row, head).
+    """The backward of some nodes of a call, added to the tiles of dq, dk, dv.
 
     ``reads``: dout, q, k, v, out, lse (b, n, h). ``alone``: whether nothing was written
     there yet, for dq and for dk and dv.
     """
     dout, q, k, v, out, lse = reads
-    queries = call.q
-    keys = call.k
+    queries, keys = call.q, call.k
     # Neighbouring nodes may read the same keys: their gradients are added slice by
     # slice, none of which overlap.
     rows = keys.rows
@@ -694,28 +708,29 @@ def _call_backward(
     head_bytes = (
         (rows if call.shares_kv else max(rows, queries.rows))
         * q.shape[3]
-        * targets[2][0].element_size()
+        * targets[2].tensor.element_size()
     )
-    operands = [(t, WHOLE, queries) for t in (dout, q, out, lse)]
-    key_operands = [(k, WHOLE, keys), (v, WHOLE, keys)]
-    into = [(*targets[0], queries), (*targets[1], keys), (*targets[2], keys)]
+    read = Operand(queries, (dout, q, out, lse))
+    key_read = Operand(keys, (k, v))
+    to_q, to_k, to_v = targets
+    into = Operand(queries, (to_q.tensor,), to_q.origin)
+    key_into = Operand(keys, (to_k.tensor, to_v.tensor), to_k.origin)
     if queries.index is not None:
-        operands = _copies(operands, call.heads, nodes)
-        into[:1] = _zeros(into[:1], call.heads, nodes)
+        read = _copies(read, call.heads, nodes)
+        into = _zeros(into, call.heads, nodes)
     if keys.index is not None:
-        key_operands = _copies(key_operands, call.heads, nodes)
-        into[1:] = _zeros(into[1:], call.heads, nodes)
-    operands += [*key_operands, call.bias_operand(q)]
-    parts = [slice(at, min(at + width, rows)) for at in range(0, rows, width)]
-    if len(parts) == 1:
-        operands += into
+        key_read = _copies(key_read, call.heads, nodes)
+        key_into = _zeros(key_into, call.heads, nodes)
+    operands = [read, key_read, call.bias_operand(q), into]
+    if width == rows:
+        parts = (slice(None),)
+        operands.append(key_into)
     else:
-        operands.append(into[0])
-        for t, origin, _ in into[1:]:
-            for part in parts:
-                first = keys.first + part.start
-                count = part.stop - part.start
-                operands.append((t, origin, altered(keys, first=first, rows=count)))
+        parts = [slice(at, min(at + width, rows)) for at in range(0, rows, width)]
+        for part in parts:
+            first, count = keys.first + part.start, part.stop - part.start
+            view = altered(keys, first=first, rows=count)
+            operands.append(key_into._replace(view=view))
     several = len(nodes) > 1
     q_axis = 0 if several and queries.shared else None
     k_axis = 0 if several and keys.shared else 2 if call.shares_kv else None
@@ -726,16 +741,12 @@ def _call_backward(
         more = () if bias is None else (bias,)
         dq, dk, dv = kernel.backward(dout_, q_, k_, v_, out_, lse_, mask, scale, *more)
         _add(dq_, dq, alone[0], q_axis)
-        if len(parts) == 1:
-            _add(others[0], dk, alone[1], k_axis)
-            _add(others[1], dv, alone[1], k_axis)
-        else:
-            pairs = zip(others, product((dk, dv), parts))
-            for target, (grad, part) in pairs:
-                _add(target, grad[:, part], alone[1], k_axis)
-            del pairs, grad
+        for part, dk_, dv_ in zip(parts, others[::2], others[1::2]):
+            _add(dk_, dk[:, part], alone[1], k_axis)
+            _add(dv_, dv[:, part], alone[1], k_axis)
         del dq, dk, dv  # before the next piece is computed
-    for target, (copy, *_), view in zip(targets, into, (queries, keys, keys)):
+    copies = *into.tensors, *key_into.tensors
+    for target, copy, view in zip(targets, copies, (queries, keys, keys)):
         if view.index is not None:
             index = _flat_index(view, nodes, q.device)
             if view.index.dim() == 3:
@@ -753,9 +764,6 @@ def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
         target.add_(grad)
     else:
         target.narrow(axis, 0, 1).add_(grad.to(target.dtype).sum(axis, keepdim=True))
-
-
-WHOLE = (0, 0)  # the first (row, head) of a tensor that holds all of them
 
 
 def _covering_views(plan: Plan, backward: bool, q, k, v, *more):
@@ -782,9 +790,7 @@ def _covering_views(plan: Plan, backward: bool, q, k, v, *more):
     # fold into no larger batch.
     if call.nodes > 1 and call.k.shared and (b > 1 or not on_cpu):
         rows, nodes = altered(rows, rows=n), range(1)
-    operands = [(q, WHOLE, rows), (k, WHOLE, call.k), (v, WHOLE, call.k)]
-    for t in more:
-        operands.append((t, WHOLE, rows))
+    operands = Operand(rows, (q,)), Operand(call.k, (k, v)), Operand(rows, more)
     views = list(views_of(operands, nodes, heads))
     # Without data, equal pieces come once.
     one = len(views) == 1 and len(views[0][0]) == b * len(nodes)
@@ -792,7 +798,7 @@ def _covering_views(plan: Plan, backward: bool, q, k, v, *more):
 
 
 def views_of(
-    operands: Iterable[Operand | None],
+    operands: Sequence[Operand | None],
     nodes: range,
     heads: int,
     head_bytes: int = 0,
@@ -807,32 +813,34 @@ def views_of(
     log-sum-exps (b, n, heads), come as (b', heads, rows). Without data, one piece of
     each size comes.
     """
-    (first, *_), count = operands[0], len(nodes)
-    batch = len(first)
-    apart = False
-    laid = []
+    count = len(nodes)
     if not count:
         return
+    first = operands[0].tensors[0]
+    batch = first.shape[0]
+    apart = False
+    places = []
     for operand in operands:
         if operand is None:
-            laid.append(None)
+            places.append(None)
             continue
-        t, (row, head), view = operand
-        s_b, s_n, s_h, *s_d = t.stride()
-        along = view.node_step * s_n + view.node_head * s_h
-        apart |= batch > 1 and count > 1 and s_b != count * along
-        at = (
-            t.storage_offset()
-            + (view.first - row) * s_n
-            + (view.head - head) * s_h
-            + nodes.start * along
-        )
-        along = s_b if count == 1 else along
-        s_row = view.step * s_n
-        s_head = view.head_step * s_h + view.shift * s_n
-        laid.append((t, view.rows, at, s_b, along, s_row, s_head, s_d))
-    size = count if apart else batch * count
-    step = size
+        view, tensors, (row, head) = operand
+        row, head = view.first - row, view.head - head
+        for t in tensors:
+            s_b, s_n, s_h, *s_d = t.stride()
+            along = view.node_step * s_n + view.node_head * s_h
+            at = t.storage_offset() + row * s_n + head * s_h + nodes.start * along
+            s_row, s_head = view.step * s_n, view.head_step * s_h + view.shift * s_n
+            if count == 1:
+                along = s_b
+            elif batch > 1 and s_b != count * along:
+                apart = True
+            if s_d:
+                shape, strides = (view.rows, heads, t.shape[3]), (s_row, s_head, *s_d)
+            else:
+                shape, strides = (heads, view.rows), (s_head, s_row)
+            places.append((t, shape, (along, *strides), at, s_b))
+    size = step = count if apart else batch * count
     head_step = heads
     if head_bytes * heads * size > limit:
         threads = (
@@ -840,31 +848,24 @@ def views_of(
         )  # a CPU kernel shares out (batch, head) pairs: never fewer than threads
         step = max(1, limit // (head_bytes * heads), -(-threads // heads))
         head_step = heads if step > 1 else max(threads, limit // head_bytes)
-    sizes = set() if first.is_meta else None
-    for entry in range(batch if apart and sizes is None else 1):
-        for i in range(0, size, step):
-            b = min(step, size - i)
-            for j in range(0, heads, head_step):
-                h = min(head_step, heads - j)
-                views = []
-                if sizes is not None:
-                    if (b, h) in sizes:
-                        continue
-                    sizes.add((b, h))
-                for place in laid:
-                    if place is None:
-                        views.append(None)
-                        continue
-                    t, rows, at, s_b, along, s_row, s_head, s_d = place
-                    at += entry * s_b + i * along + j * s_head
-                    if s_d:
-                        shape = b, rows, h, t.shape[3]
-                        strides = along, s_row, s_head, *s_d
-                    else:
-                        shape = (b, h, rows)
-                        strides = (along, s_head, s_row)
-                    views.append(t.as_strided(shape, strides, at))
-                yield views
+    for entry in range(batch if apart and not first.is_meta else 1):
+        views = []
+        for place in places:
+            if place is not None:
+                t, shape, strides, at, s_b = place
+                place = t.as_strided((size, *shape), strides, at + entry * s_b)
+            views.append(place)
+        if step >= size and head_step >= heads:
+            yield views
+            continue
+        shapes = set()
+        for i, j in product(range(0, size, step), range(0, heads, head_step)):
+            rows, columns = slice(i, i + step), slice(j, j + head_step)
+            by_dim = {3: (rows, columns), 4: (rows, slice(None), columns)}
+            piece = [t if t is None else t[by_dim[t.dim()]] for t in views]
+            if not first.is_meta or piece[0].shape not in shapes:
+                shapes.add(piece[0].shape)
+                yield piece
 
 
 def _node_parts(call: Call, nodes: range, q: Tensor) -> Iterator[range]:
@@ -876,36 +877,34 @@ def _node_parts(call: Call, nodes: range, q: Tensor) -> Iterator[range]:
     return (nodes[i : i + step] for i in range(0, len(nodes), step))
 
 
-def _copies(operands: list[Operand], heads: int, nodes: range) -> list[Operand]:
-    """Copies of gathered rows, all by one view, in place of the tensors."""
-    view = operands[0][2]
-    dense = View(view.rows, -nodes.start * view.rows, node_step=view.rows)
-    index = _flat_index(view, nodes, operands[0][0].device)
-    copies = [_heads_of(t, at, view, heads)[:, index] for t, at, _ in operands]
+def _copies(operand: Operand, heads: int, nodes: range) -> Operand:
+    """Copies of gathered rows in place of the tensors."""
+    view, tensors, origin = operand
+    index = _flat_index(view, nodes, tensors[0].device)
+    copies = [_heads_of(t, origin, view, heads)[:, index] for t in tensors]
     if view.index.dim() == 3:
         copies = [copy.unflatten(1, (-1, heads)) for copy in copies]
-    return [(copy, WHOLE, dense) for copy in copies]
+    return Operand(_dense(view, nodes), tuple(copies))
 
 
-def _zeros(operands: list[Operand], heads: int, nodes: range) -> list[Operand]:
+def _zeros(operand: Operand, heads: int, nodes: range) -> Operand:
     """As ``_copies``, but zeros, to which gradients are added."""
-    view = operands[0][2]
-    dense = View(view.rows, -nodes.start * view.rows, node_step=view.rows)
+    view, tensors, _ = operand
     rows = len(nodes) * view.rows
-    made = [t.new_zeros(len(t), rows, heads, t.shape[3]) for t, *_ in operands]
-    return [(t, WHOLE, dense) for t in made]
+    zeros = (t.new_zeros(len(t), rows, heads, t.shape[3]) for t in tensors)
+    return Operand(_dense(view, nodes), tuple(zeros))
+
+
+def _dense(view: View, nodes: range) -> View:
+    """The rows of a view in copies that hold those of some nodes alone."""
+    return View(view.rows, -nodes.start * view.rows, node_step=view.rows)
 
 
 def _index_operand(view: View, heads: int, nodes: range, batch: int) -> Operand:
     """The gathered rows, (b', heads, rows), for a kernel that reads such rows itself."""
     index = _flat_index(view, nodes, "cpu").view(1, len(nodes) * view.rows, -1)
-    each = View(
-        view.rows,
-        -nodes.start * view.rows,
-        node_step=view.rows,
-        head_step=int(index.shape[2] > 1),
-    )
-    return index.expand(batch, -1, -1), WHOLE, each
+    rows = altered(_dense(view, nodes), head_step=int(index.shape[2] > 1))
+    return Operand(rows, (index.expand(batch, -1, -1),))
 
 
 def _flat_index(view: View, nodes: range, device: torch.device) -> Tensor:

@@ -8,8 +8,8 @@ contiguous.
 
 from __future__ import annotations
 
-from functools import cache
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
