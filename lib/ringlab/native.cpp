@@ -216,11 +216,12 @@ struct Rows {  // (batch, rows, heads, d), or without d
 
 struct Call {  // kernels/compiled.py fills it; every field has 8 bytes
   double scale;
+  // merge: of a forward, with what is there; of a backward, 1: add to dq, 2: to dk and dv.
   int64_t batch, heads, queries, keys, d, dtype, causal, merge, narrow, threads;
   Rows q, k, v, bias, out, lse;
   Rows index;  // of a forward: key j is row index[j] of k and v
-  Rows dout, dq, dk, dv;  // of a backward
   Rows rows;  // query i is row rows[i] of q, out, lse, dout and dq; none if it is below 0, as are all that follow
+  Rows dout, dq, dk, dv;  // of a backward
 
   // The row of query i of a head.
   long row(long b, long h, long i) const { return rows.data ? rows.at<int64_t>(b, h)[i * rows.row] : i; }
@@ -290,6 +291,11 @@ INLINE void add_scaled(float* __restrict to, const float* __restrict from, long 
 template <class T>
 INLINE void write_scaled(T* __restrict to, const float* __restrict from, long d, float by) {
   for (long x = 0; x < d; x++) put(to + x, from[x] * by);
+}
+// Scale, then add, each rounded, as if the row were a result of its own.
+INLINE void add_rounded(float* __restrict to, float* __restrict from, long d, float by) {
+  for (long x = 0; x < d; x++) from[x] *= by;
+  for (long x = 0; x < d; x++) to[x] += from[x];
 }
 
 // One row of the result: over all keys of this call, or merged with what is there, in fp32, over others.
@@ -522,14 +528,15 @@ void run_backward(const Call& call, float scale) {
   typedef Reader<Single, T> Read;
   const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, ahead = call.keys - call.queries;
   const long padded = (call.queries + QUERIES - 1) / QUERIES * QUERIES;
-  const Memory memory(call.threads, 7 * QUERIES * D + 4 * PANEL * D + 2 * KEYS * QUERIES + 2 * padded);
+  const long summed = call.merge & 1 ? padded * D : 0;  // dq of all panels, to be added at once
+  const Memory memory(call.threads, 7 * QUERIES * D + 4 * PANEL * D + 2 * KEYS * QUERIES + 2 * padded + summed);
 #pragma omp parallel num_threads(call.threads)
   {
     Scratch own(memory);
     float *q = own.take(QUERIES * D), *q_t = own.take(QUERIES * D), *dout = own.take(QUERIES * D);
     float *dout_t = own.take(QUERIES * D), *dq = own.take(QUERIES * D), *k = own.take(PANEL * D), *v = own.take(PANEL * D);
     float *dk = own.take(PANEL * D), *dv = own.take(PANEL * D), *p = own.take(KEYS * QUERIES), *ds = own.take(KEYS * QUERIES);
-    float *lse = own.take(padded), *delta = own.take(padded);
+    float *lse = own.take(padded), *delta = own.take(padded), *sums = own.take(summed);
     T *q_copy = (T*)own.take(QUERIES * D), *dout_copy = (T*)own.take(QUERIES * D);
 #pragma omp for schedule(dynamic)
     for (long item = 0; item < call.batch * call.heads; item++) {
@@ -557,8 +564,8 @@ void run_backward(const Call& call, float scale) {
         const long held = std::min<long>(PANEL, call.keys - first);
         Read::rows(k, k_in + first * call.k.row, call.k.row, held, d, D);
         Read::rows(v, v_in + first * call.v.row, call.v.row, held, d, D);
-        std::fill(dk, dk + PANEL * D, 0.f);
-        std::fill(dv, dv + PANEL * D, 0.f);
+        std::fill(dk, dk + held * D, 0.f);
+        std::fill(dv, dv + held * D, 0.f);
         for (long r = 0; r < queries; r += QUERIES) {
           const long some = std::min<long>(QUERIES, queries - r), seen = ahead + r + 1 - first;
           const long end = call.causal ? std::min(held, seen + some - 1) : held;
@@ -591,21 +598,22 @@ void run_backward(const Call& call, float scale) {
             product<Single, true>(some, D, mine, ds, 1, QUERIES, k + key * D, D, dq, D);
           }
           for (long i = 0; i < some; i++) {
-            float* to = call.dq.at<float>(b, h, call.row(b, h, r + i));
-            if (first || call.merge)
+            float* to = call.merge & 1 ? sums + (r + i) * D : call.dq.at<float>(b, h, call.row(b, h, r + i));
+            if (first)
               add_scaled(to, dq + i * D, d, 1, scale);
             else
               write_scaled(to, dq + i * D, d, scale);
           }
         }
         for (long j = 0; j < held; j++) {
-          float *dk_to = call.dk.at<float>(b, h, first + j), *dv_to = call.dv.at<float>(b, h, first + j);
-          if (call.merge)
-            add_scaled(dk_to, dk + j * D, d, 1, scale), add_scaled(dv_to, dv + j * D, d, 1, 1);
+          float *to_k = call.dk.at<float>(b, h, first + j), *to_v = call.dv.at<float>(b, h, first + j);
+          if (call.merge & 2)
+            add_rounded(to_k, dk + j * D, d, scale), add_rounded(to_v, dv + j * D, d, 1);
           else
-            write_scaled(dk_to, dk + j * D, d, scale), write_scaled(dv_to, dv + j * D, d, 1);
+            write_scaled(to_k, dk + j * D, d, scale), write_scaled(to_v, dv + j * D, d, 1);
         }
       }
+      for (long r = 0; call.merge & 1 && r < queries; r++) add_rounded(call.dq.at<float>(b, h, call.row(b, h, r)), sums + r * D, d, 1);
     }
   }
 }

@@ -117,6 +117,21 @@ def test_results_are_merged_in_place_into_strided_rows(compiled, m):
     assert off(out, want.double()) <= 1e-6 and off(lse, want_lse.double()) <= 1e-6
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("m", [70, 450])  # 450: three panels of keys
+def test_gradients_are_added_in_place_as_torch_adds_them(compiled, m, causal):
+    q, k, v, dout = drawn(m, m, 40)
+    out, lse = compiled.forward(q, k, v, causal, 0.2)
+    call = dout, q, k, v, out, lse, causal, 0.2
+    grads = compiled.backward(*call)
+    for add in ((False, True), (True, False), (True, True)):
+        there = [torch.randn(2, 2 * m, 3, 48)[:, ::2, :, 8:] for _ in grads]
+        summed = [t + g for t, g in zip(there, grads)]
+        compiled.backward_into(*there, *call, add=add)
+        for t, one, total, adds in zip(there, grads, summed, (add[0], add[1], add[1])):
+            assert torch.equal(t, total if adds else one)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_as_torch_rounds(compiled, dtype):
     q, k, v, _ = drawn(70, 90, 40, dtype)

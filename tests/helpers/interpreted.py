@@ -477,7 +477,7 @@ def join_bytes(
         ((view,),) = call.views((held,), ())
         view.fill_(True)
     read, row = (
-        sum(call.nodes * call.q.rows * call.heads for call in rest),
+        sum(call.repeats * call.q.rows * call.heads for call in rest),
         batch * (head_dim * dtype.itemsize + 4),
     )
     if first is None:

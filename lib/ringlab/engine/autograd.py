@@ -207,7 +207,8 @@ def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Fu
             if dout is not None or dlse is not None:
                 cotangent = torch.zeros_like(tensors[-2]) if dout is None else dout
                 try:
-                    grads = Gradients.apply(cotangent, dlse, *tensors, *ctx.rest)
+                    run = Gradients.apply if is_followed(*tensors) else backward
+                    grads = run(cotangent, dlse, *tensors, *ctx.rest)
                 except RuntimeError:
                     if not is_transformed() and (
                         _is_batched(dout) or _is_batched(dlse)

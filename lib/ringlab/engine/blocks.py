@@ -79,7 +79,7 @@ def make_plan(
 
     >>> from ringlab.block_patterns import local_global
     >>> call = make_plan(local_global(2, 4, block_size=128), 16384).calls[0]  # the global blocks of keys
-    >>> call.nodes, call.q.rows, call.q.node_step, call.k.rows, call.k.node_step
+    >>> call.repeats, call.q.rows, call.q.repeat_step, call.k.rows, call.k.repeat_step
     (16, 1024, 1024, 512, 0)
     """
     whole = BlockParts.of([range(n)], pattern.block_size)
@@ -201,8 +201,7 @@ def plan_between(
     way: str = "views",
     cached=anew,
 ) -> Plan:
-    """The plan of the queries ``mine``, in this order of rows, on the keys ``theirs``,
-    of ``n`` positions.
+    """The plan of ``queries``, in this order of rows, on ``keys``, of ``n`` positions.
 
     ``itself``: the keys are those of the queries, so that causal attention needs the
     mask on the diagonal.
@@ -492,7 +491,7 @@ def tile(
     )
     calls = [part for call in calls for part in _split_keys(call)]
     for call in _strided_calls(squares, causal=True):
-        calls += call.each_node() if alone else [call]
+        calls += call.each_repeat() if alone else [call]
     return _plan(
         calls, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right
     )
@@ -514,7 +513,7 @@ def _plan(
     for call in sorted(calls, key=_order) + gathered:
         q = call.q
         starts = (
-            q.first + q.node_step * torch.arange(call.nodes)[:, None]
+            q.first + q.repeat_step * torch.arange(call.repeats)[:, None]
             if q.index is None
             else q.index
         )
@@ -542,13 +541,13 @@ def _plan(
 
 
 def _order(call: Call) -> tuple:
-    written = call.q.rows * (1 if _merged(call) else call.nodes)
-    return -written, _merged(call), call.q.first, call.q.node_step
+    written = call.q.rows * (1 if _merged(call) else call.repeats)
+    return -written, _merged(call), call.q.first, call.q.repeat_step
 
 
 def _merged(call: Call) -> bool:
-    """Whether all nodes have the same queries."""
-    return call.nodes > 1 and call.q.shared
+    """Whether all repeats have the same queries."""
+    return call.repeats > 1 and call.q.shared
 
 
 def _in_strips(call: Call, lower_right: bool) -> Iterator[Call]:
@@ -640,18 +639,18 @@ def _calls(
 def _call(
     rows: int,
     keys: int,
-    nodes: int,
+    repeats: int,
     query: tuple[int, int],
     key: tuple[int, int],
     causal: bool = False,
 ) -> Call:
-    """``nodes`` calls of ``rows`` queries by ``keys`` keys; ``query``, ``key``: (first,
-    step) of the nodes' rows.
+    """``repeats`` calls of ``rows`` queries by ``keys`` keys; ``query``, ``key``: (first,
+    step) of their rows.
     """
     return Call(
-        View(rows, query[0], node_step=query[1]),
-        View(keys, key[0], node_step=key[1]),
-        nodes,
+        View(rows, query[0], repeat_step=query[1]),
+        View(keys, key[0], repeat_step=key[1]),
+        repeats,
         causal=causal,
     )
 
@@ -661,23 +660,23 @@ def _strided_calls(entries: list[Entry], causal: bool = False) -> list[Call]:
 
 
 def _join_neighbours(call: Call) -> Call:
-    """The same call, with neighbouring nodes that see the same keys joined up to LONG
+    """The same call, with neighbouring repeats that see the same keys joined up to LONG
     queries.
     """
     rows = call.q.rows
     if (
         call.causal
-        or call.nodes == 1
-        or call.k.node_step
-        or call.q.node_step != rows
+        or call.repeats == 1
+        or call.k.repeat_step
+        or call.q.repeat_step != rows
         or rows >= SHORT
     ):
         return call
-    joined = max(i for i in range(1, LONG // rows + 1) if call.nodes % i == 0)
+    joined = max(i for i in range(1, LONG // rows + 1) if call.repeats % i == 0)
     return altered(
         call,
-        q=altered(call.q, rows=rows * joined, node_step=rows * joined),
-        nodes=call.nodes // joined,
+        q=altered(call.q, rows=rows * joined, repeat_step=rows * joined),
+        repeats=call.repeats // joined,
     )
 
 
@@ -698,19 +697,19 @@ def _split_queries(entry: Entry) -> Iterator[Entry]:
 
 def _split_keys(call: Call) -> Iterator[Call]:
     """Split a call of few queries by many keys into LONG keys at a time; parts of one
-    node share its queries.
+    repeat share its queries.
     """
     if call.q.rows >= SHORT or call.k.rows < 2 * LONG:
         yield call
         return
     count, rest = divmod(call.k.rows, LONG)
     first = call.k.first
-    if call.nodes == 1:
+    if call.repeats == 1:
         yield altered(
             call,
-            nodes=count,
-            q=altered(call.q, node_step=0),
-            k=View(LONG, first, node_step=LONG),
+            repeats=count,
+            q=altered(call.q, repeat_step=0),
+            k=View(LONG, first, repeat_step=LONG),
         )
     else:
         for at in range(0, count * LONG, LONG):
@@ -738,21 +737,21 @@ def _gathered_calls(
     )
     total = torch.zeros_like(nodes).index_add_(0, which, count)  # keys of each node
     first = at[runs.cumsum(0) - runs]
-    alike = nodes if alone else total
-    found = []
-    for kind in alike.unique():
-        mine = alike == kind
-        keys = rows[mine.repeat_interleave(total)].view(
-            int(mine.sum()), -1
+    kinds = nodes if alone else total
+    calls = []
+    for kind in kinds.unique():
+        members = kinds == kind
+        keys = rows[members.repeat_interleave(total)].view(
+            int(members.sum()), -1
         )  # (nodes, keys)
-        found.append(
+        calls.append(
             Call(
-                _rows_from(first[mine], size),
+                _rows_from(first[members], size),
                 View(keys.shape[1], index=keys),
                 len(keys),
             )
         )
-    return found
+    return calls
 
 
 def _rows_from(starts: Tensor, size: int) -> View:
@@ -761,12 +760,12 @@ def _rows_from(starts: Tensor, size: int) -> View:
     """
     step = int(starts[min(1, len(starts) - 1)] - starts[0])
     if starts.diff().eq(step).all():
-        return View(size, int(starts[0]), node_step=step)
+        return View(size, int(starts[0]), repeat_step=step)
     return View(size, index=starts[:, None])
 
 
 def _progressions(entries: list[Entry]) -> Iterator[tuple]:
-    """(rows, keys, nodes, query, key) for entries (rows, keys, q, k), in few arithmetic
+    """(rows, keys, repeats, query, key) for entries (rows, keys, q, k), in few arithmetic
     progressions of (q, k).
     """
     alike: dict[tuple[int, int], list] = {}

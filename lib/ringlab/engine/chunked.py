@@ -131,16 +131,16 @@ def _forward(kernel: Kernel, tile: int | None, q, k, v, causal, scale):
     out = torch.empty(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     lse = torch.empty(b, heads, m, dtype=out.dtype, device=q.device)
     for batch, rows, cols, head in _tiles(q, k, tile, causal):
-        mine = (batch, rows, head)
-        theirs = (batch, cols, head)
+        queries = (batch, rows, head)
+        keys = (batch, cols, head)
         o, l = kernel.forward(
-            q[mine], k[theirs], v[theirs], causal and rows == cols, scale
+            q[queries], k[keys], v[keys], causal and rows == cols, scale
         )
         if cols.start == 0:
-            out[mine] = o
+            out[queries] = o
             lse[batch, head, rows] = l
         else:
-            merge_(out[mine], lse[batch, head, rows], o, l)
+            merge_(out[queries], lse[batch, head, rows], o, l)
     return out, lse
 
 
@@ -151,18 +151,18 @@ def _backward(kernel: Kernel, tile: int | None, dout, q, k, v, out, lse, causal,
         torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v)
     )
     for batch, rows, cols, head in _tiles(q, k, tile, causal):
-        mine = (batch, rows, head)
-        theirs = (batch, cols, head)
+        queries = (batch, rows, head)
+        keys = (batch, cols, head)
         reads = (
-            dout[mine],
-            q[mine],
-            k[theirs],
-            v[theirs],
-            out[mine],
+            dout[queries],
+            q[queries],
+            k[keys],
+            v[keys],
+            out[queries],
             lse[batch, head, rows],
         )
-        found = kernel.backward(*reads, causal and rows == cols, scale)
-        for grad, where, part in zip((dq, dk, dv), (mine, theirs, theirs), found):
+        grads = kernel.backward(*reads, causal and rows == cols, scale)
+        for grad, where, part in zip((dq, dk, dv), (queries, keys, keys), grads):
             grad[where] += part
     return dq, dk, dv
 

@@ -68,7 +68,7 @@ def make_plan(
     ends cut, the part inside runs.
 
     >>> from ringlab.patterns import Dilated
-    >>> [(c.q.step, c.nodes, c.heads) for c in make_plan(Dilated([4, 8], [1, 2]), 16, 4, 4).calls]
+    >>> [(c.q.step, c.repeats, c.heads) for c in make_plan(Dilated([4, 8], [1, 2]), 16, 4, 4).calls]
     [(1, 4, 4), (2, 2, 2), (2, 2, 2)]
     """
     branches = sorted(
@@ -148,14 +148,14 @@ def _branch_calls(
 
 def fold_heads(calls: Iterable[Call]) -> Iterator[Call]:
     """Join calls that differ by their heads, and perhaps by where their rows begin, as
-    nodes of one call.
+    repeats of one call.
     """
 
     def place(call: Call) -> tuple[int, ...]:
         return call.q.first, call.q.head, call.k.first, call.k.head
 
     def shape(call: Call) -> object:
-        if call.nodes > 1 or call.q.index is not None or call.k.index is not None:
+        if call.repeats > 1 or call.q.index is not None or call.k.index is not None:
             return id(call)
         return altered(
             call, q=altered(call.q, first=0, head=0), k=altered(call.k, first=0, head=0)
@@ -175,10 +175,10 @@ def fold_heads(calls: Iterable[Call]) -> Iterator[Call]:
                 len(run) > 1 and apart and q_head and (k_step or k_head)
             ):  # no row of a gradient twice
                 q, k = (
-                    altered(q, node_step=q_step, node_head=q_head),
-                    altered(k, node_step=k_step, node_head=k_head),
+                    altered(q, repeat_step=q_step, repeat_head=q_head),
+                    altered(k, repeat_step=k_step, repeat_head=k_head),
                 )
-                yield altered(members[0], q=q, k=k, nodes=len(run))
+                yield altered(members[0], q=q, k=k, repeats=len(run))
             else:
                 yield from members
 
@@ -252,7 +252,7 @@ def calls_on_rows(
     branch: Branch,
     group: int,
     start: int,
-    asking: range,
+    queries: range,
     keys: range,
     row: int,
     held: dict[int, tuple[Tensor, Tensor]],
@@ -260,28 +260,28 @@ def calls_on_rows(
     """The calls of one branch on rows of other positions, in the segment from
     ``start``.
 
-    The queries at the positions ``asking``, of which ``row`` is the first row, see the
+    The positions ``queries``, of which ``row`` is the first row, see the
     positions ``keys``. ``held`` says by K/V head, for ``group`` heads, which positions
     are there, and in which rows.
     """
     entries = []
     indices = {}
     for head, offset in zip(branch.heads, branch.offsets):
-        first = (start + offset - asking.start) % branch.rate
-        count = len(asking[first :: branch.rate])
+        first = (start + offset - queries.start) % branch.rate
+        count = len(queries[first :: branch.rate])
         kv_head = head // group
         if count and kv_head in held:
             positions, rows = held[kv_head]
-            wanted = (positions >= keys.start) & (positions < keys.stop)
+            in_segment = (positions >= keys.start) & (positions < keys.stop)
             indices[head] = rows[
-                wanted & ((positions - start - offset) % branch.rate == 0)
+                in_segment & ((positions - start - offset) % branch.rate == 0)
             ]
             entries.append(((count, len(indices[head])), (head, first + row)))
     for (count, _), run in runs_alike(entries):
         (head, head_step), (q_first, q_shift) = first_and_step(run)
-        queries = View(count, q_first, branch.rate, 0, head, head_step, q_shift)
+        view = View(count, q_first, branch.rate, 0, head, head_step, q_shift)
         yield Call(
-            queries,
+            view,
             View.of(torch.stack([indices[h] for h, _ in run], 1)),
             heads=len(run),
         )

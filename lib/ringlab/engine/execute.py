@@ -48,29 +48,29 @@ def anew(key, build):
 @dataclass(frozen=True)
 class View:
     """The rows of a tensor (b, n, heads, d) that one side of a call reads, for each
-    node and head of the call.
+    repeat and head of the call.
 
-    Row j of node i for head h is row ``first + i * node_step + j * step + h * shift``
-    of the tensor, in its head ``head + i * node_head + h * head_step``. With ``index``
-    the rows are gathered instead: (nodes, rows) for all heads alike, (nodes, 1) for
-    neighbouring rows from there on, or (nodes, rows, heads) for heads that are all rows
+    Row j of repeat i for head h is row ``first + i * repeat_step + j * step + h * shift``
+    of the tensor, in its head ``head + i * repeat_head + h * head_step``. With ``index``
+    the rows are gathered instead: (repeats, rows) for all heads alike, (repeats, 1) for
+    neighbouring rows from there on, or (repeats, rows, heads) for heads that are all rows
     of one.
     """
 
     rows: int
     first: int = 0
     step: int = 1
-    node_step: int = 0
+    repeat_step: int = 0
     head: int = 0
     head_step: int = 1
     shift: int = 0
-    node_head: int = 0
+    repeat_head: int = 0
     index: Tensor | None = None
 
     @property
     def shared(self) -> bool:
-        """Whether all nodes have the same rows."""
-        return not (self.node_step or self.node_head) and self.index is None
+        """Whether all repeats have the same rows."""
+        return not (self.repeat_step or self.repeat_head) and self.index is None
 
     @staticmethod
     def of(index: Tensor) -> View:
@@ -115,34 +115,34 @@ class View:
         head = self.head + start * self.head_step
         return altered(self, first=first, head=head, index=index)
 
-    def ends_by(self, n: int, nodes: int) -> bool:
-        """Whether the rows of all nodes are among the first ``n`` of the tensor.
+    def ends_by(self, n: int, repeats: int) -> bool:
+        """Whether the rows of all repeats are among the first ``n`` of the tensor.
 
         They are neighbours, or gathered: each, or ``rows`` neighbours from the one that
         is told.
         """
         if self.index is None:
-            return self.first + (nodes - 1) * self.node_step + self.rows <= n
+            return self.first + (repeats - 1) * self.repeat_step + self.rows <= n
         return int(self.index.max()) + self.rows - self.index.shape[1] < n
 
-    def left(self, n: int, nodes: int) -> Tensor:
-        """How many rows of each node (nodes,) are among the first ``n`` of the tensor;
+    def left(self, n: int, repeats: int) -> Tensor:
+        """How many rows of each repeat (repeats,) are among the first ``n`` of the tensor;
         gathered ones ascend.
         """
         if self.index is not None and self.index.shape[1] == self.rows:
             return (self.index < n).sum(1)
         starts = (
-            self.first + self.node_step * torch.arange(nodes)
+            self.first + self.repeat_step * torch.arange(repeats)
             if self.index is None
             else self.index[:, 0]
         )
         return (n - starts).clamp(0, self.rows)
 
-    def of_nodes(self, start: int, stop: int, rows: int) -> View:
-        """The first ``rows`` rows of nodes start .. stop - 1."""
+    def of_repeats(self, start: int, stop: int, rows: int) -> View:
+        """The first ``rows`` rows of repeats start .. stop - 1."""
         index = self.index if self.index is None else self.index[start:stop, :rows]
         return altered(
-            self, first=self.first + start * self.node_step, rows=rows, index=index
+            self, first=self.first + start * self.repeat_step, rows=rows, index=index
         )
 
 
@@ -169,18 +169,18 @@ class Tile(NamedTuple):
 @dataclass(frozen=True)
 class Call:
     """Dense attention of the rows ``q`` by the rows ``k``, for ``heads`` heads and
-    ``nodes`` such sets of rows.
+    ``repeats`` such sets of rows.
 
     ``causal``: the causal mask applies if the attention is causal. The last query of a
-    node then sees all its keys, each query before it one fewer. ``first``: no earlier
-    call wrote these query rows, and no two nodes share them. Where all nodes have the
+    repeat then sees all its keys, each query before it one fewer. ``first``: no earlier
+    call wrote these query rows, and no two repeats share them. Where all repeats have the
     same queries, their results are merged. ``bias`` (query rows or 1, heads, key rows)
     is added to the scores, if the kernel takes one.
     """
 
     q: View
     k: View
-    nodes: int = 1
+    repeats: int = 1
     heads: int = 1
     causal: bool = False
     first: bool = False
@@ -194,40 +194,40 @@ class Call:
         return self.k.head_step == 0 and self.k.shift == 0 and self.k.index is None
 
     def within(self, start: int, stop: int) -> range:
-        """The nodes whose queries lie in rows [start, stop), which must not cut a node."""
-        if not self.q.node_step:
-            return range(self.nodes if start <= self.q.first < stop else 0)
-        begin = max(0, -((self.q.first - start) // self.q.node_step))
-        end = min(self.nodes, -((self.q.first - stop) // self.q.node_step))
+        """The repeats whose queries lie in rows [start, stop), which must not cut a repeat."""
+        if not self.q.repeat_step:
+            return range(self.repeats if start <= self.q.first < stop else 0)
+        begin = max(0, -((self.q.first - start) // self.q.repeat_step))
+        end = min(self.repeats, -((self.q.first - stop) // self.q.repeat_step))
         return range(begin, max(begin, end))
 
     def views(self, tensors, kv: tuple[int, ...]) -> list[list[Tensor]]:
-        """Views of all nodes of tensors, the ones in ``kv`` of key rows; one list if
-        nodes fold with the batch.
+        """Views of all repeats of tensors, the ones in ``kv`` of key rows; one list if
+        repeats fold with the batch.
         """
         operands = [
             Operand(self.k if i in kv else self.q, (t,)) for i, t in enumerate(tensors)
         ]
-        return list(views_of(operands, range(self.nodes), self.heads))
+        return list(views_of(operands, range(self.repeats), self.heads))
 
-    def each_node(self) -> Iterator[Call]:
-        """Each node as a call of its own."""
-        for i in range(self.nodes):
+    def each_repeat(self) -> Iterator[Call]:
+        """Each repeat as a call of its own."""
+        for i in range(self.repeats):
             q, k = (
                 altered(
                     v,
-                    first=v.first + i * v.node_step,
-                    head=v.head + i * v.node_head,
-                    node_step=0,
-                    node_head=0,
+                    first=v.first + i * v.repeat_step,
+                    head=v.head + i * v.repeat_head,
+                    repeat_step=0,
+                    repeat_head=0,
                 )
                 for v in (self.q, self.k)
             )
-            yield altered(self, q=q, k=k, nodes=1)
+            yield altered(self, q=q, k=k, repeats=1)
 
     def by_heads(self) -> Iterable[Call]:
-        """The same without nodes that have other heads: a call for each of these."""
-        return self.each_node() if self.q.node_head else (self,)
+        """The same without repeats that have other heads: a call for each of these."""
+        return self.each_repeat() if self.q.repeat_head else (self,)
 
     def part(self, start: int, stop: int) -> Call | None:
         """The call for those of its query heads that are among heads start .. stop - 1;
@@ -254,23 +254,23 @@ class Call:
         )
 
     def before(self, n: int) -> Iterator[Call]:
-        """The call, without a bias, for its rows among the first ``n``: nodes that lose
+        """The call, without a bias, for its rows among the first ``n``: repeats that lose
         as many stay together.
         """
-        if all(view.ends_by(n, self.nodes) for view in (self.q, self.k)):
+        if all(view.ends_by(n, self.repeats) for view in (self.q, self.k)):
             yield self
             return
         left = torch.stack(
-            [view.left(n, self.nodes) for view in (self.q, self.k)], 1
-        )  # (nodes, 2)
+            [view.left(n, self.repeats) for view in (self.q, self.k)], 1
+        )  # (repeats, 2)
         start = 0
         for (rows, keys), count in zip(
             *(t.tolist() for t in left.unique_consecutive(dim=0, return_counts=True))
         ):
             if rows and keys:
-                q = self.q.of_nodes(start, start + count, rows)
-                k = self.k.of_nodes(start, start + count, keys)
-                yield altered(self, q=q, k=k, nodes=count)
+                q = self.q.of_repeats(start, start + count, rows)
+                k = self.k.of_repeats(start, start + count, keys)
+                yield altered(self, q=q, k=k, repeats=count)
             start += count
 
     def bias_operand(self, q: Tensor) -> Operand | None:
@@ -296,7 +296,7 @@ class Plan:
     ``blocks`` run one after the other. ``uncovered``: (start, stop) of query rows that no call writes first.
     ``merges``: several calls write the same query rows. ``same_rows``: each call's keys
     are at its queries' positions. ``rows``: the positions of the queries; ``period``: a
-    number of positions after which no node is cut.
+    number of positions after which no repeat is cut.
     """
 
     blocks: tuple[HeadBlock, ...]
@@ -313,7 +313,7 @@ class Plan:
         calls = (call for block in self.blocks for call in block.forward)
         each = ((call, causal and call.causal) for call in calls)
         return sum(
-            c.nodes
+            c.repeats
             * c.heads
             * (c.q.rows * c.k.rows - cut * c.q.rows * (c.q.rows - 1) // 2)
             for c, cut in each
@@ -356,7 +356,7 @@ class Plan:
         )
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """Rows [start, stop) that cut no node except for those that the ends of
+        """Rows [start, stop) that cut no repeat except for those that the ends of
         ``rows`` cut, in order.
         """
         start = self.rows.start
@@ -381,9 +381,9 @@ class Plan:
             and rows.index is None
             and call.k.index is None
             and call.bias is None
-            and (call.nodes == 1 or rows.node_step == rows.rows)
+            and (call.repeats == 1 or rows.repeat_step == rows.rows)
         )
-        covers = call.first and call.heads == heads and call.nodes * rows.rows == n
+        covers = call.first and call.heads == heads and call.repeats * rows.rows == n
         return call if in_order and covers else None
 
     def needs_fp32_accumulator(
@@ -476,6 +476,7 @@ def forward(
     """
     b, n, heads, _ = q.shape
     covering = None
+    writes = hasattr(kernel, "forward_into")
     if into is not None:
         out, lse = into[0], into[1].transpose(1, 2)  # (b, n, h)
         narrow = out.dtype in HALF
@@ -484,7 +485,7 @@ def forward(
             q.dtype, heads // k.shape[2], backward=False
         )
         if results is None and not narrow:
-            covering, views = _covering_views(plan, False, q, k, v)
+            covering, views = _covering_views(plan, False, writes, q, k, v)
         if covering is not None:  # its result becomes the output
             mask = causal and covering.causal
             out, lse = kernel.forward(*views, mask, scale)  # (b', m, h, d), (b', h, m)
@@ -508,7 +509,6 @@ def forward(
     limit = piece_limit(q)
     load = into is not None or bool(plan.uncovered)
     gathering = gathers(kernel)
-    writes = hasattr(kernel, "forward_into")
     steps = _steps(
         plan,
         False,
@@ -521,30 +521,30 @@ def forward(
         covering is not None,
         copies=not gathering,
     )
-    for call, nodes, (target,) in steps:
+    for call, repeats, (target,) in steps:
         rows, keys, index = call.q, call.k, None
         queries = Operand(rows, (q, lse))
         result = Operand(rows, (target.tensor,), target.origin)
         if rows.index is not None:
-            queries = _copies(queries, call.heads, nodes)
-            result = _copies(result, call.heads, nodes)
+            queries = _copies(queries, call.heads, repeats)
+            result = _copies(result, call.heads, repeats)
         if keys.index is not None and gathering:
-            index = _index_operand(keys, call.heads, nodes, len(q))
+            index = _index_operand(keys, call.heads, repeats, len(q))
             keys = View(k.shape[1], head=keys.head, head_step=keys.head_step)
         read = Operand(keys, (k, v))
         if keys.index is not None:
-            read = _copies(read, call.heads, nodes)
+            read = _copies(read, call.heads, repeats)
         operands = queries, result, read, call.bias_operand(q), index
         head_bytes = rows.rows * q.shape[3] * target.tensor.element_size()
         fresh = call.first and into is None  # nothing was written there yet
-        shared = len(nodes) > 1 and rows.shared  # several results for the same rows
+        shared = len(repeats) > 1 and rows.shared  # several results for the same rows
         dtype = target.tensor.dtype
         fits = dtype == torch.float32 or fresh and dtype == q.dtype
         if in_place := writes and fits and not shared:
             head_bytes = 0  # no result to be kept small
         mask = causal and call.causal
         for q_, lse_, out_, k_, v_, *more in views_of(
-            operands, nodes, call.heads, head_bytes, limit
+            operands, repeats, call.heads, head_bytes, limit
         ):
             if in_place:
                 inputs = q_, k_, v_, mask, scale, *more
@@ -565,7 +565,7 @@ def forward(
                 merge_(out_, lse_, o, l)
             del o, l  # before the next piece is computed
         if rows.index is not None:
-            index = _flat_index(rows, nodes, q.device)
+            index = _flat_index(rows, repeats, q.device)
             copies = queries.tensors[1], result.tensors[0]
             for tile, copy in zip((Tile(lse), target), copies):
                 _heads_of(*tile, rows, call.heads)[:, index] = copy
@@ -605,7 +605,9 @@ def backward(
         grads = into
     else:
         if plan.same_rows and not narrow:
-            covering, views = _covering_views(plan, True, *reads[1:4], dout, *reads[4:])
+            writes = hasattr(kernel, "backward_into")
+            tensors = *reads[1:4], dout, *reads[4:]
+            covering, views = _covering_views(plan, True, writes, *tensors)
         if covering is not None:  # its results become the gradients
             q_, k_, v_, dout_, out_, lse_ = views
             grads = kernel.backward(
@@ -625,13 +627,15 @@ def backward(
                 make(t.shape, dtype=t.dtype, device=t.device) for t, make in makes
             )
     limit = piece_limit(q)
-    for call, nodes, targets in _steps(
+    for call, repeats, targets in _steps(
         plan, True, q, grads, group, narrow, pool, None, covering is not None
     ):
         # Of calls on the same rows, the first one writes these rows of k and v too.
         first = call.first and not narrow and into is None
         alone = first, first and plan.same_rows and group == 1
-        _call_backward(call, nodes, reads, targets, limit, alone, causal, scale, kernel)
+        _call_backward(
+            call, repeats, reads, targets, limit, alone, causal, scale, kernel
+        )
     return grads
 
 
@@ -647,13 +651,13 @@ def _steps(
     skip: bool,
     copies: bool = True,
 ) -> Iterator[tuple[Call, range, list[Tile]]]:
-    """The calls of a pass, some nodes at a time; ``skip``: without the first call.
+    """The calls of a pass, some repeats at a time; ``skip``: without the first call.
 
     Each comes with what to add to: the results or, if ``narrow``, fp32 tiles of them,
     which are rounded after their last call.
     ``load``: tiles begin as the results, or uninitialised; as zeros if None. All tiles
     use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head.
-    ``copies``: few nodes at a time where keys are gathered, as these are copied.
+    ``copies``: few repeats at a time where keys are gathered, as these are copied.
     """
     n = q.shape[1]
     targets, memory = [], []
@@ -679,30 +683,32 @@ def _steps(
                 elif load:
                     tile.copy_(part)
             for call in calls[skip:]:
-                nodes = range(call.nodes)
+                repeats = range(call.repeats)
                 if stop - start < n:
-                    nodes = call.within(start, stop)
-                if nodes:
-                    for subset in _node_parts(call, nodes, q) if copies else (nodes,):
+                    repeats = call.within(start, stop)
+                if repeats:
+                    for subset in (
+                        _repeat_parts(call, repeats, q) if copies else (repeats,)
+                    ):
                         yield call, subset, targets
             for part, (tile, _) in zip(parts, targets):
                 part.copy_(tile)
 
 
 def _call_backward(
-    call: Call, nodes: range, reads, targets, limit: int, alone, causal, scale, kernel
+    call: Call, repeats: range, reads, targets, limit: int, alone, causal, scale, kernel
 ) -> None:
-    """The backward of some nodes of a call, added to the tiles of dq, dk, dv.
+    """The backward of some repeats of a call, added to the tiles of dq, dk, dv.
 
     ``reads``: dout, q, k, v, out, lse (b, n, h). ``alone``: whether nothing was written
     there yet, for dq and for dk and dv.
     """
     dout, q, k, v, out, lse = reads
     queries, keys = call.q, call.k
-    # Neighbouring nodes may read the same keys: their gradients are added slice by
+    # Neighbouring repeats may read the same keys: their gradients are added slice by
     # slice, none of which overlap.
     rows = keys.rows
-    width = rows if keys.index is not None else min(keys.node_step, rows) or rows
+    width = rows if keys.index is not None else min(keys.repeat_step, rows) or rows
     # Gradients of shared K/V rows are summed over the heads of a piece: its size is
     # part of the result.
     head_bytes = (
@@ -716,11 +722,11 @@ def _call_backward(
     into = Operand(queries, (to_q.tensor,), to_q.origin)
     key_into = Operand(keys, (to_k.tensor, to_v.tensor), to_k.origin)
     if queries.index is not None:
-        read = _copies(read, call.heads, nodes)
-        into = _zeros(into, call.heads, nodes)
+        read = _copies(read, call.heads, repeats)
+        into = _zeros(into, call.heads, repeats)
     if keys.index is not None:
-        key_read = _copies(key_read, call.heads, nodes)
-        key_into = _zeros(key_into, call.heads, nodes)
+        key_read = _copies(key_read, call.heads, repeats)
+        key_into = _zeros(key_into, call.heads, repeats)
     operands = [read, key_read, call.bias_operand(q), into]
     if width == rows:
         parts = (slice(None),)
@@ -731,15 +737,24 @@ def _call_backward(
             first, count = keys.first + part.start, part.stop - part.start
             view = altered(keys, first=first, rows=count)
             operands.append(key_into._replace(view=view))
-    several = len(nodes) > 1
+    several = len(repeats) > 1
     q_axis = 0 if several and queries.shared else None
     k_axis = 0 if several and keys.shared else 2 if call.shares_kv else None
     mask = causal and call.causal
+    apart = width == rows and q_axis is None and k_axis is None
+    fits = all(tile.tensor.dtype == torch.float32 for tile in targets)
+    if in_place := apart and fits and hasattr(kernel, "backward_into"):
+        head_bytes = 0  # no result to be kept small
     for dout_, q_, out_, lse_, k_, v_, bias, dq_, *others in views_of(
-        operands, nodes, call.heads, head_bytes, limit
+        operands, repeats, call.heads, head_bytes, limit
     ):  # (b', m, h, d)
+        inputs = dout_, q_, k_, v_, out_, lse_, mask, scale
+        if in_place:
+            add = not alone[0], not alone[1]
+            kernel.backward_into(dq_, *others, *inputs, bias, add=add)
+            continue
         more = () if bias is None else (bias,)
-        dq, dk, dv = kernel.backward(dout_, q_, k_, v_, out_, lse_, mask, scale, *more)
+        dq, dk, dv = kernel.backward(*inputs, *more)
         _add(dq_, dq, alone[0], q_axis)
         for part, dk_, dv_ in zip(parts, others[::2], others[1::2]):
             _add(dk_, dk[:, part], alone[1], k_axis)
@@ -748,7 +763,7 @@ def _call_backward(
     copies = *into.tensors, *key_into.tensors
     for target, copy, view in zip(targets, copies, (queries, keys, keys)):
         if view.index is not None:
-            index = _flat_index(view, nodes, q.device)
+            index = _flat_index(view, repeats, q.device)
             if view.index.dim() == 3:
                 copy = copy.flatten(1, 2)
             _heads_of(*target, view, call.heads).index_add_(1, index, copy)
@@ -766,10 +781,11 @@ def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
         target.narrow(axis, 0, 1).add_(grad.to(target.dtype).sum(axis, keepdim=True))
 
 
-def _covering_views(plan: Plan, backward: bool, q, k, v, *more):
+def _covering_views(plan: Plan, backward: bool, writes: bool, q, k, v, *more):
     """(the first call, its views of q, k, v and more tensors of query rows) if its
     results may become the outputs, as no piece of it is converted; (None, None)
-    otherwise.
+    otherwise. ``writes``: the kernel can write results where they belong, so that this
+    must save the views.
     """
     b, n, heads, _ = q.shape
     on_cpu = device_type_of(q) == "cpu"
@@ -779,41 +795,42 @@ def _covering_views(plan: Plan, backward: bool, q, k, v, *more):
     if call is None:
         return None, None
     rows = call.q
-    nodes = range(call.nodes)
-    as_it_is = View(k.shape[1], node_step=call.k.node_step)
-    if call.nodes == 1 and call.k == as_it_is:
+    repeats = range(call.repeats)
+    if call.repeats == 1 and call.k.rows == k.shape[1]:  # all rows, as they are
         views = [q, k, v]
         for t in more:
             views.append(t if t.dim() == 4 else t.transpose(1, 2))
         return call, views
-    # Node by node, so that a CPU thread writes pages of its own; but keys of all nodes
+    # One repeat at a time, so that a CPU thread writes pages of its own; but keys of all repeats
     # fold into no larger batch.
-    if call.nodes > 1 and call.k.shared and (b > 1 or not on_cpu):
-        rows, nodes = altered(rows, rows=n), range(1)
+    if call.repeats > 1 and call.k.shared and (b > 1 or not on_cpu):
+        rows, repeats = altered(rows, rows=n), range(1)
+    elif writes:
+        return None, None
     operands = Operand(rows, (q,)), Operand(call.k, (k, v)), Operand(rows, more)
-    views = list(views_of(operands, nodes, heads))
+    views = list(views_of(operands, repeats, heads))
     # Without data, equal pieces come once.
-    one = len(views) == 1 and len(views[0][0]) == b * len(nodes)
+    one = len(views) == 1 and len(views[0][0]) == b * len(repeats)
     return (call, views[0]) if one else (None, None)
 
 
 def views_of(
     operands: Sequence[Operand | None],
-    nodes: range,
+    repeats: range,
     heads: int,
     head_bytes: int = 0,
     limit: int = 0,
 ) -> Iterator[list[Tensor | None]]:
-    """Views (b', rows, heads, d) of operands for some nodes of a call, piece by piece;
+    """Views (b', rows, heads, d) of operands for some repeats of a call, piece by piece;
     None for None.
 
-    Batch and nodes fold into b' where the strides of all tensors allow it, else each
+    Batch and repeats fold into b' where the strides of all tensors allow it, else each
     batch entry comes by itself. Pieces are cut along b', then along the heads, to at
     most ``limit`` bytes of ``head_bytes`` each. Tensors of three dimensions,
     log-sum-exps (b, n, heads), come as (b', heads, rows). Without data, one piece of
     each size comes.
     """
-    count = len(nodes)
+    count = len(repeats)
     if not count:
         return
     first = operands[0].tensors[0]
@@ -826,20 +843,24 @@ def views_of(
             continue
         view, tensors, (row, head) = operand
         row, head = view.first - row, view.head - head
+        known = None
         for t in tensors:
-            s_b, s_n, s_h, *s_d = t.stride()
-            along = view.node_step * s_n + view.node_head * s_h
-            at = t.storage_offset() + row * s_n + head * s_h + nodes.start * along
-            s_row, s_head = view.step * s_n, view.head_step * s_h + view.shift * s_n
-            if count == 1:
-                along = s_b
-            elif batch > 1 and s_b != count * along:
-                apart = True
-            if s_d:
-                shape, strides = (view.rows, heads, t.shape[3]), (s_row, s_head, *s_d)
-            else:
-                shape, strides = (heads, view.rows), (s_head, s_row)
-            places.append((t, shape, (along, *strides), at, s_b))
+            if (strides := t.stride()) != known:  # most are those of the one before
+                known = strides
+                s_b, s_n, s_h, *s_d = strides
+                along = view.repeat_step * s_n + view.repeat_head * s_h
+                at = row * s_n + head * s_h + repeats.start * along
+                s_row, s_head = view.step * s_n, view.head_step * s_h + view.shift * s_n
+                if count == 1:
+                    along = s_b
+                elif batch > 1 and s_b != count * along:
+                    apart = True
+                if s_d:
+                    shape = view.rows, heads, t.shape[3]
+                    by = along, s_row, s_head, *s_d
+                else:
+                    shape, by = (heads, view.rows), (along, s_head, s_row)
+            places.append((t, shape, by, t.storage_offset() + at, s_b))
     size = step = count if apart else batch * count
     head_step = heads
     if head_bytes * heads * size > limit:
@@ -852,8 +873,8 @@ def views_of(
         views = []
         for place in places:
             if place is not None:
-                t, shape, strides, at, s_b = place
-                place = t.as_strided((size, *shape), strides, at + entry * s_b)
+                t, shape, by, at, s_b = place
+                place = t.as_strided((size, *shape), by, at + entry * s_b)
             views.append(place)
         if step >= size and head_step >= heads:
             yield views
@@ -868,48 +889,48 @@ def views_of(
                 yield piece
 
 
-def _node_parts(call: Call, nodes: range, q: Tensor) -> Iterator[range]:
-    """All nodes at a time, or so few that gathered copies of their keys stay small."""
-    if call.k.index is None or len(nodes) < 2:
-        return (nodes,)
+def _repeat_parts(call: Call, repeats: range, q: Tensor) -> Iterator[range]:
+    """All repeats at a time, or so few that gathered copies of their keys stay small."""
+    if call.k.index is None or len(repeats) < 2:
+        return (repeats,)
     row_bytes = q.shape[0] * q.shape[2] * q.shape[3] * q.element_size()
     step = max(1, piece_limit(q) // 2 // (row_bytes * call.k.rows))
-    return (nodes[i : i + step] for i in range(0, len(nodes), step))
+    return (repeats[i : i + step] for i in range(0, len(repeats), step))
 
 
-def _copies(operand: Operand, heads: int, nodes: range) -> Operand:
+def _copies(operand: Operand, heads: int, repeats: range) -> Operand:
     """Copies of gathered rows in place of the tensors."""
     view, tensors, origin = operand
-    index = _flat_index(view, nodes, tensors[0].device)
+    index = _flat_index(view, repeats, tensors[0].device)
     copies = [_heads_of(t, origin, view, heads)[:, index] for t in tensors]
     if view.index.dim() == 3:
         copies = [copy.unflatten(1, (-1, heads)) for copy in copies]
-    return Operand(_dense(view, nodes), tuple(copies))
+    return Operand(_dense(view, repeats), tuple(copies))
 
 
-def _zeros(operand: Operand, heads: int, nodes: range) -> Operand:
+def _zeros(operand: Operand, heads: int, repeats: range) -> Operand:
     """As ``_copies``, but zeros, to which gradients are added."""
     view, tensors, _ = operand
-    rows = len(nodes) * view.rows
+    rows = len(repeats) * view.rows
     zeros = (t.new_zeros(len(t), rows, heads, t.shape[3]) for t in tensors)
-    return Operand(_dense(view, nodes), tuple(zeros))
+    return Operand(_dense(view, repeats), tuple(zeros))
 
 
-def _dense(view: View, nodes: range) -> View:
-    """The rows of a view in copies that hold those of some nodes alone."""
-    return View(view.rows, -nodes.start * view.rows, node_step=view.rows)
+def _dense(view: View, repeats: range) -> View:
+    """The rows of a view in copies that hold those of some repeats alone."""
+    return View(view.rows, -repeats.start * view.rows, repeat_step=view.rows)
 
 
-def _index_operand(view: View, heads: int, nodes: range, batch: int) -> Operand:
+def _index_operand(view: View, heads: int, repeats: range, batch: int) -> Operand:
     """The gathered rows, (b', heads, rows), for a kernel that reads such rows itself."""
-    index = _flat_index(view, nodes, "cpu").view(1, len(nodes) * view.rows, -1)
-    rows = altered(_dense(view, nodes), head_step=int(index.shape[2] > 1))
+    index = _flat_index(view, repeats, "cpu").view(1, len(repeats) * view.rows, -1)
+    rows = altered(_dense(view, repeats), head_step=int(index.shape[2] > 1))
     return Operand(rows, (index.expand(batch, -1, -1),))
 
 
-def _flat_index(view: View, nodes: range, device: torch.device) -> Tensor:
-    """The gathered rows of some nodes, one after the other."""
-    index = view.index[nodes.start : nodes.stop]
+def _flat_index(view: View, repeats: range, device: torch.device) -> Tensor:
+    """The gathered rows of some repeats, one after the other."""
+    index = view.index[repeats.start : repeats.stop]
     if index.shape[1] < view.rows:
         index = index + torch.arange(view.rows, device=index.device)
     return index.flatten().to(device)

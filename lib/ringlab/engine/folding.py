@@ -106,7 +106,7 @@ def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
                 if len(call.bias) == 1
                 else price.biases
             )
-            total += price.call + call.nodes * call.heads * _price(
+            total += price.call + call.repeats * call.heads * _price(
                 price, rows, seen, slower, call.first
             )
     return total
@@ -203,7 +203,7 @@ def _nest(chain: tuple[Rung, ...], n: int) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of one head that see some keys, in ``nodes`` places a step ``apart``;
+    """Some rows of one head that see some keys, in ``repeats`` places a step ``apart``;
     no bias is made yet.
 
     ``place`` tells it from parts of the same shape. ``rungs``: the branches that count
@@ -214,7 +214,7 @@ class _Part:
     place: tuple[int, ...]
     queries: range
     keys: range
-    nodes: int
+    repeats: int
     apart: int
     rungs: tuple[Rung, ...]
     masked: bool
@@ -235,7 +235,7 @@ class _Part:
     def price(self, cost: Cost, heads: int) -> float:
         """The time, if calls of equal parts of all ``heads`` are one."""
         slower = cost.biases if self.each else cost.bias if len(self.rungs) > 1 else 1.0
-        return cost.call / heads + self.nodes * _price(
+        return cost.call / heads + self.repeats * _price(
             cost, len(self.queries), len(self.keys), slower, self.first
         )
 
@@ -253,14 +253,14 @@ def _of_chain(
         pieces = _pieces(
             length, inside, n, causal, -(-SQUARE * key_step // rate) * rate
         )
-        for nth_piece, (q, k, nodes, apart, square) in enumerate(pieces):
+        for nth_piece, (q, k, repeats, apart, square) in enumerate(pieces):
             keys = _rows(*k, key_step, offset)
             masked = square and causal
             if not keys:
                 continue
             alone = first and square and not inside
             place = (j, inside, nth_piece)
-            where = place, q, keys, nodes, apart, chain[j:], masked
+            where = place, q, keys, repeats, apart, chain[j:], masked
             part = _Part(*where, each=False, first=alone)
             several = len(by_set) > 1
             together = part.split(q, classes, masked or several)
@@ -312,7 +312,7 @@ def _calls(parts: list[list[_Part]], kv_heads: int, tables: _Tables) -> list[Cal
                 len(q),
                 k.step,
                 len(k),
-                part.nodes,
+                part.repeats,
                 part.apart,
                 part.place,
             )
@@ -321,7 +321,7 @@ def _calls(parts: list[list[_Part]], kv_heads: int, tables: _Tables) -> list[Cal
                 ((head, q.start, head // (heads // kv_heads), k.start), bias)
             )
     calls = []
-    for (later, step, rows, key_step, keys, nodes, apart, _, each), members in sorted(
+    for (later, step, rows, key_step, keys, repeats, apart, _, each), members in sorted(
         by_shape.items(), key=lambda x: x[0][0]
     ):
         made = {head: bias for (head, *_), bias in members}
@@ -332,7 +332,7 @@ def _calls(parts: list[list[_Part]], kv_heads: int, tables: _Tables) -> list[Cal
             q = View(rows, row, step, apart, head, head_step, shift)
             k = View(keys, key, key_step, apart, kv_head, kv_step, key_shift)
             bias = tables.by_head([made[h] for h, *_ in run], each, keys)
-            calls.append(Call(q, k, nodes, len(run), first=not later, bias=bias))
+            calls.append(Call(q, k, repeats, len(run), first=not later, bias=bias))
     return calls
 
 
@@ -356,12 +356,12 @@ def _rows(start: int, stop: int, step: int, residue: int) -> range:
 
 @lru_cache(maxsize=256)
 def _pieces(length: int, inner: int, n: int, causal: bool, square: int) -> list[tuple]:
-    """((queries, keys), nodes, step, square): which intervals of positions attend to
+    """((queries, keys), repeats, step, square): which intervals of positions attend to
     which within segments.
 
     ``inner`` > 0: keys in the segment of that length that the queries lie in are left
     out. ``causal``: what lies after the queries is, too, and squares on the diagonal
-    are at most ``square`` positions long. ``nodes`` of them, a step apart.
+    are at most ``square`` positions long. ``repeats`` of them, a step apart.
     """
     by_shape: dict[tuple, list] = {}
 
@@ -426,17 +426,19 @@ class _Tables:
         first = self._part(key, min(rows, period), min(len(keys), period))
         return key if part.masked or first.max() > 0 else None
 
-    def by_head(self, wanted: list[tuple | None], rows: int, keys: int):
+    def by_head(self, keys_of_heads: list[tuple | None], rows: int, keys: int):
         """The biases of heads from their tables, (rows, heads, keys), or None."""
-        if wanted[0] is None:
+        if keys_of_heads[0] is None:
             return None
-        first, *others = (self._part(key, rows, keys) for key in dict.fromkeys(wanted))
+        first, *others = (
+            self._part(key, rows, keys) for key in dict.fromkeys(keys_of_heads)
+        )
         if all(other.equal(first) for other in others):
-            by_head = first.T[None].expand(len(wanted), -1, -1)
+            by_head = first.T[None].expand(len(keys_of_heads), -1, -1)
         else:
             by_head = self.cached(
-                ("biases", *wanted),
-                lambda: torch.stack([self.table(key).T for key in wanted]),
+                ("biases", *keys_of_heads),
+                lambda: torch.stack([self.table(key).T for key in keys_of_heads]),
             )[:, :keys, :rows]
         return by_head.permute(2, 0, 1)
 

@@ -749,10 +749,10 @@ def _of_heads(plan: Plan, heads: range, rows: int) -> Plan:
         for call in block.forward
         for one in call.by_heads()
     )
-    mine = tuple(filter(None, (call.part(heads.start, heads.stop) for call in calls)))
+    subset = tuple(filter(None, (call.part(heads.start, heads.stop) for call in calls)))
     return replace(
         plan,
-        blocks=(HeadBlock(heads, mine, mine),),
+        blocks=(HeadBlock(heads, subset, subset),),
         uncovered=((0, rows),),
         merges=True,
     )

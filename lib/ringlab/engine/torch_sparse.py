@@ -298,11 +298,11 @@ def flex_prepare(
     size, device = pattern.block_size, torch.device(device)
     tile = size if device.type == "cpu" else lcm(size, GPU_TILE)
     seen = pattern.blocks(n)
-    some, all_ = (
+    seen_in_part, seen_whole = (
         _pooled(seen, tile // size, whole) for whole in (False, True)
     )  # (tiles, tiles)
     if causal:
-        some, all_ = some.tril(), all_.tril(-1)
+        seen_in_part, seen_whole = seen_in_part.tril(), seen_whole.tril(-1)
     table = None if tile == size else seen.to(device)
 
     def shown(b, h, q, k):
@@ -312,7 +312,11 @@ def flex_prepare(
         here = table[q // size, k // size]
         return here & ~later if causal else here
 
-    parts = [t.to(device) for mask in (some & ~all_, all_) for t in _listed(mask)]
+    parts = [
+        t.to(device)
+        for mask in (seen_in_part & ~seen_whole, seen_whole)
+        for t in _listed(mask)
+    ]
     return Mask(
         BlockMask.from_kv_blocks(
             *parts, BLOCK_SIZE=tile, mask_mod=shown, seq_lengths=(n, n)
@@ -338,10 +342,10 @@ def flex_forward(
     watched = bool(dispatch_modes())
     with torch.no_grad(), config.patch(recompile_limit=SHAPES):
         with without_dispatch_modes():
-            found = _compiled(with_lse)(
+            results = _compiled(with_lse)(
                 *views, block_mask=mask.blocks, scale=scale, enable_gqa=grouped
             )
-    out, lse = found if with_lse else (found, None)
+    out, lse = results if with_lse else (results, None)
     return (out.clone() if watched else out).transpose(1, 2).contiguous(), lse
 
 

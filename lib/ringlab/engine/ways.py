@@ -326,15 +326,17 @@ def _merge_works(device: torch.device, dtype: torch.dtype) -> bool:
         pattern = Dilated([32, 128], [1, 2])
         call = (True, 0.25, kernel)
         plan = dilated.make_plan(pattern, 128, 2, 1)
-        want = execute.forward(q, k, v, plan, *call)
-        tensors = dout, q, k, v, *want
-        want += execute.backward(*tensors, plan, *call)
+        expected = execute.forward(q, k, v, plan, *call)
+        tensors = dout, q, k, v, *expected
+        expected += execute.backward(*tensors, plan, *call)
         try:
             module = _fused_merge()
             cached = DEFAULT.cached
             merged = module.forward(q, k, v, plan, *call, cached)
             merged += module.backward(*tensors, plan, *call, cached)
-            off = max(float((x - y).norm() / y.norm()) for x, y in zip(merged, want))
+            off = max(
+                float((x - y).norm() / y.norm()) for x, y in zip(merged, expected)
+            )
             works = off <= kernels.PROBE_ERROR.get(dtype, 0.05)
             why = f"its results are off by {off:.1e}"
         except Exception as failure:  # Triton's and its compilers' are of any kind

@@ -361,22 +361,22 @@ def _wrong(
         t.double().cpu() for t in (q, *shared, dout)
     )
     scale, exact = head_dim**-0.5, Eager(softcap=softcap)
-    want_out, want_lse = exact.forward(exact_q, exact_k, exact_v, causal, scale)
+    expected_out, expected_lse = exact.forward(exact_q, exact_k, exact_v, causal, scale)
     # As if as many keys more, of the same weight, had other values.
     other = draw(rows, 2, wide)
-    out = (want_out.to(place, wide) + other) / 2
-    lse = (want_lse.transpose(1, 2) + math.log(2)).to(place, wide).contiguous()
+    out = (expected_out.to(place, wide) + other) / 2
+    lse = (expected_lse.transpose(1, 2) + math.log(2)).to(place, wide).contiguous()
     lse = lse.transpose(1, 2)  # (2, 2, rows), heads last in memory
     # A kernel may fail with any exception: Triton's derive from Exception alone, and
     # its compilers raise what subprocess does. The message is the reason of the refusal.
     try:
         if whole:
-            found = kernel.attend(q, k, v, Dense(), causal, scale)
+            results = kernel.attend(q, k, v, Dense(), causal, scale)
         else:
-            found = kernel.forward(q, *shared, causal, scale)
-        pairs = dict(zip(("out", "lse"), zip(found, (want_out, want_lse))))
+            results = kernel.forward(q, *shared, causal, scale)
+        pairs = dict(zip(("out", "lse"), zip(results, (expected_out, expected_lse))))
         if backward:
-            want = exact.backward(
+            expected = exact.backward(
                 exact_dout,
                 exact_q,
                 exact_k,
@@ -387,12 +387,12 @@ def _wrong(
                 scale,
             )
             if whole:
-                given = dout, None, q, k, v, out, lse, Dense()
-                grads = kernel.gradients(*given, causal, scale)
-                want = want[0], *(t.sum(2, keepdim=True) for t in want[1:])
+                reads = dout, None, q, k, v, out, lse
+                grads = kernel.gradients(*reads, Dense(), causal, scale)
+                expected = expected[0], *(t.sum(2, keepdim=True) for t in expected[1:])
             else:
                 grads = kernel.backward(dout, q, *shared, out, lse, causal, scale)
-            pairs |= dict(zip(("dq", "dk", "dv"), zip(grads, want)))
+            pairs |= dict(zip(("dq", "dk", "dv"), zip(grads, expected)))
     except Exception as failure:
         if is_out_of_memory(failure):
             raise

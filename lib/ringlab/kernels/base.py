@@ -29,7 +29,9 @@ class Kernel(Protocol):
     an ``index`` (b, h, m_k) of the rows of k and v that are the keys, and reads them
     where they lie, for one query too; ``cost``, a ``Cost``; ``forward_into(out, lse, q,
     k, v, causal, scale, bias, index, *, merge)``, which writes into strided rows of
-    fp32 or q's dtype, or merges with fp32 ones that are there;
+    fp32 or q's dtype, or merges with fp32 ones that are there; ``backward_into(dq, dk,
+    dv, dout, q, k, v, out, lse, causal, scale, bias, *, add)``, which writes fp32
+    gradients, or adds to them: to dq if ``add[0]``, to dk and dv if ``add[1]``;
     ``with_softcap(softcap)``, the kernel that makes ``softcap * tanh(s / softcap)`` of
     a score s.
     """

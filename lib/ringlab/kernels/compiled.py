@@ -16,6 +16,7 @@ from ..torch_private import refuse_recording
 from .base import HALF, Cost, wants_dtype
 
 DTYPES = (torch.float32, *HALF)  # by their numbers in native.cpp
+ABSENT = (0,) * 5  # of a tensor: its address and strides
 
 
 def _work(rows: int, keys: Tensor | float) -> Tensor | float:
@@ -75,30 +76,46 @@ class Compiled:
         ``rows`` (b, h, queries), int64: query i is row ``rows[i]`` of q, out and lse;
         none below 0, which may only be the last ones.
         """
-        tensors = q, k, v, bias, out, lse, index, None, None, None, None, rows
+        tensors = q, k, v, bias, out, lse, index, rows
         _run("forward", tensors, causal, scale, merge)
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
+        grads = [
+            torch.empty(t.shape, dtype=torch.float32, device=q.device)
+            for t in (q, k, v)
+        ]
+        reads = dout, q, k, v, out, lse
+        self.backward_into(*grads, *reads, causal, scale, bias, add=(False, False))
+        return grads
+
+    def backward_into(
+        self,
+        dq,
+        dk,
+        dv,
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        causal,
+        scale,
+        bias=None,
+        *,
+        add,
+        rows=None,
+    ):
+        """Write fp32 dq, dk, dv; ``add``: whether to add to what is there, of dq, and of
+        dk and dv. ``rows`` as of ``forward_into``.
+        """
         dout, out = dout.to(q.dtype), out.to(q.dtype)
         if dout.stride(3) != 1:
             dout = dout.contiguous()
         if out.stride(3) != 1:
             out = out.contiguous()
-        dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        dk = torch.empty(k.shape, dtype=torch.float32, device=q.device)
-        dv = torch.empty(v.shape, dtype=torch.float32, device=q.device)
-        tensors = q, k, v, bias, out, lse, None, dout, dq, dk, dv, None
-        _run("backward", tensors, causal, scale, False)
-        return dq, dk, dv
-
-    def backward_into(
-        self, grads, dout, q, k, v, out, lse, causal, scale, bias=None, *, rows
-    ):
-        """Add to fp32 dq, dk, dv; dout and out are in q's dtype, ``rows`` as of
-        ``forward_into``.
-        """
-        tensors = q, k, v, bias, out, lse, None, dout, *grads, rows
-        _run("backward", tensors, causal, scale, True)
+        tensors = q, k, v, bias, out, lse, None, rows, dout, dq, dk, dv
+        _run("backward", tensors, causal, scale, add[0] + 2 * add[1])
 
 
 def _run(
@@ -106,10 +123,10 @@ def _run(
     tensors: tuple[Tensor | None, ...],
     causal: bool,
     scale: float,
-    merge: bool,
+    merge: int,
 ) -> None:
-    """Call native.cpp; ``tensors`` are those of its ``Call``, in that order."""
-    q, k, _, bias, out, _, index, *_, rows = tensors
+    """Call native.cpp; ``tensors`` are the first ones of its ``Call``, in that order."""
+    q, k, _, bias, out, _, index, rows, *_ = tensors
     refuse_recording("the compiled kernel", "cpu_flash")
     if q.is_meta or hasattr(q, "fake_mode"):  # tensors without data
         return
@@ -138,7 +155,7 @@ def _run(
     copies = []  # kept until the call has ended
     for t in tensors:
         if t is None:
-            values += 0, 0, 0, 0, 0
+            values += ABSENT
             continue
         if t.is_neg():
             copies.append(t := t.resolve_neg())

@@ -105,8 +105,8 @@ def make_rows(
         for j in range(call.heads):
             q = call.q
             # A GPU divides by the length: one segment must have one.
-            length = q.node_step if call.nodes > 1 else n
-            rows = q.first + j * q.shift, length, call.nodes, q.step, q.rows
+            length = q.repeat_step if call.repeats > 1 else n
+            rows = q.first + j * q.shift, length, call.repeats, q.step, q.rows
             elements = j * o_h, o_b, o_n, j * l_h, l_b, l_n
             table[q.head + j * q.head_step][i] = [*rows, *elements]
     aligned = gcd(16, *(x for head in table for line in head for x in line[5:8]))
@@ -141,7 +141,7 @@ def forward(q, k, v, plan, causal: bool, scale: float, kernel: Kernel, cached):
     if first is not None:
         out, lse = kernel.forward(*views, causal, scale)  # (b', m, h, d), (b', h, m)
         out = out.reshape(q.shape).to(q.dtype)
-        lse = lse.unflatten(0, (b, first.nodes)).transpose(1, 2)  # (b, h, nodes, m)
+        lse = lse.unflatten(0, (b, first.repeats)).transpose(1, 2)  # (b, h, repeats, m)
         lse = lse.reshape(b, heads, n).contiguous()
     else:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -233,7 +233,7 @@ def _merge(
     parts = tuple(map(dense_rows, parts))
     strides = tuple((_strides(part), _strides(l)) for part, l in zip(parts, lses))
     dtypes = into.dtype, *(t.dtype for t in (*parts, *lses))
-    places = tuple((call.q, call.heads, call.nodes) for call in calls)
+    places = tuple((call.q, call.heads, call.repeats) for call in calls)
     shape = n, owners, d, group, strides, over, lse is None
     key = "rows", places, *shape, *dtypes, into.device
     rows = cached(

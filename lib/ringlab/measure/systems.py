@@ -498,7 +498,7 @@ def calls_of(branch: patterns.Branch, n: int, heads: int) -> list[list[Call]]:
     alone = SimpleNamespace(branches=lambda *shape: [branch])
     calls = defaultdict(list)
     for call in dilated.make_plan(alone, n, heads, heads).calls:
-        calls[call.nodes, call.q.rows].append(call)
+        calls[call.repeats, call.q.rows].append(call)
     return [*calls.values()]
 
 
@@ -506,10 +506,10 @@ def _view(t: Tensor, call: Call) -> Tensor:
     """The rows of t (b, n, h, ...) that a call reads: (b, segments, m, h', ...)."""
     rows = call.q
     s_b, s_n, s_h, *s_d = t.stride()
-    shape = t.shape[0], call.nodes, rows.rows, call.heads, *t.shape[3:]
+    shape = t.shape[0], call.repeats, rows.rows, call.heads, *t.shape[3:]
     strides = (
         s_b,
-        rows.node_step * s_n,
+        rows.repeat_step * s_n,
         rows.step * s_n,
         rows.head_step * s_h + rows.shift * s_n,
         *s_d,
@@ -528,7 +528,7 @@ def _take(t: Tensor, part: list[Call]) -> Tensor:
 
 def _put(t: Tensor, part: list[Call], values: Tensor) -> None:
     """Write values (b * segments, m, h', ...) back to the rows of t (b, n, h, ...)."""
-    each = values.unflatten(0, (-1, part[0].nodes)).split(
+    each = values.unflatten(0, (-1, part[0].repeats)).split(
         [call.heads for call in part], 3
     )
     for call, rows in zip(part, each):
