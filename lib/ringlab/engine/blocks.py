@@ -312,8 +312,7 @@ def window_plan(
         call = _call(rows, count, len(places), q, k)
         seen = slice(skipped, None)
         calls.append(altered(call, bias=bias[:rows, :, seen][..., :count]))
-    lower_right = supports_lower_right_causal(kernel)
-    return _plan(calls, [], len(queries), heads, kv_heads, lower_right)
+    return _plan(calls, [], len(queries), heads, kv_heads)
 
 
 def chains(queries: Cuts) -> Iterator[tuple[range, int]]:
@@ -451,10 +450,6 @@ Entry = tuple[
 # CPU's cache. Calls of few keys are split into parts of LONG queries or more.
 LONG = 1024
 SHORT = 768
-# torch's CPU kernel takes 32 queries at a time where there are fewer than WIDE: a call
-# of STRIP queries then costs no more per query than one of 128.
-STRIP = 64
-WIDE = 192
 EDGE = 128  # queries of a window of tokens that are taken together
 
 
@@ -475,7 +470,6 @@ def tile(
     ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
     """
     cost = cost_of(kernel)
-    lower_right = supports_lower_right_causal(kernel)
     entries: list[Entry] = []
     gathered: list[Call] = []
     for layer in layers:
@@ -484,7 +478,7 @@ def tile(
             entries += strided
             gathered += left
     squares = _squares(queries, keys, diagonal)
-    if lower_right:
+    if supports_lower_right_causal(kernel):
         entries, squares = _join_squares(entries, squares)
     calls = _strided_calls(
         [part for entry in entries for part in _split_queries(entry)]
@@ -492,9 +486,7 @@ def tile(
     calls = [part for call in calls for part in _split_keys(call)]
     for call in _strided_calls(squares, causal=True):
         calls += call.each_repeat() if alone else [call]
-    return _plan(
-        calls, gathered, int(queries.lengths.sum()), heads, kv_heads, lower_right
-    )
+    return _plan(calls, gathered, int(queries.lengths.sum()), heads, kv_heads)
 
 
 def _plan(
@@ -503,7 +495,6 @@ def _plan(
     n: int,
     heads: int,
     kv_heads: int,
-    lower_right: bool,
 ) -> Plan:
     """Strided calls that write most rows run first: those that write them first need no
     merge. Then gathered ones.
@@ -535,8 +526,7 @@ def _plan(
         for g in range(group)
         for c in ordered
     ]
-    strips = [strip for call in every_head for strip in _in_strips(call, lower_right)]
-    block = HeadBlock(range(heads), tuple(strips), tuple(every_head))
+    block = HeadBlock(range(heads), tuple(every_head))
     return Plan((block,), ranges, merges, same_rows=False, rows=range(n), period=n)
 
 
@@ -548,23 +538,6 @@ def _order(call: Call) -> tuple:
 def _merged(call: Call) -> bool:
     """Whether all repeats have the same queries."""
     return call.repeats > 1 and call.q.shared
-
-
-def _in_strips(call: Call, lower_right: bool) -> Iterator[Call]:
-    """A causal call of blocks of 128 queries as one of their first and one of their
-    last halves.
-
-    The first one leaves out the keys that it does not see. Only for the forward: in the
-    backward each would add gradients of all its keys.
-    """
-    rows = call.q.rows
-    if not (call.causal and lower_right and STRIP < rows < WIDE and rows % STRIP == 0):
-        yield call
-        return
-    for at in range(0, rows, STRIP):
-        q = altered(call.q, first=call.q.first + at, rows=STRIP)
-        k = altered(call.k, rows=call.k.rows - (rows - STRIP - at))
-        yield altered(call, q=q, k=k)
 
 
 def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Entry]:

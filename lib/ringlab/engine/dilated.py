@@ -83,7 +83,7 @@ def make_plan(
             for b in branches
         )
         calls = tuple(call for calls in each for call in fold_heads(calls))
-        blocks.append(HeadBlock(inside, calls, calls))
+        blocks.append(HeadBlock(inside, calls))
     covered = all(h in first_branch and first_branch[h].rate == 1 for h in range(heads))
     return Plan(
         tuple(blocks),
@@ -119,7 +119,7 @@ def _cross_plan(n: int, keys: int, heads: int, kv_heads: int, causal: bool) -> P
         if before < keys:
             own = altered(rows, rows=n, first=before)
             calls.append(Call(queries, own, heads=len(run), causal=True))
-    block = HeadBlock(range(heads), tuple(calls), tuple(calls))
+    block = HeadBlock(range(heads), tuple(calls))
     return Plan((block,), (), before < keys, False, range(n), n)
 
 

@@ -282,11 +282,19 @@ class Call:
 
 
 class HeadBlock(NamedTuple):
-    """The calls of some query heads, for each pass."""
+    """The calls of some query heads."""
 
     heads: range
-    forward: tuple[Call, ...]
-    backward: tuple[Call, ...]
+    calls: tuple[Call, ...]
+
+    def part(self, heads: range) -> HeadBlock:
+        """The same for some of the heads."""
+        parts = (
+            one.part(heads.start, heads.stop)
+            for call in self.calls
+            for one in call.by_heads()
+        )
+        return HeadBlock(heads, tuple(call for call in parts if call is not None))
 
 
 @dataclass(frozen=True)
@@ -310,7 +318,7 @@ class Plan:
         """(query, key, head) products of a forward pass per batch entry, without what
         ``causal`` hides.
         """
-        calls = (call for block in self.blocks for call in block.forward)
+        calls = (call for block in self.blocks for call in block.calls)
         each = ((call, causal and call.causal) for call in calls)
         return sum(
             c.repeats
@@ -321,13 +329,19 @@ class Plan:
 
     @cached_property
     def calls(self) -> list[Call]:
-        """All calls of the backward, by sets of heads."""
+        """All calls, by sets of heads."""
         return [
             one
             for block in self.blocks
-            for call in block.backward
+            for call in block.calls
             for one in call.by_heads()
         ]
+
+    @staticmethod
+    def added(heads: range, calls: Iterable[Call], n: int) -> Plan:
+        """Calls of ``n`` queries that are merged into results over other keys."""
+        block = HeadBlock(heads, tuple(calls))
+        return Plan((block,), (), True, False, range(n), n)
 
     def before(self, n: int) -> Plan:
         """The plan of the first ``n`` positions alone.
@@ -335,18 +349,9 @@ class Plan:
         For calls without a bias, of rows that are neighbours or gathered, each of which
         keeps some of its keys.
         """
-
-        parts: dict[int, list[Call]] = {}  # most calls are of the forward and backward
-
-        def cut(calls: tuple[Call, ...]) -> tuple[Call, ...]:
-            for call in calls:
-                if id(call) not in parts:
-                    parts[id(call)] = [*call.before(n)]
-            return tuple(part for call in calls for part in parts[id(call)])
-
         blocks = tuple(
-            HeadBlock(block.heads, cut(block.forward), cut(block.backward))
-            for block in self.blocks
+            HeadBlock(heads, tuple(part for call in calls for part in call.before(n)))
+            for heads, calls in self.blocks
         )
         uncovered = tuple(
             (start, min(stop, n)) for start, stop in self.uncovered if start < n
@@ -365,17 +370,13 @@ class Plan:
             yield start - self.rows.start, stop - self.rows.start
             start = stop
 
-    def covering_call(self, n: int, heads: int, backward: bool = False) -> Call | None:
-        """The first call of a pass, if it alone writes every row of every head, in
-        memory order.
-        """
-        if len(self.blocks) != 1:
+    def covering_call(self, n: int, heads: int) -> Call | None:
+        """The first call, if it alone writes every row of every head, in memory order."""
+        # A chunk may be so short that no head selects a row of it.
+        if len(self.blocks) != 1 or not self.blocks[0].calls:
             return None
-        calls = self.blocks[0].backward if backward else self.blocks[0].forward
-        if not calls:  # a chunk so short that no head selects a row of it
-            return None
-        call = calls[0]
-        rows = calls[0].q
+        call = self.blocks[0].calls[0]
+        rows = call.q
         in_order = (
             rows.step == 1
             and rows.index is None
@@ -399,21 +400,14 @@ class Plan:
     def in_head_blocks(self, step: int) -> Plan:
         """The same calls for ``step`` query heads at a time."""
 
-        def part(calls: tuple[Call, ...], heads: range) -> tuple[Call, ...]:
-            parts = (
-                one.part(heads.start, heads.stop)
-                for call in calls
-                for one in call.by_heads()
-            )
-            return tuple(call for call in parts if call is not None)
-
-        blocks = []
-        for block in self.blocks:
-            for start in range(block.heads.start, block.heads.stop, step):
-                heads = range(start, min(start + step, block.heads.stop))
-                passes = part(block.forward, heads), part(block.backward, heads)
-                blocks.append(HeadBlock(heads, *passes))
-        return replace(self, blocks=tuple(blocks))
+        return replace(
+            self,
+            blocks=tuple(
+                block.part(block.heads[start : start + step])
+                for block in self.blocks
+                for start in range(0, len(block.heads), step)
+            ),
+        )
 
 
 def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -485,7 +479,7 @@ def forward(
             q.dtype, heads // k.shape[2], backward=False
         )
         if results is None and not narrow:
-            covering, views = _covering_views(plan, False, writes, q, k, v)
+            covering, views = _covering_views(plan, writes, q, k, v)
         if covering is not None:  # its result becomes the output
             mask = causal and covering.causal
             out, lse = kernel.forward(*views, mask, scale)  # (b', m, h, d), (b', h, m)
@@ -494,7 +488,7 @@ def forward(
                     out.reshape(q.shape),
                     lse.transpose(1, 2).reshape(b, n, heads).transpose(1, 2),
                 )
-            if len(plan.blocks[0].forward) == 1:
+            if len(plan.blocks[0].calls) == 1:
                 return out.to(q.dtype), lse
             out, lse = out.to(q.dtype), lse.transpose(1, 2)
         else:
@@ -511,7 +505,6 @@ def forward(
     gathering = gathers(kernel)
     steps = _steps(
         plan,
-        False,
         q,
         (out,),
         1,
@@ -607,7 +600,7 @@ def backward(
         if plan.same_rows and not narrow:
             writes = hasattr(kernel, "backward_into")
             tensors = *reads[1:4], dout, *reads[4:]
-            covering, views = _covering_views(plan, True, writes, *tensors)
+            covering, views = _covering_views(plan, writes, *tensors)
         if covering is not None:  # its results become the gradients
             q_, k_, v_, dout_, out_, lse_ = views
             grads = kernel.backward(
@@ -628,7 +621,7 @@ def backward(
             )
     limit = piece_limit(q)
     for call, repeats, targets in _steps(
-        plan, True, q, grads, group, narrow, pool, None, covering is not None
+        plan, q, grads, group, narrow, pool, None, covering is not None
     ):
         # Of calls on the same rows, the first one writes these rows of k and v too.
         first = call.first and not narrow and into is None
@@ -641,7 +634,6 @@ def backward(
 
 def _steps(
     plan: Plan,
-    backward: bool,
     q: Tensor,
     results,
     group: int,
@@ -664,7 +656,6 @@ def _steps(
     for t in results:
         targets.append(Tile(t))
     for block in plan.blocks:
-        calls = block.backward if backward else block.forward
         for start, stop in plan.tiles() if narrow else ((0, n),):
             parts = []
             for i, t in enumerate(results if narrow else ()):
@@ -682,7 +673,7 @@ def _steps(
                     tile.zero_()
                 elif load:
                     tile.copy_(part)
-            for call in calls[skip:]:
+            for call in block.calls[skip:]:
                 repeats = range(call.repeats)
                 if stop - start < n:
                     repeats = call.within(start, stop)
@@ -781,7 +772,7 @@ def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
         target.narrow(axis, 0, 1).add_(grad.to(target.dtype).sum(axis, keepdim=True))
 
 
-def _covering_views(plan: Plan, backward: bool, writes: bool, q, k, v, *more):
+def _covering_views(plan: Plan, writes: bool, q, k, v, *more):
     """(the first call, its views of q, k, v and more tensors of query rows) if its
     results may become the outputs, as no piece of it is converted; (None, None)
     otherwise. ``writes``: the kernel can write results where they belong, so that this
@@ -791,7 +782,7 @@ def _covering_views(plan: Plan, backward: bool, writes: bool, q, k, v, *more):
     on_cpu = device_type_of(q) == "cpu"
     if heads != k.shape[2] or not q.is_contiguous() or (q.dtype in HALF and on_cpu):
         return None, None
-    call = plan.covering_call(n, heads, backward)
+    call = plan.covering_call(n, heads)
     if call is None:
         return None, None
     rows = call.q

@@ -93,7 +93,7 @@ def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
     price = cost_of(kernel)
     total = 0.0
     for block in plan.blocks:
-        for call in block.forward:
+        for call in block.calls:
             rows = call.q.rows
             keys = call.k.rows
             seen = (
@@ -180,7 +180,7 @@ def fold(
             for head_rungs in rungs
         ]
         calls += _calls(nested, kv_heads, tables)
-    block = HeadBlock(range(heads), tuple(calls), tuple(calls))
+    block = HeadBlock(range(heads), tuple(calls))
     uncovered = () if branches[chains[0].start].rate == 1 else ((0, n),)
     return Plan(
         (block,),

@@ -297,15 +297,7 @@ class LiveRows:
             group = policy.heads // policy.kv_heads
             before = range(start, t)
             calls += calls_on_rows(branch, group, start, queries, before, 0, keys)
-        calls = tuple(fold_heads(calls))
-        return Plan(
-            (HeadBlock(range(policy.heads), calls, calls),),
-            (),
-            merges=True,
-            same_rows=False,
-            rows=range(len(new)),
-            period=len(new),
-        )
+        return Plan.added(range(policy.heads), fold_heads(calls), len(new))
 
     def _store(self, entries: list[int], k: Tensor, v: Tensor, count: int) -> None:
         """Take ``count`` new rows of k and v of entries of equal history, but for those
@@ -743,19 +735,9 @@ def _entry_slices(entries: list[int], numbers) -> Iterator[tuple[slice, slice]]:
 
 def _of_heads(plan: Plan, heads: range, rows: int) -> Plan:
     """The forward of a plan for some of its heads; the others see nothing."""
-    calls = (
-        one
-        for block in plan.blocks
-        for call in block.forward
-        for one in call.by_heads()
-    )
-    subset = tuple(filter(None, (call.part(heads.start, heads.stop) for call in calls)))
-    return replace(
-        plan,
-        blocks=(HeadBlock(heads, subset, subset),),
-        uncovered=((0, rows),),
-        merges=True,
-    )
+    calls = (call for block in plan.blocks for call in block.part(heads).calls)
+    block = HeadBlock(heads, tuple(calls))
+    return replace(plan, blocks=(block,), uncovered=((0, rows),), merges=True)
 
 
 def _ranges(positions: Tensor) -> Iterator[range]:

@@ -27,7 +27,7 @@ from ..engine.dilated import (
     progressions,
     runs_alike,
 )
-from ..engine.execute import Call, HeadBlock, Plan, View, head_block
+from ..engine.execute import Call, Plan, View, head_block
 from ..kernels.base import HALF, Kernel, accumulation_dtype
 from ..patterns import Branch, Dense
 from .exchange import Problem, RankPlan, keys_of, plan_rank
@@ -208,19 +208,8 @@ class Rank:
             if source is None
             else cross_rank_calls(self.problem, self.rank, source)
         )
-        n, heads, calls = (
-            self.problem.layout.size(self.rank),
-            range(self.problem.heads),
-            tuple(fold_heads(calls)),
-        )
-        return Plan(
-            (HeadBlock(heads, calls, calls),),
-            (),
-            merges=True,
-            same_rows=False,
-            rows=range(n),
-            period=n,
-        )
+        n, heads = self.problem.layout.size(self.rank), range(self.problem.heads)
+        return Plan.added(heads, fold_heads(calls), n)
 
     def heads_at_a_time(self, q: Tensor) -> int:
         """So few that the fp32 copy of a half-precision result stays within a quarter
