@@ -294,6 +294,8 @@ def _checked(
         raise TypeError(
             f"execution must be a ringlab.Execution, got {short_repr(execution)}"
         )
+    if execution == DEFAULT:
+        execution = DEFAULT  # which is looked for by identity
     backend = check_backend(backend)
     if softcap is not None:
         if not is_real(softcap) or not 1e-30 <= softcap <= 1e30:  # within fp32

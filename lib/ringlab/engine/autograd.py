@@ -44,7 +44,7 @@ def local_attention(
     call = LocalCall(pattern, **options)
     followed = is_followed(q, k, v, sinks)
     # An operator takes neither.
-    if call.documents is None and call.execution == DEFAULT:
+    if call.documents is None and call.execution is DEFAULT:
         if torch.compiler.is_compiling():
             whole = IN_GRAPHS or torch.compiler.is_exporting()
         else:

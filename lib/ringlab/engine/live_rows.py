@@ -420,13 +420,13 @@ class LiveRows:
             from ..kernels import decode
 
             decoder = self._decoder(decode.step_table(entries, *columns))
-        firsts, counts, kept, *masks = columns
+        firsts, counts, *_ = columns
         first = firsts.flatten(1).amin(1)
         used = counts.flatten(1).amax(1)
         level = (counts.flatten(1) == used[:, None]).all(1)
-        masks = [x.to(self.masks) for x in masks]  # dtype and device
-        numbers = [x.tolist() for x in (first, used, level)]
-        steps = [Step(*step) for step in zip(firsts, counts, kept, *masks, *numbers)]
+        columns[3:] = [x.to(self.masks) for x in columns[3:]]  # dtype and device
+        columns += first.tolist(), used.tolist(), level.tolist()
+        steps = [Step(*step) for step in zip(*columns)]
         every = len(entries) == len(self.k)
         self._prepared = PreparedSteps(entries, every, steps[::-1], decoder)
         return self._prepared
