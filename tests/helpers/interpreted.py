@@ -486,7 +486,7 @@ def join_bytes(
     return (read + written) * row, written * row
 
 
-@mock.patch.object(type(kernels.KERNELS["eager"]), "name", "as if it stored no scores")
+@mock.patch.object(kernels.KERNELS["eager"], "name", "as if it stored no scores")
 def held(pattern, n):
     """The peak of a first call, forward and backward, and what ``estimate`` says; the
     interpreter holds more.

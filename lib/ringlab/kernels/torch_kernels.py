@@ -28,7 +28,7 @@ from .base import (
 _ATEN = torch.ops.aten
 
 
-@dataclass(frozen=True)  # plans are kept by their kernel
+@dataclass(unsafe_hash=True)  # plans are kept by their kernel
 class Eager:
     """Scores, softmax, product, in fp32 or wider; runs everywhere, memory grows with
     m^2.
