@@ -236,11 +236,10 @@ def attention(
             "exchange_dtype": exchange_dtype,
         }
     if selected is not None and cache is None:
-        del options["execution"]
         attend = selection.attend
         if group is not None:
-            options = {name: options[name] for name in ("causal", "scale", "backend")}
-            options["sinks"] = sinks
+            for name in ("group", "scheme", "layout", "exchange_dtype"):
+                del options[name]
             attend = partial(ring.attend_selected, group, layout)
         out, lse = outside_graphs(attend)(q, k, v, selected, **options)
     elif isinstance(pattern, PerHead):

@@ -22,6 +22,7 @@ from .engine.live_rows import LiveRows
 from .engine.retention import RetentionPolicy, retention_policy
 from .engine.selected import call_of, results
 from .engine.sinks import add_sinks_
+from .engine.ways import LocalCall
 from .kernels import device_of, triton
 from .kernels.base import accumulation_dtype
 from .patterns import Pattern, as_pattern
@@ -328,7 +329,8 @@ class KVCache:
         lengths = [q.shape[1]] * q.shape[0] if lengths is None else lengths
         if selected is not None:
             self._check(q, k, v, pattern, causal, lengths, sinks)
-            return self._of_selected(q, k, v, selected, scale, backend, lengths, sinks)
+            call = LocalCall(selected, causal, scale, backend, execution, softcap)
+            return self._of_selected(q, k, v, call, lengths, sinks)
         if _capturing(q):
             options = pattern, causal, scale, backend, softcap, lengths, sinks
             return self._record(q, k, v, *options)
@@ -364,9 +366,10 @@ class KVCache:
             return out.to(q.dtype), lse
 
     def _of_selected(
-        self, q, k, v, pattern: Selected, scale, backend, lengths, sinks
+        self, q, k, v, options: LocalCall, lengths, sinks
     ) -> tuple[Tensor, Tensor]:
         """``attend`` to selected keys of all rows so far."""
+        pattern = options.pattern
         if self.group is not None:
             raise NotImplementedError("Selected takes no cache over a group")
         rows = -(-q.shape[1] // pattern.query_block)
@@ -381,10 +384,11 @@ class KVCache:
             counts = pattern.counts
             counts = None if counts is None else counts[one, :, rows]
             own = replace(pattern, indices=pattern.indices[one, :, rows], counts=counts)
+            own = options._replace(pattern=own)
             shard = have, have + new
             tensors = q[one, :new], k[one]
             if new:
-                calls.append((one, call_of(own, *tensors, True, shard=shard)))
+                calls.append((one, call_of(own, *tensors, shard=shard)))
         part.append(k, v, lengths)
         out = torch.zeros_like(q)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
@@ -392,7 +396,7 @@ class KVCache:
         for one, call in calls:
             new, total = call.rows, int(call.spans[0, 1])
             held = (t[one, :, :total].transpose(1, 2) for t in (part.k, part.v))
-            o, l = results(call, q[one, :new], *held, scale, backend, False)
+            o, l = results(call, q[one, :new], *held, False)
             if sinks is not None:
                 o, l = add_sinks_(o, l, sinks)
             out[one, :new], lse[one, :, :new] = o, l

@@ -30,9 +30,9 @@ from .autograd import (
     requires_grad,
     without_autocast,
 )
-from .documents import Documents
 from .execute import merge_
 from .sinks import add_sinks_, sinks_gradient
+from .ways import LocalCall
 
 TILE = 512  # queries that share the keys that one of them sees, where lists differ
 PIECE = 1 << 25  # elements of masks and copies at a time
@@ -52,8 +52,7 @@ class Call:
     and v begin that are of a block; None: at its position.
     """
 
-    pattern: Selected
-    causal: bool
+    options: LocalCall
     rows: int
     heads: int
     kv_heads: int
@@ -62,6 +61,14 @@ class Call:
     lists: Tensor
     lists_before: Tensor
     held: Tensor | None = None
+
+    @property
+    def pattern(self) -> Selected:
+        return self.options.pattern
+
+    @property
+    def causal(self) -> bool:
+        return self.options.causal
 
     @property
     def streams(self) -> int:
@@ -185,19 +192,18 @@ def _counted(number: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def call_of(
-    pattern: Selected,
+    options: LocalCall,
     q,
     k,
-    causal: bool,
-    documents: Documents | None = None,
     shard: tuple[int, int] | None = None,
 ) -> Call:
     """The call for q (b, n, h, d), the last positions, and k (b, m, h_kv, d);
-    ``documents`` where n is m. ``shard``: (the first position, m) where k is a part.
+    n is m where there are documents. ``shard``: (the first position, m) where k is a part.
 
     ValueError where the pattern does not fit.
     """
     (b, n, heads, _), (m, kv_heads) = q.shape, k.shape[1:3]
+    pattern, documents = options.pattern, options.documents
     start, m = shard or (m - n, m)
     step = pattern.query_block
     spans = [(i, 0, m) for i in range(b)] if documents is None else documents.spans
@@ -225,8 +231,7 @@ def call_of(
     list_rows = torch.tensor(list_rows, **made)
     places = [(entry * m + first, entry * m + stop) for entry, first, stop in spans]
     call = Call(
-        pattern,
-        causal,
+        options,
         b * n,
         heads,
         kv_heads,
@@ -463,26 +468,23 @@ def parts(call: Call, kernel: Kernel) -> Iterator[Part]:
 
 
 def forward(
-    q, k, v, sinks, indices, counts, pattern, causal, scale, backend, documents
+    q, k, v, sinks, indices, counts, options: LocalCall
 ) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d), lse (b, h, n). ``indices`` and ``counts`` are the pattern's:
     torch then notices where they are written to before the backward.
     """
-    call = call_of(pattern, q, k, causal, documents)
-    differentiable = requires_grad(q, k, v, sinks)
-    out, lse = results(call, q, k, v, scale, backend, differentiable)
+    call = call_of(options, q, k)
+    out, lse = results(call, q, k, v, requires_grad(q, k, v, sinks))
     return (out, lse) if sinks is None else add_sinks_(out, lse, sinks)
 
 
-def results(
-    call: Call, q, k, v, scale: float, backend, differentiable: bool
-) -> tuple[Tensor, Tensor]:
+def results(call: Call, q, k, v, differentiable: bool) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d), lse (b, h, n) for q (b, n, h, d) and the rows of k and v (any,
     any, h_kv, d), which together are those of the call.
     """
-    kernel = _kernel(q, differentiable, backend)
+    kernel, masked = _kernels(call, q, differentiable)
     in_place = hasattr(kernel, "backward_into")  # it reads and writes rows there
-    flip, scale = positive_scale(scale)
+    flip, scale = positive_scale(call.options.scale)
     made = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
     with without_autocast(q):
         rows = flip(q).reshape(-1, q.shape[3]).contiguous()  # (rows * heads, d)
@@ -500,7 +502,7 @@ def results(
                 continue
             queries = rows[index.clamp(max=len(rows) - 1)].unsqueeze(2)
             held = (part.of_keys(call, t) for t in (k, v))
-            run, more = _with_bias(kernel, bias, q.dtype)
+            run, more = (kernel, ()) if bias is None else (masked, (bias,))
             o, l = run.forward(queries, *held, part.causal, scale, *more)
             o, l = o.to(out.dtype), l.to(lse.dtype)
             if part.hidden is not None:  # dropped: those that see nothing
@@ -513,24 +515,24 @@ def results(
 
 
 def backward(
-    dout, dlse, q, k, v, out, lse, pattern, causal, scale, backend, documents
+    dout, dlse, q, k, v, out, lse, options: LocalCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv for cotangents of out and, if not None, of lse."""
-    call = call_of(pattern, q, k, causal, documents)
-    dq, dk, dv = gradients(call, dout, dlse, q, k, v, out, lse, scale, backend)
+    call = call_of(options, q, k)
+    dq, dk, dv = gradients(call, dout, dlse, q, k, v, out, lse)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def gradients(
-    call: Call, dout, dlse, q, k, v, out, lse, scale: float, backend
+    call: Call, dout, dlse, q, k, v, out, lse
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of ``results``; dk and dv in fp32 or wider."""
-    flip, scale = positive_scale(scale)
+    flip, scale = positive_scale(call.options.scale)
     head_dim, shape = q.shape[3], k.shape
     tensors = dout, flip(q), k, v, out, lse, dlse
     with without_autocast(q):
         dout, q, k, v, out, lse = fold_lse_gradient(*tensors)
-        kernel = _kernel(q, True, backend)
+        kernel, masked = _kernels(call, q, True)
         in_place = hasattr(kernel, "backward_into")
         d, made = q.shape[3], {"dtype": lse.dtype, "device": q.device}
         reads = [t.to(q.dtype).reshape(-1, d).contiguous() for t in (dout, q, out)]
@@ -543,18 +545,19 @@ def gradients(
             index, bias = part.lines(call), part.bias(call, lse, in_place)
             held = [part.of_keys(call, t) for t in (k, v)]
             if in_place:
-                grads = [torch.zeros(t.shape, **made) for t in held]
+                grads = [torch.empty(t.shape, **made) for t in held]
                 into = _everywhere(dq, len(index)), *grads
+                how = {"add": (True, False), "rows": _ending(index, len(reads[0]))}
                 g, queries, o, l = (_everywhere(t, len(index)) for t in (*reads, lse))
                 call_ = g, queries, *held, o, l, part.causal, scale, bias
-                kernel.backward_into(into, *call_, rows=_ending(index, len(reads[0])))
+                kernel.backward_into(*into, *call_, **how)
             else:
                 there = index.clamp(max=len(reads[0]) - 1)
                 g, queries, o = (t[there].unsqueeze(2) for t in reads)
                 l = lse[index].unsqueeze(1)
                 if part.hidden is not None:
                     l = l.masked_fill(part.dead(call).unsqueeze(1), torch.inf)
-                run, more = _with_bias(kernel, bias, q.dtype)
+                run, more = (kernel, ()) if bias is None else (masked, (bias,))
                 call_ = g, queries, *held, o, l, part.causal, scale
                 d_queries, *grads = run.backward(*call_, *more)
                 d_queries = d_queries.to(dq.dtype).flatten(0, 2)
@@ -565,19 +568,17 @@ def gradients(
     return flip(dq), *(t[..., :head_dim].reshape(shape) for t in (dk, dv))
 
 
-def _kernel(q: Tensor, differentiable: bool, backend) -> Kernel:
-    options = {"causal": False, "backward": differentiable, "backend": backend}
-    return kernels.choose(q.device, q.dtype, q.shape[3], **options).kernel
-
-
-def _with_bias(kernel: Kernel, bias: Tensor | None, dtype: torch.dtype):
-    """The kernel that runs a part, matrix products where it takes no bias; and what its
-    call has more.
+def _kernels(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Kernel]:
+    """The kernel of a call, and the one for parts that hide keys: matrix products where
+    the first takes no bias.
     """
-    if bias is None:
-        return kernel, ()
-    takes = supports_bias(kernel, dtype)
-    return (kernel if takes else kernels.KERNELS["eager"]), (bias,)
+    options = {"backward": differentiable, "softcap": call.options.softcap}
+    backends = call.options.backend, "eager"
+    kernel, products = (
+        kernels.choose(q.device, q.dtype, q.shape[3], backend=backend, **options).kernel
+        for backend in backends
+    )
+    return kernel, kernel if supports_bias(kernel, q.dtype) else products
 
 
 def _everywhere(t: Tensor, tiles: int) -> Tensor:
@@ -632,17 +633,14 @@ def attend(
     v,
     pattern: Selected,
     *,
-    causal: bool,
-    scale: float,
-    backend,
     sinks: Tensor | None = None,
-    documents: Documents | None = None,
+    **options,
 ) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q,
-    k, v and sinks.
+    k, v and sinks. ``options``: those of a ``LocalCall``.
     """
     if is_fake(q):
         raise NotImplementedError("Selected needs the values of its indices")
     call = _Attention.apply if is_followed(q, k, v, sinks) else forward
-    choice = pattern.indices, pattern.counts, pattern
-    return call(q, k, v, sinks, *choice, causal, scale, backend, documents)
+    choice = pattern.indices, pattern.counts
+    return call(q, k, v, sinks, *choice, LocalCall(pattern, **options))

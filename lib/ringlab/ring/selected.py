@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..engine import selected
 from ..engine.selected import Call
+from ..engine.ways import LocalCall
 from ..kernels.base import accumulation_dtype
 from ..selected import Selected
 from .comm import Steps, all_to_all, drive
@@ -32,13 +33,12 @@ def attend(
     v,
     pattern: Selected,
     *,
-    causal: bool,
-    scale: float,
-    backend,
     sinks: Tensor | None = None,
+    **options,
 ) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d), lse (b, h, n) of the rows here; ``pattern`` lists keys of the
-    whole sequence for these rows. ValueError for a layout that is not contiguous.
+    whole sequence for these rows. ``options``: those of a ``LocalCall``. ValueError for
+    a layout that is not contiguous.
     """
     ranks = Group.of(group)
     layout = layout_named(layout, length_of(q, group, layout), ranks.size)
@@ -50,8 +50,8 @@ def attend(
     if any(layout.ranges(rank)[0].start % step for rank in range(ranks.size)):
         raise ValueError(f"shards must begin where {step} queries with one list do")
     choice = pattern.indices, pattern.counts
-    rest = ranks, layout, pattern, causal, scale, backend
-    out, lse = _Attention.apply(q, k, v, *choice, *rest)
+    local = LocalCall(pattern, **options)
+    out, lse = _Attention.apply(q, k, v, *choice, ranks, layout, local)
     if sinks is None:
         return out, lse
     logits = sinks.to(lse.dtype).unsqueeze(1)  # (h, 1)
@@ -62,20 +62,20 @@ def attend(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, q, k, v, indices, counts, group, layout, pattern, causal, scale, backend
-    ):
-        problem = Problem(str(pattern), layout, causal, q.shape[2], k.shape[2])
-        options = {"scale": scale, "backend": backend}
+    def forward(ctx, q, k, v, indices, counts, group, layout, local):
+        heads = q.shape[2], k.shape[2]
+        problem = Problem(str(local.pattern), layout, local.causal, *heads)
+        options = {"scale": local.scale, "backend": local.backend}
+        options["softcap"] = local.softcap
         number = group.agree("forward", problem, q, **options)
         differentiable = any(ctx.needs_input_grad)
         shards = zip(*(group.split(t, 1, layout) for t in (q, k, v)))
         steps = []
         for rank, tensors, part in zip(
-            group.here, shards, _patterns(group, layout, pattern)
+            group.here, shards, _patterns(group, layout, local.pattern)
         ):
-            call = part, causal, scale, backend
-            steps.append(_forward(layout, rank, *tensors, *call, differentiable))
+            own = local._replace(pattern=part)
+            steps.append(_forward(layout, rank, *tensors, own, differentiable))
         outs, lses, ks, vs, moves = zip(*drive(steps, group.process_group))
         out, lse = group.join(outs, 1, layout), group.join(lses, 2, layout)
         ctx.set_materialize_grads(False)
@@ -95,12 +95,12 @@ class _Attention(torch.autograd.Function):
         shards = zip(*(group.split(t, dim, problem.layout) for t, dim in inputs))
         ks, vs = held[: len(moves)], held[len(moves) :]
         steps = [
-            _backward(move, *tensors, *rows, **options)
+            _backward(move, *tensors, *rows)
             for move, tensors, rows in zip(moves, shards, zip(ks, vs))
         ]
         grads = zip(*drive(steps, group.process_group))
         joined = [group.join(parts, 1, problem.layout) for parts in grads]
-        return *(g.to(t.dtype) for g, t in zip(joined, (q, k, v))), *[None] * 8
+        return *(g.to(t.dtype) for g, t in zip(joined, (q, k, v))), *[None] * 5
 
 
 def _patterns(group: Group, layout: Layout, pattern: Selected) -> list[Selected]:
@@ -175,27 +175,24 @@ def _ask(layout: Layout, rank: int, call: Call, batch: int) -> Steps:
     ), max(1, int(kept.sum())) * size
 
 
-def _forward(
-    layout, rank, q, k, v, pattern, causal, scale, backend, differentiable
-) -> Steps:
+def _forward(layout, rank, q, k, v, options: LocalCall, differentiable: bool) -> Steps:
     """out, lse, the rows of k and v that are held, (1, rows, h_kv, d), and what moved."""
     shard = layout.ranges(rank)[0].start, layout.n
-    call = selected.call_of(pattern, q, k, causal, shard=shard)
+    call = selected.call_of(options, q, k, shard=shard)
     moves, rows = yield from _ask(layout, rank, call, len(q))
     send = torch.stack([t[moves.there] for t in (k, v)], 1)  # (rows sent, 2, d)
     came = yield from all_to_all(send, moves.sent, moves.received)
     held = [t.new_zeros(1, rows, *t.shape[2:]) for t in (k, v)]
     for t, values in zip(held, came.unbind(1)):
         t[0][moves.here] = values
-    out, lse = selected.results(moves.call, q, *held, scale, backend, differentiable)
+    out, lse = selected.results(moves.call, q, *held, differentiable)
     return out, lse, *held, moves
 
 
-def _backward(moves, dout, dlse, q, out, lse, k, v, *, scale, backend) -> Steps:
+def _backward(moves, dout, dlse, q, out, lse, k, v) -> Steps:
     """dq, dk, dv of one rank; dk and dv are not yet rounded."""
     call = moves.call
-    tensors = dout, dlse, q, k, v, out, lse
-    dq, *grads = selected.gradients(call, *tensors, scale, backend)
+    dq, *grads = selected.gradients(call, dout, dlse, q, k, v, out, lse)
     send = torch.stack([t[0][moves.here] for t in grads], 1)  # (rows received, 2, d)
     home = yield from all_to_all(send, moves.received, moves.sent)
     shape = len(q), q.shape[1], call.kv_heads, q.shape[3]
