@@ -36,7 +36,6 @@ GOOD = dict(
     heads=2,
     head_dim=8,
 )
-BY_THEMSELVES = ("cache_workload", "pool_workload")
 CALLS = {
     suites.ORIGINAL: (2318, 1281),
     suites.OPTIMIZED: (2069, 1200),
@@ -228,20 +227,9 @@ def session_row(point: Point, group: Group, computed: bool, device: str) -> Resu
     slow *= {suites.TORCH_SPARSE: 6.0, "flex": 1.3}.get(point.system, 1.0)
     if point.system == "plan_build":
         slow = (1e-5 if options["warm"] else 5e-3) / row.median
-    if point.system in BY_THEMSELVES:
-        slow = (
-            0.01 if options.get("pool") or options.get("max_mb") else 0.2
-        ) / row.median
     calls, views = CALLS.get(point.system, (12, 8))
     memory = row.memory | {"operator_calls": calls, "view_calls": views}
-    if point.system == "cache_workload":
-        hits = 176 if options["max_mb"] else 0
-        memory |= {"cache_hits": hits, "cache_misses": 200 - hits}
-    alone = (
-        {"bound_seconds": None, "cost": {}}
-        if point.system in ("plan_build", *BY_THEMSELVES)
-        else {}
-    )
+    alone = {"bound_seconds": None, "cost": {}} if point.system == "plan_build" else {}
     row = longer(row, slow, **alone)
     return replace(
         row, point=point, memory=memory, provenance=row.provenance | {"device": device}

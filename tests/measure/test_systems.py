@@ -2,13 +2,12 @@
 results, and refuses other points.
 """
 
-from dataclasses import replace
 
 import pytest
 import torch
-from ringlab import adaptive, block_patterns, memory, patterns
+from ringlab import block_patterns, patterns
 from ringlab.engine import torch_sparse
-from ringlab.measure import Point, cache_systems, peers
+from ringlab.measure import Point, peers
 from ringlab.measure.model_systems import STEPS, document_lengths
 from ringlab.measure.systems import BLOCK_SPARSE, SYSTEMS, Refused, build
 
@@ -22,8 +21,6 @@ UNEVEN = {
 }
 TINY = Point("ringlab", PATTERN, seq_len=64, heads=2, head_dim=8)
 WINDOW = block_patterns.sliding_window(2, block_size=16)
-LOOKUP = Point("cache_workload", WINDOW, seq_len=512)
-POOL = {"system": "pool_workload", "pattern": patterns.Dense()}
 CHOSEN = {
     "system": "adaptive",
     "pattern": patterns.Dense(),
@@ -46,8 +43,6 @@ NEEDS = {  # by system, where it is something else than the pattern of the publi
         "options": {"documents": 2},
         "causal": True,
     },
-    "cache_workload": {"pattern": WINDOW, "seq_len": 512},
-    "pool_workload": {**POOL, "options": {"size_mb": 0.25}},
     **dict.fromkeys(BLOCK_SPARSE, {"pattern": WINDOW}),
 }
 
@@ -94,11 +89,7 @@ def test_every_system_passes_its_own_check(point):
     if name == "flex" and (why := torch_sparse.refusal("cpu", torch.float32)):
         pytest.skip(why)
     system, inputs, output, _ = passes(point)
-    if name not in (
-        "plan_build",
-        "cache_workload",
-        "pool_workload",
-    ):  # which have no tensors of their own
+    if name != "plan_build":  # which has no tensors of its own
         assert system.cost.flops > 0
         results = [t for name, t in output.named().items() if name != "lse"]
         if name == "generation":
@@ -230,18 +221,14 @@ def test_inputs_come_from_the_points_own_seed():
             {"system": "contiguous_segments", "options": {"backend": "flash"}},
             "flash: needs a CUDA device, this is cpu",
         ),
-        (
-            {"system": "cache_workload"},
-            "computes lookups of block-sparse patterns, not",
-        ),
         ({**CHOSEN, "batch": 2}, "is measured with batch 1"),
         (
             {"system": "adaptive", "world_size": 2},
             "adaptive runs on one device, not on 2 ranks",
         ),
         (
-            {"system": "pool_workload", "options": {"size": 3}},
-            "pool_workload has no option 'size'",
+            {"system": "plan_build", "options": {"size": 3}},
+            "plan_build has no option 'size'",
         ),
         (
             {
@@ -295,7 +282,7 @@ def test_a_plan_is_checked_against_the_pattern_and_cleared_when_cold(
         system, _, first, errors = passes(point)
         assert (
             errors.keys() == {"out", "lse"}
-            and (first.plans is system.run([]).plans) == warm
+            and (first.plan is system.run([]).plan) == warm
         )
 
 
@@ -305,92 +292,5 @@ def test_a_plan_of_another_pattern_is_wrong():
         for p in (PATTERN, PUBLISHED)
     )
     output = system.run([])
-    output.plans = other.run([]).plans
+    output.plan = other.run([]).plan
     assert error(system, [], output) > 0.01
-
-
-def test_a_workload_is_many_patterns_some_of_them_often():
-    drawn = cache_systems.workload(LOOKUP)
-    assert (
-        drawn == cache_systems.workload(LOOKUP)
-        and len(drawn) == cache_systems.LOOKUPS
-        and len(set(drawn)) == 24
-    )
-    often = sorted((drawn.count(x) for x in set(drawn)), reverse=True)
-    assert often[0] > 4 * often[8] and {n for _, n in drawn} == {512, 256, 128, 64}
-
-
-@pytest.mark.parametrize(
-    "options, kept",
-    [
-        ({"max_mb": 0, "blocks": "batched"}, 0),
-        ({"max_mb": 0.05, "blocks": "batched"}, None),
-        ({"max_mb": 64, "blocks": "batched"}, 176),
-        ({"blocks": "views"}, 176),
-    ],
-)
-def test_lookups_are_counted_and_checked(options, kept):
-    system, _, found, _ = passes(LOOKUP.but(options=options))
-    hits, misses, evictions, held = (
-        found.counted[f"cache_{x}"] for x in ("hits", "misses", "evictions", "bytes")
-    )
-    assert hits + misses == cache_systems.LOOKUPS and (evictions > 0) == (kept is None)
-    assert held <= options.get("max_mb", 64) * 2**20
-    assert hits == kept or kept is None and 0 < hits < 176
-    found.plans = [*found.plans[1:], found.plans[0]]
-    assert error(system, [], found) > 0.5
-
-
-class Same(memory.MemoryPool):
-    """Lends one buffer to all."""
-
-    def lend(self, shape, dtype=torch.float32, device="cpu"):
-        self.buffer = getattr(
-            self, "buffer", torch.empty(shape, dtype=dtype, device=device)
-        )
-        return self.buffer
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("pool", [False, True])
-def test_scratch_is_ones_own_while_it_is_held(pool, threads, monkeypatch):
-    before = torch.get_num_threads()
-    point = TINY.but(
-        **POOL, options={"size_mb": 0.25, "threads": threads, "pool": pool}
-    )
-    system, _, found, _ = passes(point)
-    reuses, allocations = (
-        found.counted["pool_reuses"],
-        found.counted["pool_allocations"],
-    )
-    assert (
-        reuses + allocations == pool * threads * cache_systems.BORROWS
-        and allocations <= threads
-    )
-    assert (
-        found.out.tolist() == [1.0, 2.0][:threads]
-        and error(system, [], replace(found, out=found.out + 1)) > 0
-    )
-    monkeypatch.setattr(memory, "MemoryPool", Same)
-    assert (error(build(point, "cpu"), [], found) >= 1) == pool
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_chosen_blocks_are_checked_with_their_choice(causal, monkeypatch):
-    system, given, output, errors = passes(
-        TINY.but(
-            **CHOSEN, seq_len=250, heads=4, kv_heads=2, causal=causal, passes="fwd+bwd"
-        )
-    )
-    assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
-    assert system.cost.pairs == 4 * adaptive.Adaptive(16, 3).pairs(250, causal)
-    assert (
-        error(system, given, replace(output, out=output.out * 1.01))
-        > system.tolerance["out"]
-    )
-    choose = adaptive.choose
-    monkeypatch.setattr(adaptive, "choose", lambda z, *rest: choose(-z, *rest))
-    assert error(system, given, system.run(given)) == float("inf"), (
-        "the worst blocks, consistently"
-    )

@@ -13,7 +13,6 @@ from reporting import (
     page,
     session_row,
     shown,
-    slower,
     study_of,
     system,
     words,
@@ -39,25 +38,6 @@ def test_a_parameter_changes_the_points_and_the_page_is_of_them(how):
     found = Shown(NAME, study_of(results), **how)
     assert [*found.points.point] == [r.point.id for r in results] and found.drawn
     assert {*found.points.point} != {*shown("002").points.point}
-
-
-def test_a_cache_and_a_pool_are_compared_with_none_by_what_they_may_hold():
-    """Made-up lookups and buffers are 20 times as fast as without."""
-
-    def gains(change=None) -> list[tuple]:
-        kept, pool = (
-            shown("002", change).table(x).rows for x in ("lookups", "Scratch")
-        )
-        return [(a, b, x and float(x.text[:-1])) for a, b, x in (*kept, *pool)]
-
-    about = [(mb, "88.0 %") for mb in (0.25, 1, 64)]
-    about += [(mb, n) for mb in (1, 4, 16, 64) for n in (1, 2)]
-    assert [x[:2] for x in gains()] == about and all(19 < x[2] < 21 for x in gains())
-    slow = slower(100, lambda r: r.option("pool") and r.option("size_mb") == 4)
-    assert [x[:2] for x in gains(slow) if x[2] < 1] == [(4, 1), (4, 2)]
-    lost = shown("002", lambda r: replace(r, status="oom"))
-    assert not lost.table("lookups").rows
-    assert "As fast as fresh memory" not in "".join(lost.table("Scratch").columns)
 
 
 def test_blocks_chosen_by_content_stand_beside_the_patterns():

@@ -307,7 +307,6 @@ EFFICIENCY = "efficiency"
 WINDOW_LENGTHS = "window lengths"
 EXTREME_LENGTHS = "extreme lengths"
 BLOCK_PATTERNS = "block patterns"
-SESSION_REUSE = "reuse"
 ORIGINAL = "BlockSparseRingDilatedAttention"
 OPTIMIZED = "BlockSparseOptimized"
 TORCH_SPARSE = "BlockSparseTorchSparse"
@@ -322,10 +321,6 @@ EXTREME_TOKENS = (65536, 131072, 262144)
 BLOCK_WAYS = ("rows", "batched", "views")  # of execution, in the order of the document
 FRESH = {"results": False}
 ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window has
-LOOKED_UP = 2048  # the longest length whose patterns are looked up
-CACHES_MB = (0, 0.25, 1, 64)  # 64 is the library's default; with 0 nothing is kept
-SCRATCH_MB = (1, 4, 16, 64)
-THREADS = (1, 2)
 KINDS: dict[str, BlockSparse] = {
     "window": WINDOW,
     "strided": BlockSparse([block_patterns.Window(1), block_patterns.Strided(8)], 64),
@@ -350,7 +345,7 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
     rows at a long n. ``block patterns``: each kind, and blocks chosen by content.
     ``efficiency``: a tenth of all pairs in local and global blocks, beside dense
     attention and FlexAttention. ``extreme lengths``: those of its headlines, each
-    alone. ``reuse``: the cache by its bytes, and the pool by size and threads.
+    alone.
     """
     cpu = profile.kind == "cpu"
     ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=own_dtype(profile))
@@ -400,16 +395,7 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
     far = ours.but(pattern=FAR, **(ONE_HEAD if cpu else {}))
     far = grid(far, seq_len=EXTREME_TOKENS)
     extreme = Group(EXTREME_LENGTHS, far, interleave=False)
-
-    caches = [{"max_mb": mb, "blocks": "batched"} for mb in CACHES_MB]
-    caches.append(caches[-1] | {"blocks": "views"})
-    pools = [
-        {"size_mb": mb, "threads": threads, "pool": pool}
-        for mb, threads, pool in product(SCRATCH_MB, THREADS, (False, True))
-    ]
-    reuse = grid(Point("cache_workload", WINDOW, seq_len=LOOKED_UP), options=caches)
-    reuse += grid(Point("pool_workload", Dense(), seq_len=1), options=pools)
-    return [*groups, efficiency, extreme, Group(SESSION_REUSE, reuse)]
+    return [*groups, efficiency, extreme]
 
 
 # --------------------------------------------------------------------------------------

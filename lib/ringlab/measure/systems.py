@@ -779,8 +779,6 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
     "contiguous_segments": ContiguousSegments,
     "sgemm": MatrixProduct,
     "plan_build": "ringlab.measure.cache_systems:PlanBuild",
-    "cache_workload": "ringlab.measure.cache_systems:CacheWorkload",
-    "pool_workload": "ringlab.measure.cache_systems:PoolWorkload",
     "generation": "ringlab.measure.model_systems:Generation",
     "packed": "ringlab.measure.model_systems:packed",
     "flex": flex,

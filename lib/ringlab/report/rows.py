@@ -25,7 +25,6 @@ def label(result) -> str:
     point = result.point
     options = dict(point.options)
     kernel = CONTIGUOUS.get(options.get("backend"), "torch")
-    pool = "pooled" if options.get("pool") else "fresh"
     names = {
         "dense_sdpa": "Dense SDPA",
         "copying": "Copying form",
@@ -34,8 +33,6 @@ def label(result) -> str:
         "plan_build": f"{steps_of(point)}, {'found' if options.get('warm') else 'built'}",
         "flex": f"FlexAttention, {pattern_of(point)}",
         "adaptive": f"Blocks chosen by content, {options.get('top_k')} of {options.get('block_size')}",
-        "cache_workload": f"Lookups of many patterns, {options.get('blocks')}, cache of {options.get('max_mb')} MiB",
-        "pool_workload": f"Scratch of {options.get('size_mb')} MiB, {options.get('threads')} threads, {pool}",
     }
     if point.system != "ringlab":
         return names.get(point.system, point.system)
