@@ -2,7 +2,6 @@
 results, and refuses other points.
 """
 
-
 import pytest
 import torch
 from ringlab import block_patterns, patterns

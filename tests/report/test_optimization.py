@@ -92,7 +92,7 @@ def test_bad_rows_among_good_ones_reach_nothing(first):
 
 
 def test_superlinear_rows_are_suspect_and_reach_no_page():
-    row = next(r for r in made("000") if rows.label(r) == "All optimizations")
+    row = next(r for r in made("000") if dict(r.point.options) == suites.FULL)
     honest, swift = (on_ranks(row, 2, x, scheme="ring") for x in (2.15, 2.25))
     assert validity.mark_superlinear([row, swift])[1].reason.startswith(
         "superlinear: 2.25 times faster on 2 ranks"
@@ -139,7 +139,7 @@ def test_names_of_one_engine_share_a_line_and_no_name_is_the_fastest():
     assert "**Optimizing pays 3." in finding(found)[0] and "Fastest" not in found.text
 
     def apart(r):
-        plain = rows.label(r) == "Naive (ours)"
+        plain = dict(r.point.options) == suites.PLAIN
         flash = r.point.system.endswith("V2Flash")
         return lean(r, 3) if plain else longer(r, 2) if flash else r
 
@@ -153,12 +153,14 @@ def work(r) -> dict:
     """What a row and its twin have in common: one alone that is slow would say that no
     difference can be told.
     """
-    return {k: v for k, v in rows.switches(r.point).items() if k != "twin"}
+    return {
+        k: v for k, v in (rows.DEFAULTS | dict(r.point.options)).items() if k != "twin"
+    }
 
 
 def without(name: str, factor: float):
     """A change: the calls without one optimization take ``factor`` times as long."""
-    options = rows.FULL | {name: rows.PLAIN[name]}
+    options = suites.FULL | {name: suites.PLAIN[name]}
     return slower(factor, lambda r: r.point.system == "ringlab" and work(r) == options)
 
 
@@ -196,7 +198,7 @@ def test_time_over_roofline_is_that_of_the_rows():
     """
 
     def change(r):
-        if rows.label(r) == "All optimizations":
+        if dict(r.point.options) == suites.FULL:
             return replace(r, bound_seconds=r.median / 2)
         copying = r.point.system == "copying" and r.point.seq_len == 8192
         return longer(r, 2) if copying else r
@@ -290,7 +292,7 @@ def test_what_the_same_work_differs_by_is_no_difference():
 
 def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     kept = [
-        replace(r, unstable=rows.label(r) == "Naive (ours)")
+        replace(r, unstable=dict(r.point.options) == suites.PLAIN)
         for r in made("000")
         if r.point.dtype != "bfloat16"
     ]
@@ -300,7 +302,7 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     assert f"**Not measured**: any GPU; {missing} points of this profile" in found.text
     assert f"{missing} points of this profile" in finding(found)[-1]
     assert "Unstable times: 2, among them" in found.text
-    assert "Naive (ours), fp16, 8,192 tokens, forward" in found.text
+    assert "ringlab backend=eager cache=False gather=True" in found.text
     assert "unstable" in found.table("8 heads of 64").markdown
     assert "every row ran on one" not in found.text
 
@@ -312,7 +314,7 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
     assert "bf16: no row passed, each with its reason below." in found.text
     assert "; 1 point of this profile" in finding(found)[-1]
     assert "every row ran on one" in found.text
-    assert {row[2].text for row in found.table("are not shown").rows} == {"incorrect"}
+    assert {row[1].text for row in found.table("are not shown").rows} == {"incorrect"}
 
 
 def test_the_beginning_comes_from_rows_that_may_be_shown():
@@ -476,7 +478,7 @@ def test_rows_that_may_not_be_quoted_say_why_and_missing_ones_are_counted():
     assert column(table, "Time (ms)", 5)[DEFAULT] == "oom"
     for name in ("Of the best peer", "Useful TFLOP/s"):
         assert text(column(table, name, 5)[DEFAULT]) == tables.DASH
-    assert [(x[2].text, x[3]) for x in found.table("not shown").rows] == [
+    assert [(x[1].text, x[2]) for x in found.table("not shown").rows] == [
         ("oom", "no memory")
     ]
     assert "Not measured: 1 points." in table.note

@@ -274,7 +274,7 @@ def chatty(r):
 
 
 EVEN = 1.1 / 1.6  # undoes what several ranks hold more of in made-up rows
-UNPOOLED = rows.FULL | {"gather": True, "pool": False}
+UNPOOLED = suites.FULL | {"gather": True, "pool": False}
 WITHOUT_FLASH = fails(
     lambda r: "flash" in str(r.option("backend")), status="unsupported"
 )
@@ -288,7 +288,7 @@ WITHOUT_FLASH = fails(
         (
             "000 pool",
             "cpu",
-            slower(2, lambda r: rows.switches(r.point) == UNPOOLED),
+            slower(2, lambda r: rows.DEFAULTS | dict(r.point.options) == UNPOOLED),
             "holds",
         ),
         (

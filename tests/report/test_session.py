@@ -125,7 +125,7 @@ def test_a_refused_kernel_says_why():
     lines = found.table("tenth").rows
     assert [x[4].text for x in lines if x[0] == "FlexAttention"] == ["unsupported"]
     said = found.table("are not shown").markdown
-    assert why in said and "FlexAttention, blocks of 128" in said
+    assert why in said and "flex, blocks of 128" in said
 
 
 def test_operators_of_a_call_are_counted_and_those_built_once_are_not():
@@ -144,10 +144,11 @@ def test_operators_of_a_call_are_counted_and_those_built_once_are_not():
     )
 
 
-def test_labels_name_the_way_and_the_step():
+def test_labels_leave_out_what_stands_by_default():
+    labels = {rows.label(r.point).partition(",")[0] for r in made("002")}
     assert {
-        "ringlab.attention as called",
-        "ringlab.attention, results in fresh memory",
-        "ringlab.attention, blocks=rows, cache off",
-        "Calls of blocks, rows, built",
-    } <= {rows.label(r) for r in made("002")}
+        "ringlab",
+        "ringlab results=False",
+        "ringlab blocks=rows cache=False",
+        "plan_build blocks=rows warm=False",
+    } <= labels

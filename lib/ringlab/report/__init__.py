@@ -19,7 +19,7 @@ NAMES = {  # by the module where they are documented
     "report.cells": "time roofline rate peak error times significance calls on_ranks "
     "peak_bytes sent_bytes density pair_cost",
     "report.figures": "in_ms palette lines Bar bars show",
-    "report.rows": "pass_of label dense_beside begins",
+    "report.rows": "pass_of dense_beside begins",
     "report.findings": "Finding finding fits bounds limits failures provenance",
     "report.predicted": "accuracy",
     "measure.validity": "timed status reason roofline_s",

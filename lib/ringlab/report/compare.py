@@ -36,7 +36,7 @@ from ..measure.stats import Ratio
 from ..measure.store import NAME
 from ..measure.validity import status, threads, why_not_quotable
 from .places import UsageError, note
-from .rows import DEFAULTS
+from .rows import label
 from .study import Study, select_newest_run
 from .tables import Table, cell, interval, number, size
 from .templates import lines_of
@@ -456,17 +456,8 @@ def _line(pair: Pair, first: str, second: str) -> dict:
         f"{first} is": pair.verdict,
         **{f">{x}": (by := pair.growth(x)) and number(by, 4) for x in BYTES},
         "Group": pair.first.group,
-        "Point": _name(pair.first),
+        "Point": label(pair.first.point),
     }
-
-
-def _name(result) -> str:
-    """A point in one line, without the switches that stand as they do by default."""
-    point = result.point
-    if point.system == "ringlab":
-        switched = {k: v for k, v in point.options if DEFAULTS.get(k) != v}
-        point = point.but(options=switched)
-    return point.label()
 
 
 def _summary(comparison: Comparison) -> list[str]:
@@ -503,7 +494,7 @@ def worse(
     """
     if comparison.same:
         return "same rows: nothing checked"
-    named = [(f"{x.first.group}: {_name(x.first)}", why) for x, why in failures]
+    named = [(f"{x.first.group}: {label(x.first.point)}", why) for x, why in failures]
     verdict = lines_of(
         "check",
         failures=named[:SHOWN],

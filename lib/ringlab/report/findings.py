@@ -13,7 +13,7 @@ from ..estimate import longest
 from ..measure import suites
 from ..measure.peers import PEERS
 from ..measure.validity import reason, status, why_not_quotable
-from .rows import SHORT, label, pass_of
+from .rows import SHORT, label
 from .study import Study
 from .tables import FINDING, Cell, Table, Text, counted, number, size
 from .templates import lines_of
@@ -163,22 +163,12 @@ def limits(study: Study, *more: str) -> Text:
         on_one=on_one,
         one_run=timed and not study.paired_ratio_sd,
         more=more,
-        missing=[p.label() for p in missing_points(study)],
+        missing=[*map(label, missing_points(study))],
         unbound=len(unbound),
-        waits=[*map(_named, waits)],
-        unstable=[*map(_named, unstable)],
+        waits=[label(r.point) for r in waits],
+        unstable=[label(r.point) for r in unstable],
     )
     return Text(lines or ["Nothing that was asked for is missing."], bullets=True)
-
-
-def _named(row) -> str:
-    return f"{label(row)}, {_shape(row.point)}"
-
-
-def _shape(point) -> str:
-    many = f"{point.batch} × " if point.batch > 1 else ""
-    ranks = f", {point.world_size} ranks" if point.world_size > 1 else ""
-    return f"{SHORT.get(point.dtype, point.dtype)}, {many}{point.seq_len:,} tokens, {pass_of(point)}{ranks}"
 
 
 def suite_points(study: Study) -> list:
@@ -196,7 +186,7 @@ def missing_points(study: Study) -> list:
 
 def failures(study: Study, told: Sequence = ()) -> Table | None:
     """Every point that is not quoted, but for those ``told`` elsewhere; points of one
-    shape and reason share a line.
+    reason share a line.
 
     None where there are none.
     """
@@ -205,14 +195,13 @@ def failures(study: Study, told: Sequence = ()) -> Table | None:
         return None
     labels = defaultdict(list)
     for r in failed:
-        labels[_shape(r.point), status(r), reason(r)].append(label(r))
+        labels[status(r), reason(r)].append(label(r.point))
     lines = [
-        ["; ".join(names), shape, Cell(word, kind="bad"), why]
-        for (shape, word, why), names in labels.items()
+        ["; ".join(names), Cell(word, kind="bad"), why]
+        for (word, why), names in labels.items()
     ]
     caption = f"{len(failed)} of {len(study.results)} rows are not shown"
-    columns = ["Systems", "Shape", "Status", "Reason"]
-    return Table(caption, columns, lines, folded=True)
+    return Table(caption, ["Points", "Status", "Reason"], lines, folded=True)
 
 
 # --------------------------------------------------------------------------------------
