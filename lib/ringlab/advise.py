@@ -22,12 +22,10 @@ from .block_patterns import BlockSparse, sliding_window
 from .call import CallSpec
 from .checks import LARGEST, check_bool, check_choice, check_int, is_real, short_repr
 from .cost import far_queries, format_bytes, format_seconds
-from .engine import Execution
-from .estimate import NETWORK_REMOVED, Estimate, estimate_call, rates_of
+from .estimate import Estimate, estimate_call, rates_of
 from .meta_run import check_size
 from .patterns import Dense, Pattern
-from .ring import Layout, bytes_by_scheme
-from .ring.layout import layout_named
+from .ring import bytes_by_scheme
 from .ring.volume import unevenness
 
 WINDOW = 2048  # positions that a query of a window sees, itself among them
@@ -38,14 +36,11 @@ MOST_BLOCKS = 4096
 DENSE_LAYER = 4  # of so many layers with windows one is dense, the first
 SECONDS = 1.0  # what a call of one layer may take
 EVEN = 1.1  # shards stay contiguous while the busiest rank computes at most this many times the average
-TILE = 512
-MOST_TILES = 16  # a side; more take minutes to run without data
 SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its backward
 MOST_RANKS = 32  # tried for a sequence that does not fit
 STEP = 128  # a shorter length is sought in multiples of so many positions a rank
 TRIES = 6
 NEEDS = ("exact", "far", "local")
-POLICY, ESTIMATE, ASKED = "by policy", "by estimate", "as asked"
 MEASURED, ABOUT, AT_LEAST = "measured", "about", "at least"  # a time, surest first
 
 
@@ -73,22 +68,16 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Decision:
-    """One setting: its ``value``, ``how`` it was chosen ("by policy", "by estimate",
-    "as asked") and ``why``.
-    """
+    """One setting: its ``value`` and ``why`` it was chosen."""
 
     name: str
     value: object
-    how: str
     why: str
 
     @property
     def shown(self) -> str:
         if isinstance(self.value, torch.dtype):
             return dtype_name(self.value)
-        if isinstance(self.value, Execution):
-            tile = self.value.tile
-            return "as it stands" if tile is None else f"tile={tile}"
         if isinstance(self.value, bool):
             return "yes" if self.value else "no"
         return str(self.value)
@@ -300,7 +289,7 @@ class Advice:
         c, kept, backward = self.call, self["checkpointing"], self.call.passes != "fwd"
         pattern, dense_every = self.advised.pattern, self.advised.dense_every
         settings = (x for x in self.choices.values() if x.name != "pattern")
-        comments = [f"{x.name}: {x.shown}; {x.how}: {x.why}" for x in settings]
+        comments = [f"{x.name} {x.shown}: {x.why}" for x in settings]
         comments = [
             wrap(x, 88, subsequent_indent="  ")
             for x in (
@@ -315,8 +304,6 @@ class Advice:
             scheme = "auto" if dense_every else self["scheme"]
             options += [f"group=ringlab.Simulated({c.ranks})", f"scheme={scheme!r}"]
             options += [f"layout={str(self['layout'])!r}"]
-        if (tile := self["execution"].tile) is not None:
-            options += [f"execution=ringlab.Execution(tile={tile!r})"]
         names = set(re.findall(r"\b([A-Z]\w*)\(", repr(pattern)))
         module = "blocks" if isinstance(pattern, BlockSparse) else "patterns"
         imports = f"from ringlab.{module} import {', '.join(sorted(names))}\n"
@@ -392,12 +379,10 @@ def advise(
     layers: int = 1,
     pattern: str | Pattern = "auto",
     dtype: torch.dtype | None = None,
-    layout: str | Layout | None = None,
     memory_bytes: int | None = None,
     estimates: bool = True,
     rows: Iterable[Evidence] = (),
     trained: Mapping[str, str] | None = None,
-    network=None,
 ) -> Advice:
     """Advise an attention for ``seq_len`` tokens on ``ranks`` of a profile, and the
     dtype, backend, scheme, layout and checkpointing to run it with.
@@ -413,10 +398,9 @@ def advise(
     ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``:
     of a rank (None: the profile's). ``rows``: measured calls on this hardware, which
     make times of rooflines, on one rank; on several, times stay lower bounds.
-    ``trained``: what small models learned with "dense",
-    "far", "local", in words. A ``dtype`` or ``layout`` that is given is kept.
-    ``estimates=False``: memory, which takes seconds to find, stays unknown. ``network``
-    is refused: predicted times were removed.
+    ``trained``: what small models learned with "dense", "far", "local", in words. A
+    ``dtype`` that is given is kept. ``estimates=False``: memory, which takes seconds to
+    find, stays unknown.
 
     Raises ValueError, in one line, for an unknown profile, numbers that are not
     positive, memory that cannot hold the inputs of a rank, and what takes minutes to
@@ -428,8 +412,6 @@ def advise(
     >>> advise("gtx1080", 131072, passes="fwd", estimates=False).advised.name
     'windows of 2,048, the first of 4 layers dense'
     """
-    if network is not None:
-        raise TypeError(NETWORK_REMOVED)
     if not isinstance(profile, str | hardware.Profile):
         raise TypeError(
             f"profile must be a hardware profile or its name, got {short_repr(profile)}"
@@ -470,8 +452,6 @@ def advise(
                 f"{name} must be a positive number, got {short_repr(value)}"
             )
     check_bool("estimates", estimates)
-    if layout is not None:
-        layout_named(layout, call.seq_len, call.ranks)  # raises what is wrong with it
     rows = tuple(rows) if isinstance(rows, Iterable) else (rows,)
     if not all(isinstance(row, Evidence) for row in rows):
         raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
@@ -482,7 +462,6 @@ def advise(
         budget,
         rows,
         trained or {},
-        layout,
         dtype,
         estimates,
         seconds,
@@ -496,7 +475,6 @@ class Candidate:
     """
 
     call: CallSpec
-    execution: Decision
     across: tuple[Decision, ...] = ()  # scheme and layout
     sent: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -516,7 +494,6 @@ class _Advisor:
     budget: int | None
     rows: tuple[Evidence, ...]
     trained: Mapping[str, str]
-    layout: str | Layout | None
     given_dtype: torch.dtype | None
     estimates: bool
     seconds: float
@@ -554,11 +531,10 @@ class _Advisor:
             placed = self.place(Dense())  # its dense layers need most
         kept = self._checkpointing(placed)
         choices = (
-            Decision("pattern", advised.pattern, POLICY, why),
+            Decision("pattern", advised.pattern, why),
             self.dtype,
             self._kernel(advised.pattern)[0],
             *placed.across,
-            placed.execution,
             kept,
         )
         memory: dict = {}
@@ -585,11 +561,9 @@ class _Advisor:
 
     def _dtype(self) -> Decision:
         if self.given_dtype is not None:
-            return Decision(
-                "dtype", self.given_dtype, ASKED, "a dtype that is given is kept"
-            )
+            return Decision("dtype", self.given_dtype, "a dtype that is given is kept")
         name, why = self.call.profile.dtype_reason().split(": ", 1)
-        return Decision("dtype", getattr(torch, name), POLICY, why)
+        return Decision("dtype", getattr(torch, name), why)
 
     def _kernel(self, pattern: Pattern) -> tuple[Decision, str]:
         """The kernel that ``backend="auto"`` should take for a pattern, and its name."""
@@ -597,7 +571,7 @@ class _Advisor:
         try:
             choice = call.kernel_choice()
         except NotImplementedError as error:
-            return Decision("kernel", "auto", POLICY, str(error)), "auto"
+            return Decision("kernel", "auto", str(error)), "auto"
         own = (
             "of torch's own kernels"
             if choice.name in kernels.SDPA
@@ -615,7 +589,7 @@ class _Advisor:
                 for name, reason in refused
                 if name not in kernels.CPU
             ]
-        return Decision("kernel", choice.name, POLICY, "; ".join(why)), choice.name
+        return Decision("kernel", choice.name, "; ".join(why)), choice.name
 
     # ----------------------------------------------------------------------------------
     # the options
@@ -790,51 +764,20 @@ class _Advisor:
         )
 
     def _place(self, pattern: Pattern) -> Candidate:
-        """The pattern with the execution, scheme and layout that suit it.
-
-        Eager scores, which alone fill memory, are computed in tiles where they do not
-        fit.
-        """
-        plain = Decision(
-            "execution", Execution(), POLICY, "whole calls, no score tiles"
-        )
-        placed = self._on_ranks(pattern, plain)
-        if (
-            self.call.backend == "eager"
-            and self.estimates
-            and self.call.seq_len <= MOST_TILES * TILE
-            and not self._fits(placed.estimate)
-        ):
-            why = f"{format_bytes(self._need(placed.estimate))} without tiles"
-            tiled = Decision("execution", Execution(tile=TILE), ESTIMATE, why)
-            placed = min(
-                placed,
-                self._on_ranks(pattern, tiled),
-                key=lambda each: each.estimate.peak_bytes,
-            )
-        return placed
-
-    def _on_ranks(self, pattern: Pattern, execution: Decision) -> Candidate:
         """The pattern with a layout and the scheme that sends the fewest bytes of those
         that fit, as ``ring.bytes_by_scheme`` orders them.
         """
-        c = replace(self.call, pattern=pattern, execution=execution.value)
+        c = replace(self.call, pattern=pattern)
         if c.ranks == 1:
-            return Candidate(c, execution)
-        for name in ("contiguous", "zigzag") if self.layout is None else (self.layout,):
+            return Candidate(c)
+        for name in ("contiguous", "zigzag"):
             call = replace(c, layout=name)
-            try:
-                problem, _ = call.problem()
-            except ValueError as error:
-                raise ValueError(f"no scheme can run it: {error}") from None
+            problem, _ = call.problem()
             total = bytes_by_scheme(problem, **c.options("head_dim", "dtype", "passes"))
             least = best = next(iter(total))
             if unevenness(problem, least) <= EVEN:
                 break
-        placed = {
-            scheme: Candidate(replace(call, scheme=scheme), execution)
-            for scheme in total
-        }
+        placed = {scheme: Candidate(replace(call, scheme=scheme)) for scheme in total}
         # An estimate takes long.
         if self.estimates and self.budget is not None and len(total) > 1:
             fitting = (
@@ -854,11 +797,10 @@ class _Advisor:
         chosen, busiest = placed[best], unevenness(problem, best)
         chosen.sent = chosen.call.sent()
         chosen.across = (
-            Decision("scheme", best, ESTIMATE, why),
+            Decision("scheme", best, why),
             Decision(
                 "layout",
                 name,
-                ESTIMATE if self.layout is None else ASKED,
                 f"the busiest rank computes {busiest:.3g} times the average",
             ),
         )
@@ -868,7 +810,7 @@ class _Advisor:
     # memory
 
     def _checkpointing(self, placed: Candidate) -> Decision:
-        no = partial(Decision, "checkpointing", False, POLICY)
+        no = partial(Decision, "checkpointing", False)
         if self.call.passes == "fwd":
             return no("nothing is kept for a backward")
         if self.layers == 1:
@@ -881,7 +823,6 @@ class _Advisor:
         return Decision(
             "checkpointing",
             not self._fits(placed.estimate) and with_ < without,
-            ESTIMATE,
             why,
         )
 
@@ -889,8 +830,6 @@ class _Advisor:
         """A length that fits with this pattern, scheme and layout; the memory is nearly
         linear in the length.
         """
-        if isinstance(self.layout, Layout):
-            return None  # it is of one length
         unit = STEP * self.call.ranks
         n = self.call.seq_len
         need = self._need(placed.estimate, checkpointing)
@@ -912,11 +851,7 @@ class _Advisor:
         total = self.call.ranks * self._need(placed.estimate, checkpointing)
         while (ranks := 2 * ranks) <= min(MOST_RANKS, self.call.seq_len):
             if total / ranks <= 1.1 * self.budget:
-                more = replace(
-                    self,
-                    call=replace(self.call, ranks=ranks),
-                    layout=None,
-                )
+                more = replace(self, call=replace(self.call, ranks=ranks))
                 if more._fits(more.place(placed.call.pattern).estimate, checkpointing):
                     return ranks
         return None

@@ -110,7 +110,7 @@ def test_a_page_of_an_absent_gpu_says_so_once_and_is_not_of_what_was_measured(re
     opening = text.split("## ")[0]
     assert "takes at least 2.90 ms, dense attention 15.5 ms" in opening
     assert "**Trust**" not in text and "Shortest possible time (ms), computed" in text
-    assert "float32; by policy: native fp16 runs at 1/64" in text
+    assert "float32: native fp16 runs at 1/64" in text
     assert (
         "pip install torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"
         in text

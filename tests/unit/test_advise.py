@@ -14,7 +14,6 @@ from ringlab import (
     Dense,
     Dilated,
     Evidence,
-    Execution,
     advise,
     cache_bytes,
     cli,
@@ -91,12 +90,6 @@ def test_the_scheme_sends_the_fewest_bytes(pattern, ranks):
         assert sent[advice["scheme"]] == min(sent.values())
         if pattern == PATTERNS[2]:  # its segments fit the shards
             assert sent["plan"] == 0 and "nothing moves" in advice.choices["scheme"].why
-
-
-def test_a_network_is_refused_in_one_line_that_says_what_to_use():
-    with pytest.raises(TypeError, match="of networks were removed; esti") as error:
-        advise("cpu", 512, ranks=4, network=object())
-    assert "\n" not in str(error.value)
 
 
 def test_shares_of_work_are_those_of_a_count():
@@ -180,29 +173,6 @@ def test_memory_agrees_with_the_estimate():
     sizes = dict(max_seq_len=8192, heads=2, head_dim=16, dtype=deep["dtype"], ranks=2)
     assert deep.cache_bytes == 5 * cache_bytes(shape["pattern"], **sizes)
     assert format_bytes(deep.cache_bytes) in deep.text()
-
-
-def test_a_kernel_that_forms_scores_is_tiled_where_they_do_not_fit():
-    advice = advise(
-        GTX,
-        2048,
-        dtype=torch.float64,
-        pattern=Dense(),
-        memory_bytes=2**26,
-        passes="fwd",
-        **SMALL,
-    )
-    assert (
-        advice["execution"] == Execution(tile=512)
-        and advice.fits
-        and "without tiles" in advice.choices["execution"].why
-    )
-    assert (
-        advise(GTX, 2048, pattern=Dense(), memory_bytes=2**26, passes="fwd", **SMALL)[
-            "execution"
-        ]
-        == Execution()
-    )
 
 
 # --------------------------------------------------------------------------------------
@@ -417,7 +387,6 @@ def test_what_small_models_learned_is_that_of_the_page(monkeypatch, tmp_path, ca
         (dict(memory_bytes=0), "memory_bytes must be a positive number, got 0"),
         (dict(seconds=float("nan")), "seconds must be a positive number, got nan"),
         (dict(need="speed"), "unknown need 'speed'; known: exact, far, local"),
-        (dict(layout="rings", ranks=2), "unknown layout 'rings'"),
     ],
 )
 def test_what_cannot_be_is_one_line(arguments, message):

@@ -334,7 +334,6 @@ FITTING = [
             "pattern": Dense(),
             "need": "far",
             "dtype": None,
-            "layout": None,
             "memory_bytes": None,
             "seconds": 1.0,
             "estimates": False,
@@ -723,23 +722,6 @@ REFUSED = [
         lambda: published().type(torch.int32),
         ValueError,
         "dtype must be float64, .*, got torch.int32",
-    ),
-    (
-        lambda: ringlab.advise(profile="gtx1080", **OTHER),
-        ValueError,
-        "the layout is for 64 positions, the",
-    ),
-    (
-        lambda: ringlab.advise(
-            "gtx1080",
-            1024,
-            ranks=8,
-            causal=True,
-            layout=ring.hilbert(32, 32, 8),
-            pattern=Dilated([64], [1]),
-        ),
-        ValueError,
-        "^no scheme can run it: ",
     ),
     (
         lambda: estimate(Dense(), seq_len=64, batch_size=1),
