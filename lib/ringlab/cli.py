@@ -9,7 +9,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -20,7 +19,7 @@ from . import __version__, hardware, measure
 from .advise import NEEDS, SECONDS, advise, columns, dtype_name
 from .checks import check_choice, parse_bytes, parse_count, parse_counts, parse_dtype
 from .cost import PASSES, format_bytes, format_seconds
-from .estimate import NETWORK_REMOVED, SHAPE, estimate, longest
+from .estimate import SHAPE, estimate, longest
 from .kernels import triton_config
 from .measure import suites
 from .patterns import Pattern, from_dict
@@ -29,11 +28,6 @@ from .report import templates
 from .report.evidence import learned, stored
 from .report.places import ReportError, UsageError, reports_folder, run_target
 
-GONE = {  # former commands, and where they went
-    "network": NETWORK_REMOVED,
-    "pdf": "pdf was removed; open a page of reports/ in a browser and print it to PDF",
-    "quality": "the trainings went to notebooks/quality: make report QUALITY=1",
-}
 STOPPED = "interrupted: what is done is kept; run again to go on"
 # What an impossible call raises.
 CALL = (
@@ -73,10 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for option in argv:  # argparse reads this value as none, some or "--", by version
         if option.startswith("--") and option.endswith("=--"):
             parser.error(f"argument {option[:-3]}: expected one argument")
-    if gone := GONE.get(argv[0] if argv else ""):
-        return _refuse(gone)
-    if any(x.partition("=")[0] == "--network" for x in argv):
-        return _refuse(NETWORK_REMOVED)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -147,8 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--strict",
         action="store_true",
-        default=os.environ.get("STRICT", "") not in ("", "0"),
-        help="refuse all but real measurements, exit 2 (default: no, or STRICT=1)",
+        help="refuse all but real measurements, exit 2 (default: no)",
     )
     add(
         "--reports",
@@ -258,7 +247,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--backend", default="auto", metavar="B", help="a kernel's name (default: auto)"
     )
-    add("--json", action="store_true", help="JSON instead of text (default: no)")
 
     add = command(
         "advise",
@@ -295,13 +283,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_dtype(add)
 
-    add = command(
+    command(
         "profiles",
         _profiles,
         "list the hardware profiles and which of them run here",
         profile=False,
     )
-    add("--json", action="store_true", help="JSON instead of text (default: no)")
     return parser
 
 
@@ -465,32 +452,20 @@ def _compare(args) -> int:
 
 def _profiles(args) -> None:
     machine = hardware.detect()
-    rows = []
+    lines = [("profile", "device", "sm", "memory", "dtype", "runnable here")]
     for name, profile in hardware.profiles().items():
         runnable, why = profile.runnable(machine)
         here = profile.on(machine)
-        rows.append(
-            {
-                "profile": name,
-                "device": here.title,
-                "sm": hardware.sm(here.capability),
-                "memory_bytes": here.memory_bytes,
-                "dtype": dtype_name(here.default_dtype()),
-                "runnable": runnable,
-                "why": why,
-                "here": name == hardware.match(machine),
-            }
-        )
-    if args.json:
-        print(json.dumps(rows, indent=1))
-        return
-    lines = [("profile", "device", "sm", "memory", "dtype", "runnable here")]
-    for row in rows:
-        memory = row["memory_bytes"] and f"{row['memory_bytes'] / 2**30:.0f} GiB"
-        runs_here = f"{'yes' if row['runnable'] else 'no'}: {row['why']}"
-        marked = row["profile"] + " *" * row["here"]
+        memory = here.memory_bytes and f"{here.memory_bytes / 2**30:.0f} GiB"
         lines.append(
-            (marked, row["device"], row["sm"], memory or "-", row["dtype"], runs_here)
+            (
+                name + " *" * (name == hardware.match(machine)),
+                here.title,
+                hardware.sm(here.capability),
+                memory or "-",
+                dtype_name(here.default_dtype()),
+                f"{'yes' if runnable else 'no'}: {why}",
+            )
         )
     print(*columns(lines), "", "* matches this machine (GPU=auto)", sep="\n")
 
@@ -573,29 +548,6 @@ def _estimate(args) -> None:
         except ValueError:  # an estimate says itself that it does not fit
             if estimated is None or budget < 1:
                 raise
-    if args.json:
-        report = {
-            "profile": profile.name,
-            "device": profile.title,
-            "pattern": str(pattern),
-            "dtype": dtype_name(dtype),
-            **_options(args, "seq_len"),
-            "memory_bytes": budget,
-            "longest": most,
-            "estimate": None,
-        }
-        if estimated:
-            sent = [
-                {"from": a, "to": b, "bytes": nbytes}
-                for (a, b), nbytes in sorted(estimated.sent.items())
-            ]
-            report["estimate"] = asdict(estimated) | {
-                "sent": sent,
-                "bound_s": estimated.bound_s,
-                "binds": estimated.binds,
-            }
-        print(json.dumps(report, indent=1))
-        return
     print(
         f"{pattern}, {dtype_name(dtype)}{', causal' if args.causal else ''}, {args.passes}, on {profile.title}"
     )

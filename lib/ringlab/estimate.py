@@ -24,10 +24,6 @@ from .patterns import Pattern
 
 ROWS = 128  # the longest sequence is a multiple of so many positions a rank
 MOST_BYTES = 2**50  # of a rank's memory: beyond any machine
-NETWORK_REMOVED = (
-    "predicted times of networks were removed; estimate tells what ranks send, and "
-    "measure times it"
-)
 # Options of a call that the command line and the explorer have.
 SHAPE = (
     "batch",

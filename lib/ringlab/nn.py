@@ -601,13 +601,6 @@ class DecoderBlock(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-def __getattr__(name: str):
-    if name == "LanguageModel":
-        # An AttributeError would lose its message in ``from ringlab.nn import ...``.
-        raise ImportError("LanguageModel went to notebooks/quality/model.py")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 def _weight(projection: nn.Module) -> Tensor | None:
     """The weight of a projection; None where it has none of a dtype to compute in, as a
     wrapper or a quantised layer.

@@ -526,15 +526,3 @@ def test_generation_under_autocast():
     model = LanguageModel(50, 32, 4, [PATTERN] * 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert generate(model, torch.randint(50, (2, 20)), 5).shape == (2, 25)
-
-
-def test_the_language_model_says_in_one_line_where_it_went():
-    for ask in (
-        lambda: nn.LanguageModel,
-        lambda: exec("from ringlab.nn import LanguageModel"),
-    ):
-        with pytest.raises(
-            ImportError, match="^LanguageModel went to notebooks/quality/model.py$"
-        ):
-            ask()
-    assert not hasattr(nn, "Other")

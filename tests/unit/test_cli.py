@@ -2,7 +2,6 @@
 where that is promised.
 """
 
-import json
 import tomllib
 from pathlib import Path
 
@@ -52,8 +51,6 @@ def test_profiles_that_cannot_be_measured_here(
     )
     err = refused("gtx1080", *["--strict"] * (command == "report"))
     assert err.count("\n") == 1 and "no GPU here" in err
-    monkeypatch.setenv("STRICT", "1")
-    assert refused("gtx1080") == err
     monkeypatch.setattr(hardware, "detect", lambda probe=None: UNDRIVABLE)
     err = refused("auto")
     assert (
@@ -236,21 +233,6 @@ def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "argv, instead",
-    [
-        (["network"], "estimate tells what ranks send"),
-        (["estimate", "--seq-len", "512", "--network", "network.json"], "estimate"),
-        (["advise", "--seq-len", "512", "--network=network.json"], "estimate tells"),
-        (["pdf", "--profile", "cpu"], "open a page of reports/ in a browser"),
-    ],
-)
-def test_what_was_removed_is_refused_and_it_is_said_what_to_use(capsys, argv, instead):
-    code, out, err = said(capsys, *argv)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f" removed; {instead}" in err
-
-
-@pytest.mark.parametrize(
     "command, rows", [("report", "--reports"), ("measure", "--data")]
 )
 def test_a_folder_in_use_is_one_line(capsys, monkeypatch, tmp_path, command, rows):
@@ -262,20 +244,20 @@ def test_a_folder_in_use_is_one_line(capsys, monkeypatch, tmp_path, command, row
     assert found == (1, "", "ringlab: it is in use by another measurement\n")
 
 
-def shown(capsys, *argv) -> dict:
+def shown(capsys, *argv) -> str:
     code, out, err = said(capsys, *argv)
     assert (code, err) == (0, "")
-    return json.loads(out)
+    return out
 
 
 def test_lengths_and_dtypes_are_read_as_people_write_them(capsys):
     def asked(*argv):
-        return shown(capsys, "estimate", "--profile", "gtx1080", "--json", *argv)
+        return shown(capsys, "estimate", "--profile", "gtx1080", *argv)
 
     plain = asked("--seq-len", "131072", "--dtype", "float32")
     for length in ("128K", "131_072", "128k", "0.125M", "131.072e3"):
         assert asked("--seq-len", length, "--dtype", "fp32") == plain
-    assert asked("--seq-len", "1e6", "--dtype", "bf16")["seq_len"] == 10**6
+    assert " 1,000,000 tokens" in asked("--seq-len", "1e6", "--dtype", "bf16")
     given = ["--segment-lengths", "2K, 4K", "--dilation-rates", "1 2"]
     assert asked("--seq-len", "128K", *given) == plain
 
@@ -283,25 +265,14 @@ def test_lengths_and_dtypes_are_read_as_people_write_them(capsys):
 @pytest.mark.parametrize("name", NAMED)
 def test_estimate_and_advise_share_the_names_of_patterns(capsys, name):
     shape = ["--profile", "gtx1080", "--seq-len", "4K", "--pattern", name]
-    found = shown(capsys, "estimate", *shape, "--json")
-    assert found["pattern"] == str(named(name, 4096))
-    code, out, err = said(capsys, "advise", *shape, "--dtype", "fp16")
-    assert (code, err) == (0, "") and str(named(name, 4096)) in out
+    assert shown(capsys, "estimate", *shape).startswith(f"{named(name, 4096)}, float32")
+    out = shown(capsys, "advise", *shape, "--dtype", "fp16")
+    assert str(named(name, 4096)) in out
     assert "float16" in out and "forward\n" in out
 
 
 def test_the_options_of_a_pattern_are_the_arguments_of_its_function(capsys):
     options = ["--before", "1", "--count", "2", "--random", "3", "--block-size", "64"]
-    shape = ["--profile", "gtx1080", "--seq-len", "4K", "--json"]
-    found = shown(capsys, "estimate", *shape, "--pattern", "bigbird", *options)
-    assert found["pattern"] == str(block_patterns.bigbird(1, 2, 3, block_size=64))
-
-
-def test_profiles_as_json_are_the_lines_of_the_table(capsys):
-    found = shown(capsys, "profiles", "--json")
-    assert [row["profile"] for row in found] == list(hardware.profiles())
-    row = next(row for row in found if row["profile"] == "gtx1080")
-    assert (row["sm"], row["dtype"], row["memory_bytes"]) == ("sm_61", "float32", 2**33)
-    assert [row["profile"] for row in found if row["here"]] == [
-        hardware.match(hardware.detect())
-    ]
+    shape = ["--profile", "gtx1080", "--seq-len", "4K"]
+    out = shown(capsys, "estimate", *shape, "--pattern", "bigbird", *options)
+    assert out.startswith(f"{block_patterns.bigbird(1, 2, 3, block_size=64)}, float32")
