@@ -298,7 +298,6 @@ class Shown:
         fakes = {
             "source": source,
             "measured": lambda *_: next(pages, page),
-            "bars": self._draw_bars,
             "lines": self._draw_lines,
             "show": self._show,
         }
@@ -326,10 +325,6 @@ class Shown:
             self.texts.append(value._repr_mimebundle_()["text/markdown"])
             if isinstance(value, tables.Table):
                 self.tables.append(value)
-
-    def _draw_bars(self, items, **_) -> None:
-        self.labels.append([b.label for b in items])
-        self.drawn += [b.value for b in items]
 
     def _draw_lines(self, each, *, colors=(), by="variant", **_) -> None:
         self.panels += each
@@ -542,8 +537,10 @@ def write_two_rows(reports: Path, profile: str = "cpu", **changes) -> None:
 
 
 FIGURE = """
+import pandas
 from ringlab.report import figures, tables
-fig = figures.bars([figures.Bar("a", VALUE)], xlabel="x")
+frame = pandas.DataFrame({"variant": ["a"], "seq_len": [8], "y": [VALUE]})
+fig = figures.lines({"Time": frame}, xlabel="x", colors={"a": "#000000"})
 figures.show(fig, "NAME", "A caption.", "Alt text.", tables.Table("data", ["a"], [["value VALUE"]]))
 """
 

@@ -25,12 +25,6 @@ def svg_of(fig) -> str:
     return out.getvalue()
 
 
-ITEMS = [
-    figures.Bar("a label\n(and a part)", 1.0, 0.9, 1.1),
-    figures.Bar("without interval", 2.0),
-]
-
-
 LINES = pandas.DataFrame(
     [
         ("a", 1024, 1.0, 0.9, 1.1),
@@ -45,11 +39,11 @@ COLORS = {"a": theme.BLUE, "b": theme.ORANGE}
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda: figures.bars(ITEMS, xlabel="Time (ms)"),
-        lambda: figures.bars(ITEMS, xlabel="Times faster", line=1),
-        lambda: figures.bars([], xlabel="Times faster", line=1),
         lambda: figures.lines(
             {"Time (ms)": LINES}, xlabel="Tokens", colors=COLORS, dashed=["b"]
+        ),
+        lambda: figures.lines(
+            {"Times": LINES[:1]}, xlabel="Tokens", colors=COLORS, linear=True
         ),
     ],
 )
@@ -85,7 +79,8 @@ def test_figures_of_a_page_share_no_names():
     """
     found = []
     for size in (1.0, 2.0):
-        fig = figures.bars([figures.Bar("a", size, 0.9, 3.0)], xlabel="Time (ms)")
+        frame = LINES.assign(y=size * LINES.y)
+        fig = figures.lines({"Time (ms)": frame}, xlabel="Tokens", colors=COLORS)
         found.append(theme.inline(svg_of(fig), "a"))
         figures.plt.close(fig)
     names = [set(re.findall(r' id="([^"]+)"', svg)) for svg in found]

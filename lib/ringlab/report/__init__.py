@@ -18,7 +18,7 @@ NAMES = {  # by the module where they are documented
     "report.tables": "table Text Code Cell number percent size interval counted",
     "report.cells": "time roofline rate peak error times significance calls on_ranks "
     "peak_bytes sent_bytes density pair_cost",
-    "report.figures": "in_ms palette lines Bar bars show",
+    "report.figures": "in_ms palette lines show",
     "report.rows": "pass_of dense_beside begins",
     "report.findings": "Finding finding fits bounds limits failures provenance",
     "report.predicted": "accuracy",

@@ -2,8 +2,7 @@
 for Markdown, alt text always.
 
 Every series is labelled where it is drawn and error bars are the 95 % interval of the
-median. Labels stand above their bars, so that a figure needs no more width than a phone
-has. Equal input gives equal bytes, so that figures do not change in git without a
+median. Equal input gives equal bytes, so that figures do not change in git without a
 reason.
 """
 
@@ -12,8 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -24,7 +22,7 @@ matplotlib.use("agg")  # no window, whatever the machine's default is
 
 import matplotlib.pyplot as plt  # noqa: E402
 import seaborn  # noqa: E402
-from matplotlib.ticker import LogLocator, MaxNLocator  # noqa: E402
+from matplotlib.ticker import LogLocator  # noqa: E402
 
 from .tables import PLAIN_ONLY, Table  # noqa: E402
 from .theme import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, SKY  # noqa: E402, F401
@@ -66,90 +64,6 @@ def drawing(**style):
         matplotlib.rcdefaults()
         plt.rcParams.update({**STYLE, **style})
         yield
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar with its interval."""
-
-    label: str
-    value: float
-    low: float | None = None
-    high: float | None = None
-    color: str = BLUE
-
-    @property
-    def end(self) -> float:
-        """Where the bar ends, its interval included."""
-        return max(self.high, self.value) if self.error else self.value
-
-    @property
-    def error(self):
-        """The interval as matplotlib wants it, None where there is none."""
-        if self.low is None or self.high is None or self.high == math.inf:
-            return None
-        return [[max(0.0, self.value - self.low)], [max(0.0, self.high - self.value)]]
-
-
-def bars(
-    items: Sequence[Bar],
-    *,
-    xlabel: str,
-    line: float | None = None,
-    fmt: Callable = "{:.3g}".format,
-):
-    """Horizontal bars from zero, labelled with their values. ``line``: where a vertical
-    line stands, 1 for ratios.
-    """
-    longest = max([line or 0, *(b.end for b in items)])
-    with drawing():
-        fig, ax, at = _rows(items)
-        for y, b in zip(at, items):
-            ax.barh(y, b.value, 0.85, color=b.color)
-            ax.errorbar(
-                b.value,
-                y,
-                xerr=b.error,
-                fmt="none",
-                ecolor=INK,
-                elinewidth=1.2,
-                capsize=3,
-            )
-            ax.annotate(
-                fmt(b.value),
-                (b.end, y),
-                (7, 0),
-                textcoords="offset points",
-                va="center",
-                weight="bold",
-            )
-        if line is not None:
-            ax.axvline(line, color=INK, lw=1.2, ls=":")
-        ax.set_xlim(0, 1.18 * longest or 1)
-        ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-        ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
-        ax.set_xlabel(xlabel, loc="left")
-        return fig
-
-
-def _rows(items: Sequence[Bar]):
-    """(figure, axis, y of each item): a row for each, its label above it, where a long
-    one has the whole width.
-    """
-    labels = [textwrap.wrap(b.label, 54) for b in items]
-    # in lines of text
-    at = []
-    used = 0.0
-    for text in labels:
-        at.append(used + len(text) + 0.55)
-        used = at[-1] + 0.9
-    fig, ax = plt.subplots(figsize=(WIDTH, 0.75 + 0.175 * max(used, 1)))
-    for y, text in zip(at, labels):
-        place = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points"}
-        ax.annotate("\n".join(text), (0, y - 0.5), xytext=(0, 1), va="bottom", **place)
-    ax.set_yticks([])
-    ax.set_ylim(max(used, 1), 0)
-    return fig, ax, at
 
 
 def in_ms(frame):
