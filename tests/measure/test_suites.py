@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from ringlab import hardware
+from ringlab import block_patterns, hardware
 from ringlab.measure import Point, suites
 from ringlab.measure.systems import SYSTEMS
 
@@ -55,3 +55,21 @@ def test_points_can_be_stored_groups_have_names_of_their_own_and_dense_attention
     }
     backward = max(p.seq_len for p in timed if p.passes != "fwd")
     assert name != "cpu" or backward == 4096, "a backward on a CPU is short"
+
+
+def test_a_reader_adds_a_system_to_the_landscape():
+    own = {"Mine": ("ringlab", lambda n: block_patterns.sliding_window(tokens=n // 4))}
+    systems = suites.landscape_systems() | own
+    groups = {
+        g.name: g
+        for g in suites.landscape(hardware.get_profile("cpu"), systems=systems)
+    }
+    added = groups.pop(suites.LANDSCAPE_ADDED).points
+    assert {p.system for p in added} == {"dense_sdpa", "ringlab"}
+    assert [g.id for g in groups.values()] == [
+        g.id for g in suites.landscape(hardware.get_profile("cpu"))
+    ]
+    with pytest.raises(ValueError, match="'Mine' and 'Same' are one system"):
+        suites.landscape(
+            hardware.get_profile("cpu"), systems=systems | {"Same": own["Mine"]}
+        )

@@ -685,7 +685,6 @@ def test_density_and_cost_of_a_pair_are_counted():
 @pytest.mark.parametrize(
     "given, changed",
     [
-        ({"windows": [1024]}, lambda p: set(p.group) - set(shown().points.group)),
         ({"seq_lens": [2048]}, lambda p: {2048} & set(p.seq_len[p.group == NAME])),
         ({"heads": 4}, lambda p: set(p.heads) == {4}),
         ({"head_dim": 128}, lambda p: set(p.head_dim) == {128}),

@@ -567,23 +567,6 @@ def landscape_systems() -> dict[str, tuple[str, Callable[[int], Pattern]]]:
     }
 
 
-def windows(tokens: Sequence[int]) -> dict[str, tuple[str, Callable[[int], Pattern]]]:
-    """Systems to add to the landscape: sliding windows of so many tokens each way,
-    which a query's own is one of.
-
-    >>> list(windows([1024]))
-    ['Window of 1,024 each way']
-    """
-    systems = {}
-    for n in check_ints("windows", tokens) if tokens else ():
-        window = sliding_window(tokens=n)
-        systems[f"Window of {n:,} each way"] = (
-            "ringlab",
-            lambda _, window=window: window,
-        )
-    return systems
-
-
 BESIDE = "beside"
 BESIDE_CAUSAL = "beside, causal"
 BRANCHES = (
