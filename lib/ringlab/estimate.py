@@ -45,9 +45,8 @@ class Estimate:
     holds most, at its peak; the part ``gradients`` holds those of out, q, k and v.
     ``sent``: bytes of one call by (from rank, to rank). ``bounds``: lower bounds in
     seconds by resource, "compute", "memory", "network", where a rate is known.
-    ``at_least``: why the peak may be higher, or "". ``cache_bytes``: what a ``KVCache``
-    for as many positions takes on the rank with most; None where the call is not
-    causal.
+    ``cache_bytes``: what a ``KVCache`` for as many positions takes on the rank with
+    most; None where the call is not causal.
     """
 
     cost: cost.Cost
@@ -57,7 +56,6 @@ class Estimate:
     peak_bytes: int
     sent: dict[tuple[int, int], int]
     bounds: dict[str, float] = field(default_factory=dict)
-    at_least: str = ""
     cache_bytes: int | None = None
 
     @property
@@ -109,10 +107,10 @@ def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
     kernels, no bounds. Attention itself is never computed; with the profile "cpu" this
     CPU's rates are measured, which takes about a second a dtype, once per process.
     ``hosts``: a number for the host of each rank, e.g. (0, 0, 1, 1); by default one
-    host. ``blocks="bsr"`` cannot run without data: its peak is a lower bound, and
-    ``at_least`` says so.
+    host.
 
-    Raises ValueError (NotImplementedError for a kernel that cannot run) in one line for
+    Raises ValueError (NotImplementedError for a kernel that cannot run, and for
+    ``blocks="bsr"`` and "flex", which cannot run without data) in one line for
     what attention would refuse, for an unknown profile, and for sizes whose run without
     data would take minutes.
 
@@ -150,7 +148,6 @@ def estimate_call(call: CallSpec) -> Estimate:
         run.parts(),
         run.peak_bytes,
         dict(run.traffic.sent),
-        at_least=run.at_least,
         cache_bytes=cached,
     )
     return estimated.bounded(rates_of(call, work)) if call.profile else estimated
@@ -236,10 +233,7 @@ def longest(pattern: Pattern, memory_bytes: int | str, **call) -> int:
 
 
 def _peak(call: CallSpec, n: int) -> int:
-    run = meta_run.run(replace(call, seq_len=n))
-    if run.at_least:
-        raise ValueError(f"{run.at_least}, so no length is sure to fit")
-    return run.peak_bytes
+    return meta_run.run(replace(call, seq_len=n)).peak_bytes
 
 
 def _extrapolated(peak: Callable[[int], int], far: int, unit: int, n: int) -> int:

@@ -25,9 +25,9 @@ from . import kernels, memory
 from .block_patterns import BlockSparse
 from .call import CallSpec
 from .checks import check_backend, check_choice, check_int, short_repr
-from .engine import Execution, autograd, torch_sparse
+from .engine import Execution, autograd
 from .engine.ways import LocalCall
-from .kernels.base import HALF, DeviceSpec, wants_dtype
+from .kernels.base import HALF, DeviceSpec
 from .kernels.external import NOT_INSTALLED
 from .ring import Problem
 from .ring.comm import Steps, Traffic, Wait
@@ -103,7 +103,6 @@ class MetaRun(LiveStorageTracker):
         super().__init__()
         self.traffic = Traffic()
         self.scheme: str | None = None  # of several ranks
-        self.at_least = ""  # why the call may hold more
         # Whether tensors asked for on the meta device are made with data.
         self.real = False
         self._top: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -341,17 +340,13 @@ def run(call: CallSpec) -> MetaRun:
         )
         most.traffic.sent, most.scheme = call.sent(), scheme
         return most
-    run, way = MetaRun(), call.execution.blocks
+    run = MetaRun()
     execution = ColdExecution.of(call.execution, run)
     scale = call.head_dim**-0.5
     local = LocalCall(call.pattern, call.causal, scale, "auto", execution)
     with torch.no_grad():
         with run.on(_stand_in(call, False), call.device):
             q, k, v, dout = _inputs(call, run, call.seq_len)
-            if isinstance(call.pattern, BlockSparse) and way in ("bsr", "flex"):
-                _lower_bound(call, run, way, q, k, dout)
-                run.at_least = f"blocks={way!r} does not run without data"
-                return run
             out, lse = autograd.forward(q, k, v, None, local)
             run.name("out", out)
             run.name("lse", lse)
@@ -386,7 +381,12 @@ def run_rank(call: CallSpec, problem: Problem, scheme: str, number: int) -> Meta
 
 
 def check_size(call: CallSpec) -> None:
-    """Raise ValueError for what takes minutes to run without data."""
+    """Raise ValueError for what takes minutes to run without data, NotImplementedError
+    for what does not run without it.
+    """
+    way = call.execution.blocks
+    if isinstance(call.pattern, BlockSparse) and way in ("bsr", "flex"):
+        raise NotImplementedError(f"blocks={way!r} does not run without data")
     if call.ranks > MOST_RANKS:
         raise ValueError(
             f"estimates are for at most {MOST_RANKS} ranks, got {short_repr(call.ranks)}"
@@ -449,21 +449,3 @@ def _inputs(call: CallSpec, run: MetaRun, rows: int):
     qkv = [run.tensor(part, shape, call.dtype) for part, shape in zip("qkv", shapes)]
     dout = run.tensor("gradients", shapes[0], call.dtype) if call.backward else None
     return *qkv, dout
-
-
-def _lower_bound(call: CallSpec, run: MetaRun, way: str, q, k, dout) -> None:
-    """Inputs, results, and for torch.sparse, which needs data to run, one head's
-    probabilities.
-    """
-    dtypes = torch_sparse.FLEX_DTYPES if way == "flex" else torch_sparse.BSR_DTYPES
-    torch_sparse.refuse(way, wants_dtype(call.dtype, dtypes))
-    visible, size = call.pattern.blocks(q.shape[1]), call.pattern.block_size
-    held = 0
-    if way == "bsr":
-        held = int((visible.tril() if call.causal else visible).sum()) * size * size
-    del visible
-    tensors = [("out", q.shape), ("lse", q.shape[:3]), ("workspace", (held,))]
-    if dout is not None:
-        tensors += [("gradients", t.shape) for t in (q, k, k)]
-    alive = [run.tensor(part, shape, q.dtype) for part, shape in tensors]
-    del alive  # counted while all of them were

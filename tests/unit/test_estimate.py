@@ -237,22 +237,9 @@ def test_many_ranks_and_long_batches_are_little_work(monkeypatch):
     assert 0 < counts[1] <= 2 * counts[0]
 
 
-def test_block_sparse_ranks_and_bsr():
+def test_block_sparse_ranks():
     found = estimate(BLOCKS, seq_len=1024, ranks=2, **SHAPE)
-    assert found.scheme == "plan" and found.sent and not found.at_least
-    bsr = estimate(BLOCKS, seq_len=1024, execution=Execution(blocks="bsr"), **SHAPE)
-    real = tracked(
-        BLOCKS,
-        1024,
-        torch.float32,
-        "fwd",
-        False,
-        "auto",
-        Execution(blocks="bsr", cache=PatternCache()),
-    )
-    assert "bsr" in bsr.at_least and bsr.peak_bytes <= real
-    flex = estimate(BLOCKS, seq_len=1024, execution=Execution(blocks="flex"), **SHAPE)
-    assert "flex" in flex.at_least and flex.peak_bytes < bsr.peak_bytes
+    assert found.scheme == "plan" and found.sent
 
 
 def test_bounds_are_the_profiles_rates_and_say_which_binds():
@@ -394,10 +381,10 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pattern, more):
         ({"profile": "h100", "backend": "flsh"}, "unknown backend 'flsh'"),
         *[
             (
-                {"pattern": BLOCKS, "execution": Execution(blocks=way), "dtype": dtype},
-                f"blocks='{way}' takes float32",
+                {"pattern": BLOCKS, "execution": Execution(blocks=way)},
+                f"blocks='{way}' does not run without data",
             )
-            for way, dtype in (("flex", torch.float64), ("bsr", torch.float16))
+            for way in ("flex", "bsr")
         ],
         *[
             (
@@ -418,10 +405,8 @@ def test_what_cannot_be_is_refused_in_one_line(given, said):
     assert "\n" not in str(error.value)
 
 
-def test_no_length_is_told_where_none_is_sure_to_fit():
-    with pytest.raises(
-        ValueError, match="does not run without data, so no length is sure to fit"
-    ):
+def test_no_length_is_told_where_none_fits():
+    with pytest.raises(NotImplementedError, match="does not run without data"):
         longest(BLOCKS, 8 << 20, execution=Execution(blocks="bsr"), **SHAPE)
     with pytest.raises(ValueError, match="more than the 1,000 there are"):
         longest(LADDER, 1000)

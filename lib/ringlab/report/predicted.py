@@ -20,7 +20,7 @@ from .. import kernels
 from ..estimate import Estimate, estimate_call
 from ..hardware import Profile, get_profile
 from ..measure.points import Point, Result
-from ..measure.suites import ORIGINAL
+from ..measure.suites import ORIGINAL, TORCH_SPARSE
 from ..measure.systems import (
     BLOCK_SPARSE,
     PUBLISHED,
@@ -32,7 +32,8 @@ from ..measure.validity import threads, why_not_quotable
 from .study import Study, cost_of, pattern_of
 from .tables import Text, counted
 
-ENGINE = ("ringlab", *PUBLISHED, *BLOCK_SPARSE)
+# torch's sparse tensors need data.
+ENGINE = {"ringlab", *PUBLISHED, *BLOCK_SPARSE} - {TORCH_SPARSE}
 OPERATORS = (
     2000  # of all rows together that a page runs without data, so that it stays quick
 )
@@ -85,7 +86,7 @@ def row_of(name: str, point: Point) -> Result:
         estimated = _estimate(point, name)
     except NotImplementedError as error:  # a kernel that cannot run there
         return replace(row, status="unsupported", reason=str(error))
-    if estimated is None or estimated.at_least:
+    if estimated is None:
         return row
     use = {"causal": point.causal, "for_gradients": point.passes != "fwd"}
     shape = point.seq_len, point.heads, point.kv_heads
@@ -205,7 +206,7 @@ def compared(study: Study) -> tuple[list[tuple[Result, float]], int]:
         if calls <= OPERATORS and blocks_of(r.point) <= BLOCKS
     ]
     profile = study.profile.name if study.device_type == "cuda" else None
-    pairs = ((r, x) for r, x in predict(kept, profile) if not x.at_least)
+    pairs = predict(kept, profile)
     return [(r, x.peak_bytes / peak(r) - 1) for r, x in pairs], len(rows) - len(kept)
 
 
