@@ -405,14 +405,22 @@ def dense_sdpa(point: Point, device) -> System:
 
 def copying(point: Point, device) -> System:
     """The published way of the same function: copies each branch, runs the same kernel,
-    scatters, then mixes.
+    scatters, then mixes. Raises Refused for a batch.
     """
     parse_options(point)
-    pattern = pattern_of(point)
+    if point.batch != 1:
+        raise Refused(f"copying is measured with batch 1, not {point.batch}")
     kernel = choose_kernel(point, device).kernel
+    n = point.seq_len
+    heads = point.heads
+    group = heads // point.kv_heads
+    each = pattern_of(point).branches(n, heads, point.kv_heads)
+    branches = [calls_of(branch, n, heads) for branch in each]
 
-    def forward(*qkv):
-        return copying_attention(*qkv, pattern, point.causal, kernel), None
+    def forward(q, k, v):
+        if group > 1:
+            k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+        return _Copying.apply(q, k, v, branches, point.causal, kernel), None
 
     return System(point, device, forward)
 
@@ -502,51 +510,24 @@ def calls_of(branch: patterns.Branch, n: int, heads: int) -> list[list[Call]]:
     return [*calls.values()]
 
 
-def _view(t: Tensor, call: Call) -> Tensor:
-    """The rows of t (b, n, h, ...) that a call reads: (b, segments, m, h', ...)."""
-    rows = call.q
-    s_b, s_n, s_h, *s_d = t.stride()
-    shape = t.shape[0], call.repeats, rows.rows, call.heads, *t.shape[3:]
-    strides = (
-        s_b,
-        rows.repeat_step * s_n,
-        rows.step * s_n,
-        rows.head_step * s_h + rows.shift * s_n,
-        *s_d,
-    )
-    return t.as_strided(
-        shape, strides, t.storage_offset() + rows.first * s_n + rows.head * s_h
-    )
-
-
-def _take(t: Tensor, part: list[Call]) -> Tensor:
-    """A contiguous copy (b * segments, m, h', ...) of the selected rows of t (b, n, h,
-    ...).
+def _views(t: Tensor, calls: list[Call]) -> list[Tensor]:
+    """The rows of t (1, n, h, d) that each call reads, (segments, m, h', d); of a
+    log-sum-exp (1, n, h): (segments, h', m).
     """
-    return torch.cat([_view(t, call) for call in part], 3).flatten(0, 1)
+    return [view for call in calls for (view,) in call.views((t,), ())]
 
 
-def _put(t: Tensor, part: list[Call], values: Tensor) -> None:
-    """Write values (b * segments, m, h', ...) back to the rows of t (b, n, h, ...)."""
-    each = values.unflatten(0, (-1, part[0].repeats)).split(
-        [call.heads for call in part], 3
-    )
-    for call, rows in zip(part, each):
-        _view(t, call).copy_(rows)
+def _take(t: Tensor, calls: list[Call]) -> Tensor:
+    """A contiguous copy (segments, m, h', d) of the rows that the calls read."""
+    return torch.cat(_views(t, calls), 2)
 
 
-def copying_attention(q, k, v, pattern, causal: bool, kernel) -> Tensor:
-    """out (b, n, h, d) of q (b, n, h, d), k, v (b, n, h_kv, d); ``kernel`` from
-    ringlab.kernels, scale 1 / sqrt(d).
-    """
-    n = q.shape[1]
-    heads = q.shape[2]
-    kv_heads = k.shape[2]
-    each = pattern.branches(n, heads, kv_heads)
-    branches = [calls_of(branch, n, heads) for branch in each]
-    if kv_heads < heads:
-        k, v = (t.repeat_interleave(heads // kv_heads, 2) for t in (k, v))
-    return _Copying.apply(q, k, v, branches, causal, kernel)
+def _put(t: Tensor, calls: list[Call], values: Tensor) -> None:
+    """Write values, of the shape of all views, back to the rows of t."""
+    views = _views(t, calls)
+    axis = t.dim() - 2  # of the heads
+    for view, rows in zip(views, values.split([x.shape[axis] for x in views], axis)):
+        view.copy_(rows)
 
 
 class _Copying(torch.autograd.Function):
@@ -562,10 +543,10 @@ class _Copying(torch.autograd.Function):
             out = torch.zeros_like(q)
             lse = torch.full((b, n, h), UNSEEN, dtype=wide, device=q.device)
             for part in parts:
-                rows = [_take(t, part) for t in (q, k, v)]  # (b * segments, m, h', d)
+                rows = [_take(t, part) for t in (q, k, v)]  # (segments, m, h', d)
                 o, l = kernel.forward(*rows, causal, scale)
                 _put(out, part, o)
-                _put(lse, part, l.transpose(1, 2))
+                _put(lse, part, l)
                 kept += [*rows, l]
             outs.append(out)
             lses.append(lse)
