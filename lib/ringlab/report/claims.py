@@ -6,8 +6,6 @@ are compared, and between which bounds the result must lie.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .. import hardware
@@ -17,16 +15,15 @@ from .cells import peak_bytes, sent_bytes, timed, times
 from .study import Study, best
 from .tables import number
 
-# word: (of one claim, of several)
-WORDS = {
-    "impossible as printed": ("is impossible as printed", "are impossible as printed"),
-    "contradicts itself": ("contradicts itself", "contradict themselves"),
-    "does not hold": ("does not hold", "do not hold"),
-    "holds": ("holds", "hold"),
-    "holds as an upper limit": ("holds as an upper limit", "hold as an upper limit"),
-    "not reproduced here": ("is not reproduced here", "are not reproduced here"),
-    "untested": ("is untested", "are untested"),
-}
+WORDS = (  # the strongest first
+    "impossible as printed",
+    "contradicts itself",
+    "does not hold",
+    "holds",
+    "holds as an upper limit",
+    "not reproduced here",
+    "untested",
+)
 # What a pair of rows shares, unless a query names it for one of the two.
 SAME = (
     "system",
@@ -189,15 +186,3 @@ def in_words(query: dict, measured: list[Ratio | float]) -> str:
     else:
         claimed = f", claimed {query['low']:,} to {query['high']:,}"
     return f"{query['what']}: {text}{claimed}"
-
-
-def counted(words: Iterable[str]) -> str:
-    """How many claims have which verdict, in the order of ``WORDS``.
-
-    >>> counted(["untested", "holds", "holds"])
-    '2 hold, 1 is untested'
-    """
-    counts = Counter(words)
-    return ", ".join(
-        f"{n} {WORDS[word][n > 1]}" for word in WORDS if (n := counts[word])
-    )
