@@ -2,7 +2,6 @@
 small models learned with which attention.
 """
 
-import json
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from .. import hardware, measure
 from ..advise import Evidence
 from ..measure.validity import roofline_s
-from .places import note, reports_folder
+from .places import read_manifest, reports_folder
 from .study import Study, pattern_of, read_study, with_rates
 
 # Attention that small models were trained with, on the page of quality, by what advice
@@ -71,11 +70,8 @@ def learned(reports: Sequence[dict] = ()) -> dict[str, str]:
         }
     if reports:
         return learned()
-    for path in sorted(reports_folder().glob("*/data/manifest.json")):
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))["reports"]
-            if any(r.get("facts") for r in stored):
-                return learned(stored)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            note(f"{path} cannot be read: {error}")
+    for folder in sorted(reports_folder().glob("*/")):
+        stored = read_manifest(folder).get("reports", [])
+        if any(r.get("facts") for r in stored):
+            return learned(stored)
     return {}

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..advise import rounded
 from . import theme
 from .first_screen import VERSION
-from .places import locked, note, short_commit
+from .places import locked, read_manifest, short_commit
 from .render import DATA, css, tidy, write
 from .templates import ENVIRONMENT, rendered
 
@@ -23,24 +23,6 @@ def write_manifest(folder: Path, manifest: dict, *, complete: bool) -> None:
         folder / "data" / "manifest.json",
         json.dumps(manifest | {"complete": complete}, indent=1) + "\n",
     )
-
-
-def read_manifest(folder: Path) -> dict:
-    """The manifest of a profile's folder, empty if there is none; one that cannot be
-    read is empty too, and noted.
-    """
-    path = folder / "data" / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        reports = manifest.get("reports", [])
-        if not all(isinstance(report["name"], str) for report in reports):
-            raise ValueError("no list of reports with names")
-        return manifest
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        note(f"{path} cannot be read: {error}")
-        return {}
 
 
 def facts(manifest: dict) -> list[str]:

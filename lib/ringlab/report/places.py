@@ -16,6 +16,7 @@ Of a GPU without rows whose rows are computed, ``data/`` has the manifest alone.
 Needs torch alone, so that a machine without the report's packages can measure.
 """
 
+import json
 import os
 import socket
 import sys
@@ -109,6 +110,24 @@ def short_commit(origin: dict) -> str:
 def note(text: str) -> None:
     """A line for the terminal; never part of a report."""
     print(text, file=sys.stderr, flush=True)
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a profile's folder, empty if there is none; one that cannot be
+    read is empty too, and noted.
+    """
+    path = folder / "data" / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        reports = manifest.get("reports", [])
+        if not all(isinstance(report["name"], str) for report in reports):
+            raise ValueError("no list of reports with names")
+        return manifest
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        note(f"{path} cannot be read: {error}")
+        return {}
 
 
 @dataclass(frozen=True)
