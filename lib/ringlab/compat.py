@@ -243,19 +243,6 @@ class PublishedAttention(nn.Module):
             {} if self.group is None else {"group": self.group, "scheme": self.scheme}
         )
 
-    def backends(
-        self, device: torch.device | str = "cpu", head_dim: int = 64
-    ) -> list[tuple]:
-        """(kernel, runs, reason for a refusal, chosen) for each kernel of this module's
-        chain, probed by a call.
-        """
-        request = device, self.dtype or torch.float32, head_dim
-        chosen = kernels.choose(*request, backward=True, backend=self.chain).name
-        return [
-            (name, runs, why, name == chosen)
-            for name, runs, why, _ in kernels.table(*request)
-        ]
-
     def extra_repr(self) -> str:
         return f"{self.pattern}, dtype={self.dtype}, {self.execution}"
 

@@ -1,6 +1,5 @@
 """Rows of a GPU that is absent: their numbers, and that none passes for a measured one."""
 
-import json
 from dataclasses import replace
 
 import nbformat
@@ -21,7 +20,7 @@ from reporting import (
 )
 from ringlab import cost, hardware, kernels, measure, patterns
 from ringlab.estimate import estimate
-from ringlab.measure import Group, Point, store, suites, validity
+from ringlab.measure import Group, Point, suites, validity
 from ringlab.report import cells, driver, findings, places, predicted, study, trust
 from ringlab.report.evidence import evidence
 from ringlab.report.published import DOCUMENTS
@@ -133,16 +132,6 @@ def test_a_computed_row_enters_no_ratio_no_noise_floor_and_no_evidence(planted):
     with_good = study_of([*rows, *good])
     assert with_good.noise_floor == study_of(good).noise_floor
     assert len(with_good.good) == len(good)
-
-
-def test_rows_of_earlier_rehearsals_are_not_read(tmp_path):
-    write_rows(tmp_path, [made_up(p, PAIR) for p in PAIR.points])
-    assert len(store.read(tmp_path)) == 2
-    path = tmp_path / store.NAME
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    text = "".join(json.dumps(row | {"rehearsal": True}) + "\n" for row in rows)
-    path.write_text(text)
-    assert store.read(tmp_path) == []
 
 
 def test_a_source_of_an_absent_gpu_computes_and_measures_nothing(tmp_path, monkeypatch):

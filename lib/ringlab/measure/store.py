@@ -126,8 +126,7 @@ def _rows(folder: Path | str, bad: list[int]) -> Iterator[tuple[int, dict]]:
     for number, line in enumerate(lines, 1):
         try:
             if line.strip() and (row := json.loads(line))["schema"] == SCHEMA:
-                if not row.get("rehearsal"):  # of a GPU's points on a CPU, as once were
-                    yield number, row
+                yield number, row
         except (ValueError, KeyError, TypeError):
             bad.append(number)
 
