@@ -5,18 +5,15 @@ touched or not; the high-water mark (Linux) sees everything that the process rea
 touched, scratch and libraries included.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .torch_private import OwnMode, coo_parts, storage_id
 
-_PROC = Path("/proc/self")
 _ROWS = lambda t: (t.crow_indices(), t.col_indices(), t.values())  # noqa: E731
 _COLUMNS = lambda t: (t.ccol_indices(), t.row_indices(), t.values())  # noqa: E731
 _HELD = {  # the tensors that hold a tensor's bytes, by its layout
@@ -99,8 +96,7 @@ class LiveStorageTracker(OwnMode):
     op; the old copy while `resize_` moves a storage; memory that C++ libraries hold
     outside torch storages; ops of other Python threads; tensor subclasses that wrap
     tensors; and two storages over the same memory (`from_numpy` or DLPack twice) count
-    twice. `high_water_bytes` sees those on the CPU. flex_attention fails inside, since
-    torch compiles nothing under a mode.
+    twice. flex_attention fails inside, since torch compiles nothing under a mode.
 
     >>> x = torch.zeros(1024)
     >>> with LiveStorageTracker() as tracker:
@@ -218,42 +214,3 @@ def not_counted() -> Iterator[None]:
         yield
     finally:
         _counting.reset(token)
-
-
-def reset_high_water() -> bool:
-    """Begin the process's high-water mark again at its present resident size; False
-    where that is not possible.
-
-    Linux: writes 5 to /proc/self/clear_refs, see proc(5).
-    """
-    try:
-        (_PROC / "clear_refs").write_text("5")
-    except OSError:
-        return False
-    return high_water_bytes() is not None
-
-
-def high_water_bytes() -> int | None:
-    """Largest resident size in bytes since start or `reset_high_water`; None where the
-    system does not tell.
-
-    VmHWM of proc(5): all touched pages of the process, to within a fraction of a MiB.
-    It sees no GPU memory.
-    """
-    return _status("VmHWM")
-
-
-def resident_bytes() -> int | None:
-    """Resident size of the process in bytes now (VmRSS of proc(5)); None where the
-    system does not tell.
-    """
-    return _status("VmRSS")
-
-
-def _status(field: str) -> int | None:
-    try:
-        text = (_PROC / "status").read_text()
-    except OSError:
-        return None
-    match = re.search(rf"^{field}:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else None

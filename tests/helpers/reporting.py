@@ -93,7 +93,6 @@ def made_up(
         memory={
             "floor_bytes": floor,
             "tracked_peak_bytes": int(1.12 * floor),
-            "high_water_bytes": 2 * floor,
         },
         cost=cost,
         bound_seconds=0.6 * t,
@@ -389,7 +388,6 @@ FAST = 0.000797123  # seconds; 0.797 ms, 797 us
 LEAN = {
     "floor_bytes": 2**30,
     "tracked_peak_bytes": int(4.321 * 2**30),
-    "high_water_bytes": int(5.432 * 2**30),
 }
 LEAN |= {"operator_calls": 98765, "view_calls": 0}
 SENT = [987654321]

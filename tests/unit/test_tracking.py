@@ -1,10 +1,7 @@
 """Live tensor storages as the tracker counts them, and the process's high-water mark."""
 
-import mmap
-
 import pytest
 import torch
-from ringlab import tracking
 from ringlab.memory import MemoryPool
 from ringlab.tracking import LiveStorageTracker
 
@@ -120,44 +117,3 @@ def test_pool_memory_is_seen_by_the_tracker():
         assert tracker.current_bytes == tracker.peak_bytes == 1024
         pool.clear()
         assert tracker.current_bytes == 0
-
-
-@pytest.mark.skipif(
-    not tracking.reset_high_water(),
-    reason="the system has no resettable high-water mark",
-)
-def test_high_water_mark_rises_with_touched_memory_and_resets():
-    nbytes = 64 * MIB
-    assert tracking.reset_high_water()
-    start = tracking.high_water_bytes()
-    assert abs(start - tracking.resident_bytes()) < 4 * MIB
-    with mmap.mmap(
-        -1, nbytes
-    ) as fresh:  # torch may take pages that an earlier test has touched
-        assert (
-            tracking.high_water_bytes() - start < nbytes / 4
-        )  # untouched memory costs nothing
-        fresh[:: mmap.PAGESIZE] = bytes(nbytes // mmap.PAGESIZE)
-    assert nbytes * 0.95 < tracking.high_water_bytes() - start < nbytes * 1.25
-    assert tracking.reset_high_water()
-    assert tracking.high_water_bytes() - start < nbytes / 4
-
-
-def test_high_water_mark_says_when_it_cannot_tell(monkeypatch, tmp_path):
-    monkeypatch.setattr(tracking, "_PROC", tmp_path / "absent")
-    assert tracking.reset_high_water() is False
-    assert tracking.high_water_bytes() is None and tracking.resident_bytes() is None
-    monkeypatch.setattr(
-        tracking, "_PROC", tmp_path
-    )  # /proc without VmHWM, as some sandboxes have it
-    (tmp_path / "status").write_text("Name:\tx\nVmRSS:\t     512 kB\n")
-    assert tracking.reset_high_water() is False
-    assert (
-        tracking.high_water_bytes() is None and tracking.resident_bytes() == 512 * 1024
-    )
-    (tmp_path / "status").write_text("VmHWM:\t    1024 kB\nVmRSS:\t     512 kB\n")
-    assert (
-        tracking.reset_high_water() is True
-        and (tmp_path / "clear_refs").read_text() == "5"
-    )
-    assert tracking.high_water_bytes() == 1 << 20

@@ -12,7 +12,6 @@ import subprocess
 import time
 import uuid
 from pathlib import Path
-from statistics import mean
 
 import torch
 
@@ -222,17 +221,8 @@ def collect(device: str) -> dict:
 
 
 def moment(device: str) -> dict:
-    """What changes from group to group: UTC time, load average of the last minute,
-    clocks and temperature.
-    """
-    lines = (hardware.Probe().read("/proc/cpuinfo") or "").splitlines()
-    # Not on every architecture.
-    clocks = [float(x.split(":")[1]) for x in lines if x.startswith("cpu MHz")]
-    values = {
-        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "load_average": round(os.getloadavg()[0], 2),
-        "cpu_mhz": round(mean(clocks)) if clocks else None,
-    }
+    """What changes from group to group: UTC time, and the state of a GPU."""
+    values = {"utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     if state := device_state(device):
         values["gpu_before"] = state
     return values

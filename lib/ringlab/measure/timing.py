@@ -2,7 +2,6 @@
 a first call.
 """
 
-import ctypes
 import gc
 import math
 import re
@@ -175,7 +174,6 @@ class Bounds:
 
 
 WARM_TOKENS = 512
-WORTH_BYTES = 32 << 20
 ALREADY_WARM = (
     "sgemm",
     "flex",
@@ -186,23 +184,18 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
     """(inputs, output, memory in bytes, seconds) of a first, cold call. Inputs, output
     and gradients count.
 
-    ``tracked_peak_bytes``: live tensor storages. ``high_water_bytes``: growth of the
-    process's resident size, on the CPU and for at least 32 MiB of tensors, below which
-    it would mostly be pages of the libraries. ``allocator_peak_bytes``: on CUDA.
+    ``tracked_peak_bytes``: live tensor storages. ``allocator_peak_bytes``: on CUDA.
     ``operator_calls``: aten operators of the call, ``view_calls`` those that only make
     a view, both without what a cache builds once. And what the system itself counted.
     """
     gc.collect()
     floor = system.cost.floor_bytes
     on_gpu = device.type == "cuda"
-    before = (
-        torch.cuda.memory_allocated(device) if on_gpu else tracking.resident_bytes()
-    )
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
     inputs = system.inputs()
     if on_gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-    mark = not on_gpu and floor >= WORTH_BYTES and tracking.reset_high_water()
     with tracking.LiveStorageTracker() as tracker:
         tracker.register(*inputs)
         start = time.perf_counter()
@@ -213,7 +206,6 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
     measured = {
         "floor_bytes": floor,
         "tracked_peak_bytes": tracker.peak_bytes,
-        "high_water_bytes": tracking.high_water_bytes() - before if mark else None,
         "allocator_peak_bytes": torch.cuda.max_memory_allocated(device) - before
         if on_gpu
         else None,
@@ -224,11 +216,8 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
 
 
 def warm(point: Point, device: torch.device) -> None:
-    """Start threads and load code first, so that pages which do not grow with n are not
-    counted.
-
-    A long point is preceded by a short one of its kind, whose memory is returned to the
-    system if the C library can do that (glibc).
+    """Start threads, load code and probe kernels first, so that what does not grow with
+    n is not counted: a long point is preceded by a short one of its kind.
     """
     x = torch.ones(1, 2, 64, 64, device=device, requires_grad=True)
     with tracking.LiveStorageTracker():
@@ -249,8 +238,6 @@ def warm(point: Point, device: torch.device) -> None:
     memory.GLOBAL_POOL.clear()
     memory.RESULTS.clear()
     gc.collect()
-    with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def limit_memory(extra_bytes: int | None) -> None:
