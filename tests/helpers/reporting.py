@@ -61,19 +61,11 @@ def made_up(
         "machine": "made up",
         "interleaved": group.interleave,
     }
-    if point.system == "sgemm":
-        t, floor, cost = 2 * point.seq_len**3 / 1.2e11, 12 * point.seq_len**2, {}
-    else:
-        work = cost_of(point)
-        slow = (1.6 if dict(point.options).get("gather") else 1.0) * (
-            1.1 if point.system == "copying" else 1.0
-        )
-        slow *= 1.3 if point.dtype == "float16" else 1.0
-        t, floor, cost = (
-            slow * work.flops / 1.0e11 + 2e-4,
-            work.floor_bytes,
-            asdict(work),
-        )
+    work = cost_of(point)
+    slow = 1.6 if dict(point.options).get("gather") else 1.0
+    slow *= 1.1 if point.system == "copying" else 1.0
+    slow *= 1.3 if point.dtype == "float16" else 1.0
+    t, floor, cost = slow * work.flops / 1.0e11 + 2e-4, work.floor_bytes, asdict(work)
     noise = random.Random(point.id)
     taken = (
         tuple(t * (1 + 0.02 * noise.random()) for _ in range(rounds))
@@ -96,10 +88,9 @@ def made_up(
         },
         cost=cost,
         bound_seconds=0.6 * t,
-        share=0.81 if point.system == "ringlab" else None,
     )
     if computed:
-        made = replace(made, status="computed", errors={}, tolerance={}, share=None)
+        made = replace(made, status="computed", errors={}, tolerance={})
     return replace(sampled(made, taken) if taken else made, **changes)
 
 
@@ -111,9 +102,7 @@ def sampled(r: Result, seconds, **changes) -> Result:
     )
     return replace(
         r,
-        **about
-        | {k: getattr(found, k) for k in ("median", "q1", "q3", "ci")}
-        | changes,
+        **about | {k: getattr(found, k) for k in ("median", "ci")} | changes,
     )
 
 
@@ -123,9 +112,9 @@ def longer(r: Result, factor: float, **changes) -> Result:
     """
     if not r.seconds:
         return r
-    scaled = {k: getattr(r, k) * factor for k in ("median", "q1", "q3")}
     seconds, ci = (tuple(x * factor for x in getattr(r, k)) for k in ("seconds", "ci"))
-    return replace(r, seconds=seconds, ci=ci, **scaled, **changes)
+    scaled = {"median": r.median * factor, "seconds": seconds, "ci": ci}
+    return replace(r, **scaled | changes)
 
 
 def write_rows(folder: Path, results) -> None:
@@ -205,8 +194,6 @@ def rank_row(point: Point, group: Group, computed: bool, device: str) -> Result:
             rounds=(),
             median=None,
             ci=None,
-            q1=None,
-            q3=None,
             bound_seconds=None,
         )
     return longer(row, 1 / p, bound_seconds=row.bound_seconds / p)
@@ -400,7 +387,7 @@ def spoiled(r, kind: str):
     """
     if r.status != "ok" or (not r.seconds and kind in ("too fast", "no time")):
         return r
-    times = dict.fromkeys(("median", "q1", "q3"), FAST) | {
+    times = {"median": FAST} | {
         "seconds": (FAST,) * 10,
         "ci": (FAST, FAST),
     }
@@ -410,7 +397,6 @@ def spoiled(r, kind: str):
         **{
             **(times if r.seconds else {}),
             "memory": LEAN,
-            "share": 0.797,
             **sent,
             **BAD[kind],
         },

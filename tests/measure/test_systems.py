@@ -27,7 +27,6 @@ CHOSEN = {
 }
 NEEDS = {  # by system, where it is something else than the pattern of the published modules
     "dense_sdpa": {"pattern": patterns.Dense()},
-    "sgemm": {"passes": "fwd"},
     "flex": {"pattern": WINDOW, "passes": "fwd"},
     "adaptive": CHOSEN,
     "generation": {

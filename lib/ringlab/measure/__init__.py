@@ -2,7 +2,7 @@
 that say where they come from.
 """
 
-from .points import Group, Point, Result, sgemm
+from .points import Group, Point, Result
 from .provenance import engine_hash, machine_id
 from .session import Interrupted, run
 from .stats import Ratio, ratio
@@ -21,5 +21,4 @@ __all__ = [
     "machine_id",
     "ratio",
     "run",
-    "sgemm",
 ]

@@ -114,8 +114,6 @@ class Point:
 
     def label(self) -> str:
         """One line for a terminal or a legend."""
-        if self.system == "sgemm":
-            return f"sgemm {self.seq_len}"
         options = "".join(f" {k}={v}" for k, v in self.options)
         tail = f"{self.dtype}{' causal' if self.causal else ''} {self.passes}"
         shape = f"b={self.batch} " if self.batch > 1 else ""
@@ -126,11 +124,6 @@ class Point:
 def pattern_of(point: Point) -> patterns.Pattern:
     """The pattern of a point, which holds it as a dictionary."""
     return patterns.from_dict(point.pattern)
-
-
-def sgemm(size: int = 2048) -> Point:
-    """The product of two (size, size) fp32 matrices: the matmul rate of the run."""
-    return Point("sgemm", patterns.Dense(), seq_len=size, heads=1, head_dim=size)
 
 
 # Work of torch alone, which every timed group takes beside its own points: a compute-bound
@@ -223,8 +216,7 @@ class Result:
     for what cannot be true, or "computed" for a row of a device that is not here.
     ``seconds`` has one time per sample and ``rounds`` their numbers (by default 0, 1,
     ...); results of one ``run`` and an interleaved group are paired by round.
-    ``final`` is false if trying again may help. ``share``: useful FLOPs per second as a
-    fraction of the rate of the group's sgemm. ``ranks``, in a group with points on
+    ``final`` is false if trying again may help. ``ranks``, in a group with points on
     several: ``threads`` of each, ``oversubscribed`` (more ranks than cores: no time is
     taken), the ``scheme`` and, by rank, ``bytes_sent`` in a call, ``planned`` bytes,
     ``messages`` and ``tracked_peak_bytes``. Times are those of the slowest rank,
@@ -238,8 +230,6 @@ class Result:
     reason: str = ""
     seconds: tuple[float, ...] = ()
     median: float | None = None
-    q1: float | None = None
-    q3: float | None = None
     ci: tuple[float, float] | None = None
     unstable: bool = False
     loops: int = 1
@@ -250,7 +240,6 @@ class Result:
     cost: dict = field(default_factory=dict)
     bound_seconds: float | None = None
     host_seconds: float | None = None
-    share: float | None = None
     provenance: dict = field(default_factory=dict)
     run: str = ""
     composition: str = ""

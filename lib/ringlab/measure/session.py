@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from uuid import uuid4
 
 import torch
@@ -491,11 +490,6 @@ class Session:
             warn(
                 f"{group.name}: others used {others.cores:g} cores meanwhile, so that these times are too long"
             )
-        rates = [
-            m.row["cost"]["flops"] / median(m.samples.values())
-            for m in members
-            if m.point.system == "sgemm" and m.samples and m.alive
-        ]
         for member in members:
             point = member.point
             row = member.row
@@ -504,7 +498,7 @@ class Session:
                 known = {"threads": member.threads, "oversubscribed": oversubscribed}
                 row["ranks"] = known | row.get("ranks", {})
             if member.alive and member.samples:
-                row |= self._statistics(member, [*rates, None][0], others.high)
+                row |= self._statistics(member, others.high)
             samples = member.samples if row.get("median") is not None else {}
             row |= {"seconds": tuple(samples.values()), "rounds": tuple(samples)}
             result = Result(
@@ -525,17 +519,16 @@ class Session:
                 self.results.append(result)
                 self.progress.result(result)
 
-    def _statistics(self, member: Member, rate: float | None, crowded: bool) -> dict:
+    def _statistics(self, member: Member, crowded: bool) -> dict:
         """Of the samples of a point, with its roofline."""
         cost = Cost(**member.row["cost"])
         point = member.point
         times = summary([*member.samples.values()])
         gpus = point.world_size if self.device == "cuda" else 1  # a CPU has one rate
         own = {x: getattr(cost, x) // gpus for x in ("folded_flops", "floor_bytes")}
-        bound, _ = self.bounds.below(replace(cost, **own), point.dtype, times.median)
+        bound = self.bounds.below(replace(cost, **own), point.dtype, times.median)
         return asdict(times) | {
             "bound_seconds": bound,
-            "share": cost.flops / times.median / rate if rate else None,
             "unstable": times.unstable or crowded,
         }
 

@@ -25,13 +25,9 @@ STUDENT = 2.776  # 97.5 % quantile of t for so many
 
 @dataclass(frozen=True)
 class Summary:
-    """Median, quartiles, 95 % interval of the median, and whether the samples spread or
-    drift too much.
-    """
+    """Median, its 95 % interval, and whether the samples spread or drift too much."""
 
     median: float
-    q1: float
-    q3: float
     ci: tuple[float, float]
     unstable: bool
 
@@ -70,38 +66,31 @@ class Ratio:
 
 
 def summary(seconds: Sequence[float]) -> Summary:
-    """Median, quartiles and interval of the samples of one point; raises ValueError for
-    none.
+    """Median and interval of the samples of one point; raises ValueError for none.
 
     >>> s = summary([4.0, 1.0, 2.0, 3.0, 2.0, 3.0])
-    >>> s.median, s.q1, s.q3, s.unstable
-    (2.5, 2.0, 3.0, True)
+    >>> s.median, s.unstable
+    (2.5, True)
     """
     if not seconds:
         raise ValueError("no samples")
-    q1, q3 = _quartiles(seconds)
     middle = median(seconds)
     low, high = map(math.exp, _interval([math.log(s) for s in seconds]))
     # The median of logarithms may differ from the median's logarithm.
     ci = min(low, middle), max(high, middle)
-    return Summary(middle, q1, q3, ci, is_unstable(seconds))
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    if len(values) == 1:
-        return values[0], values[0]
-    q1, _, q3 = quantiles(values, n=4, method="inclusive")
-    return q1, q3
+    return Summary(middle, ci, is_unstable(seconds))
 
 
 def is_unstable(values: Sequence[float]) -> bool:
     """The quartiles are too far apart, or the medians of the two halves; one value is
     never steady.
     """
-    q1, q3 = _quartiles(values)
+    if len(values) == 1:
+        return True
+    q1, _, q3 = quantiles(values, n=4, method="inclusive")
     half = (len(values) + 1) // 2
     drift = abs(median(values[:half]) - median(values[-half:]))
-    return len(values) == 1 or max(q3 - q1, drift) > UNSTABLE * median(values)
+    return max(q3 - q1, drift) > UNSTABLE * median(values)
 
 
 def _interval(logs: Sequence[float]) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from ..patterns import Dense, Dilated, Pattern
 from ..presets import ladder
 from . import peers
 from .model_systems import STEPS, document_lengths
-from .points import Group, Point, sgemm
+from .points import Group, Point
 
 TWIN = {"twin": True}
 
@@ -83,8 +83,7 @@ def vary(groups: list[Group], *, longest: int = 0, **fields) -> list[Group]:
     """The groups with other values of these fields of every call, and without points
     beyond ``longest`` tokens; 0, "" and None keep what a suite has.
 
-    Matrix products, which show the rate of the machine, stay as they are. Raises
-    ValueError for a number that is no integer of at least 0.
+    Raises ValueError for a number that is no integer of at least 0.
 
     >>> [group] = vary([Group("g", [Point("ringlab", Dense())])], heads=2, head_dim=0)
     >>> group.points[0].heads, group.points[0].head_dim
@@ -99,7 +98,7 @@ def vary(groups: list[Group], *, longest: int = 0, **fields) -> list[Group]:
     varied = []
     for group in groups:
         points = [p for p in group.points if not longest or p.seq_len <= longest]
-        points = [p if p.system == "sgemm" else p.but(**fields) for p in points]
+        points = [p.but(**fields) for p in points]
         if points:
             varied.append(replace(group, points=dict.fromkeys(points)))
     return varied
@@ -137,8 +136,8 @@ def optimization(profile: hardware.Profile) -> list[Group]:
     ``passes``: the same, causal and with a backward. ``cache and pool``: the pattern
     cache cold and warm, and the pool by threshold. ``engine``, ``memory``: LongNet's
     own mixing beside other ways to compute it, and its peak. ``folding``: each visible
-    pair once, and branch by branch, beside a matrix product. ``two ranks``: the length
-    at which the document ran out of memory.
+    pair once, and branch by branch. ``two ranks``: the length at which the document ran
+    out of memory.
     """
     cpu = profile.kind == "cpu"
     dtype = own_dtype(profile)
@@ -214,7 +213,7 @@ def optimization(profile: hardware.Profile) -> list[Group]:
         Group("cache and pool", reuse),
         Group("engine forward", forward),
         Group("engine backward", backward),
-        *([Group("folding", (sgemm(), *folding))] if cpu else []),
+        *([Group("folding", folding)] if cpu else []),
         Group("memory", dict.fromkeys(held), timed=False),
         Group("two ranks", (two_ranks,), timed=False),
     ]

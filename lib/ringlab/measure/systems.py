@@ -471,28 +471,6 @@ class ContiguousSegments(System):
         return t.transpose(1, 2).reshape(super().shapes()[0])
 
 
-class MatrixProduct(System):
-    """(n, n) @ (n, n) in fp32: the matmul rate of this run."""
-
-    def __init__(self, point: Point, device):
-        parse_options(point)
-        super().__init__(point.but(dtype="float32"), device)
-        flops = 2 * point.seq_len**3
-        self.cost = Cost(0, 0, flops, flops, floor_bytes=12 * point.seq_len**2)
-
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [(self.point.seq_len,) * 2] * 2
-
-    def run(self, inputs: list[Tensor]) -> Output:
-        return Output(torch.mm(*inputs))
-
-    def check(self, inputs: list[Tensor], output: Output) -> Checked:
-        a, b = inputs
-        rows = torch.arange(0, len(a), max(1, len(a) // SAMPLED), device=a.device)
-        error = reference.error(output.out[rows], a[rows].double() @ b.double(), 1.0)
-        return {"out": error}, {"out": reference.EXACT[torch.float32]}
-
-
 # --------------------------------------------------------------------------------------
 # the copying form of dilated attention
 
@@ -758,7 +736,6 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
     "dense_sdpa": dense_sdpa,
     "copying": copying,
     "contiguous_segments": ContiguousSegments,
-    "sgemm": MatrixProduct,
     "plan_build": "ringlab.measure.cache_systems:PlanBuild",
     "generation": "ringlab.measure.model_systems:Generation",
     "packed": "ringlab.measure.model_systems:packed",

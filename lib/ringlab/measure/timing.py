@@ -159,25 +159,19 @@ class Bounds:
             return None
         return cost.seconds(rates.flops_per_s, rates.bytes_per_s) or None
 
-    def below(
-        self, cost: Cost, dtype: str, seconds: float
-    ) -> tuple[float | None, bool]:
-        """(bound, whether ``seconds`` is below it even after the rates were probed
-        again).
+    def below(self, cost: Cost, dtype: str, seconds: float) -> float | None:
+        """The least time of a call that took so many seconds: where that is less, the
+        rates are probed again.
         """
         bound = self.seconds(cost, dtype)
         for _ in range(PROBES):
             if bound and seconds < bound:
                 self.need({dtype}, again=True)
                 bound = self.seconds(cost, dtype)
-        return bound, bool(bound) and seconds < bound
+        return bound
 
 
 WARM_TOKENS = 512
-ALREADY_WARM = (
-    "sgemm",
-    "flex",
-)  # one has no code of ours to load, the other is compiled for one length as it is built
 
 
 def footprint(system: System, device: torch.device) -> tuple[list, Output, dict, float]:
@@ -226,7 +220,7 @@ def warm(point: Point, device: torch.device) -> None:
     if (
         device.type != "cpu"
         or point.seq_len <= 4 * WARM_TOKENS
-        or point.system in ALREADY_WARM
+        or point.system == "flex"  # compiled for one length as it is built
     ):
         return
     with suppress(

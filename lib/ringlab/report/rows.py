@@ -17,8 +17,8 @@ def label(point) -> str:
 def pass_of(point) -> str:
     """A pass in words.
 
-    >>> from ringlab.measure import sgemm
-    >>> pass_of(sgemm(8).but(passes="fwd+bwd", causal=True))
+    >>> from ringlab.measure import Point
+    >>> pass_of(Point("ringlab", {"kind": "dense"}, passes="fwd+bwd", causal=True))
     'training, causal'
     """
     return ("forward" if point.passes == "fwd" else "training") + (

@@ -48,6 +48,9 @@ from .trust import (
 
 # Columns of a frame, whatever the rows have.
 ALWAYS = ["floor_bytes", "tracked_peak_bytes", *(f.name for f in fields(cost.Cost))]
+ANY = measure.Point(
+    "ringlab", {"kind": "dense"}
+)  # whose columns a frame without rows has
 ADDED = "added"  # the folder, beside the rows, of points that no page lists
 
 
@@ -179,7 +182,7 @@ def listed(points: Iterable):
     import pandas
 
     each = [_fields(g.name, p) for g in in_groups(points) for p in g.points]
-    return pandas.DataFrame(each, columns=[*_fields("", measure.sgemm(1))])
+    return pandas.DataFrame(each, columns=[*_fields("", ANY)])
 
 
 def read_study(profile, folder: Path) -> Study:
@@ -423,7 +426,7 @@ class Study:
         import pandas
 
         # Without results it has the columns of one.
-        rows = self.results or [measure.Result(measure.sgemm(1), "", "")]
+        rows = self.results or [measure.Result(ANY, "", "")]
         frame = pandas.DataFrame([_flat(r) | {"row": r} for r in rows])
         frame = frame[: len(self.results)]
         seconds = [name for name in frame if name.endswith("_s")]
@@ -513,14 +516,11 @@ def _flat(result) -> dict:
         "median_s": result.median,
         "ci_low_s": low,
         "ci_high_s": high,
-        "q1_s": result.q1,
-        "q3_s": result.q3,
         "samples": len(result.seconds),
         "unstable": result.unstable,
         "bound_s": roofline_s(result),
         "host_s": result.host_seconds,
         "threads": threads(result),
-        "share_of_sgemm": result.share,
         **{f"error_{k}": v for k, v in result.errors.items()},
         **dict.fromkeys(ALWAYS),
         **result.memory,
