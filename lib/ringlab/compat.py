@@ -401,13 +401,15 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
         pattern=None,
         **options,
     ):
-        self.given = pattern
+        self.own_pattern = pattern
         super().__init__(segment_lengths, dilation_rates, ring_size, **options)
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
         name = type(self).__name__
         segments = segment_lengths is not None or dilation_rates is not None
-        if (segments, density is not None, self.given is not None).count(True) != 1:
+        if (segments, density is not None, self.own_pattern is not None).count(
+            True
+        ) != 1:
             raise ValueError(
                 f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them"
             )
@@ -415,15 +417,15 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
         size = check_int(
             "block_size", 128 if block_size is None else block_size, most=LARGEST
         )
-        if self.given is not None:
-            if not isinstance(self.given, BlockSparse) or block_size is not None:
+        if self.own_pattern is not None:
+            if not isinstance(self.own_pattern, BlockSparse) or block_size is not None:
                 expected = (
                     "pattern must be a BlockSparse, and block_size is the pattern's own"
                 )
                 raise ValueError(
-                    f"{name}: {expected}, got {short_repr(self.given)} and {short_repr(block_size)}"
+                    f"{name}: {expected}, got {short_repr(self.own_pattern)} and {short_repr(block_size)}"
                 )
-            return self.given
+            return self.own_pattern
         if density is not None:
             window = sliding_window(0, block_size=size)
             # Raises for a bad density now, not at the first call.

@@ -166,8 +166,8 @@ def detect(probe: Probe | None = None) -> Machine:
     by_name = {gpu.name: gpu for gpu in listed}
     gpus = []
     for gpu in opened:
-        told = by_name.get(gpu.name, gpu)
-        gpus.append(replace(gpu, driver=told.driver, clock_max_hz=told.clock_max_hz))
+        same = by_name.get(gpu.name, gpu)
+        gpus.append(replace(gpu, driver=same.driver, clock_max_hz=same.clock_max_hz))
     cores = probe.affinity()
     return Machine(
         device="cuda" if works else "cpu",
@@ -347,9 +347,9 @@ def measure_cpu_peaks(dtype: str = "float32") -> Peaks:
     with torch.no_grad():
         flops = max(_matmul_rate(getattr(torch, name), each_s) for name in names)
         if dtype != "float64":
-            how = torch.get_num_threads(), dtype == "bfloat16"
+            units = torch.get_num_threads(), dtype == "bfloat16"
             shortest = partial(_best_seconds, budget_s=VECTOR_S)
-            flops = max(flops, native.multiply_rate(*how, shortest))
+            flops = max(flops, native.multiply_rate(*units, shortest))
         dram = _bandwidth(max(buffer, 2**22), DRAM_S)
         in_cache = max(_bandwidth(size, CACHE_S / 3) for size in (2**18, 2**20, 2**22))
     return Peaks(flops, dram, max(in_cache, dram), machine.cache_bytes)

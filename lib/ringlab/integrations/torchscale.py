@@ -36,8 +36,8 @@ class LongNetAttention(nn.Module):
         """Attention of query (b, n, embed_dim) to key and value, as torchscale returns
         it: (b, n, embed_dim) and None.
         """
-        given = {"incremental_state": incremental_state, "rel_pos": rel_pos}
-        check_unknown("LongNet", given | {"attn_mask": attn_mask}, REASONS)
+        refused = {"incremental_state": incremental_state, "rel_pos": rel_pos}
+        check_unknown("LongNet", refused | {"attn_mask": attn_mask}, REASONS)
         if self.training and self.dropout:
             raise NotImplementedError(
                 f"attention dropout {self.dropout} is not supported in training: "

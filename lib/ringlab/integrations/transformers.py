@@ -104,12 +104,12 @@ _their_cache = GenerationMixin._prepare_cache_for_generation
 _their_loss = LOSS_MAPPING["ForCausalLM"]
 
 
-def _implementation(model: PreTrainedModel, *args, **how) -> str:
+def _implementation(model: PreTrainedModel, *args, **options) -> str:
     """The attention that a model is to run, as transformers decides it; ours only for a
     model that calls it.
     """
-    found = _their_implementation(model, *args, **how)
-    if found == NAME and _attention_in(type(model).__module__) == "own":
+    chosen = _their_implementation(model, *args, **options)
+    if chosen == NAME and _attention_in(type(model).__module__) == "own":
         parts = ", ".join(model.config.sub_configs)
         parts = (
             parts and f"; attn_implementation={{...: 'ringlab'}} names one of {parts}"
@@ -117,7 +117,7 @@ def _implementation(model: PreTrainedModel, *args, **how) -> str:
         raise NotImplementedError(
             f"{type(model).__name__} runs an attention of its own{parts}"
         )
-    return found
+    return chosen
 
 
 @lru_cache(maxsize=256)
@@ -154,14 +154,14 @@ def _cache(
         _their_cache(model, generation_config, model_kwargs, mode, batch_size, length)
 
 
-def _causal_loss(*args, ringlab_group=None, **how) -> Tensor:
+def _causal_loss(*args, ringlab_group=None, **options) -> Tensor:
     """Transformers' loss of causal models; of shards only with shifted labels."""
     wanted = "shift_labels", "num_items_in_batch"
-    if ringlab_group is not None and any(how.get(name) is None for name in wanted):
+    if ringlab_group is not None and any(options.get(name) is None for name in wanted):
         raise ValueError(
             "the loss of shards needs shift_labels, shifted before sharding, and num_items_in_batch of the whole"
         )
-    return _their_loss(*args, **how)
+    return _their_loss(*args, **options)
 
 
 def set_pattern(model, pattern: Pattern | str | Sequence[Pattern | None]):
@@ -198,13 +198,13 @@ def set_pattern(model, pattern: Pattern | str | Sequence[Pattern | None]):
 
 def pattern_of(config, layer: int | None) -> Pattern | None:
     """The pattern that ``set_pattern`` gave a layer of a model with this config."""
-    given = getattr(config.get_text_config(), "ringlab_pattern", None) or [None]
-    if len(given) > 1 and layer is None:
+    patterns = getattr(config.get_text_config(), "ringlab_pattern", None) or [None]
+    if len(patterns) > 1 and layer is None:
         raise NotImplementedError(
             "the layers of this model do not tell their number: give it one pattern for all"
         )
-    found = given[layer if len(given) > 1 else 0]
-    return found and _pattern(json.dumps(found))
+    entry = patterns[layer if len(patterns) > 1 else 0]
+    return entry and _pattern(json.dumps(entry))
 
 
 @lru_cache(maxsize=256)
@@ -242,9 +242,9 @@ class Mask:
     ndim = 4
     dtype = torch.bool
 
-    def to(self, *args, **how) -> Mask:
+    def to(self, *args, **options) -> Mask:
         """The mask on another device, as hooks for models on several GPUs ask for it."""
-        like = torch.empty(0, dtype=torch.bool, device=self.device).to(*args, **how)
+        like = torch.empty(0, dtype=torch.bool, device=self.device).to(*args, **options)
         if like.dtype != torch.bool:
             _refuse("to")
         moved = {"borders": self.borders, "real": self.real}
@@ -280,13 +280,13 @@ for _name in "and rand or ror xor rxor invert neg float int".split():
 Mask.__hash__ = object.__hash__
 
 
-def mask_of(*args, attention_mask: Tensor | Mask | None = None, **how) -> Mask:
+def mask_of(*args, attention_mask: Tensor | Mask | None = None, **options) -> Mask:
     """What transformers passes to ``attend`` as mask; its arguments are those of
     ``transformers.masking_utils.sdpa_mask``.
     """
     if isinstance(attention_mask, Mask):  # made by generate before the model is called
         return attention_mask
-    return outside_graphs(_mask)(*args, padding=attention_mask, **how)
+    return outside_graphs(_mask)(*args, padding=attention_mask, **options)
 
 
 def _mask(
@@ -299,16 +299,16 @@ def _mask(
     *,
     padding: Tensor | None = None,
     device: torch.device | str = "cpu",
-    **how,
+    **options,
 ) -> Mask:
-    said = dict(_statements(mask_function, kv_offset + kv_length))
-    causal = "causal" in said
+    statements = dict(_statements(mask_function, kv_offset + kv_length))
+    causal = "causal" in statements
     first = int(q_offset) - kv_offset
     keys = min(kv_length, first + q_length) if causal else kv_length
     shape = batch_size, 1, q_length, kv_length
-    mask = Mask(shape, device, causal, said.get("window"), first, keys)
-    if "documents" in said:  # (b, queries)
-        mask.borders = _borders(said["documents"].diff(dim=1) != 0)
+    mask = Mask(shape, device, causal, statements.get("window"), first, keys)
+    if "documents" in statements:  # (b, queries)
+        mask.borders = _borders(statements["documents"].diff(dim=1) != 0)
     if padding is not None:
         if len(padding) != batch_size:
             raise ValueError(
@@ -452,21 +452,26 @@ def attend(
             raise NotImplementedError(
                 "a pattern needs a LiveCache: generate makes it, or give past_key_values=LiveCache(model, length)"
             )
-    how = {"causal": mask.causal, "scale": scaling, "sinks": s_aux, "softcap": softcap}
+    options = {
+        "causal": mask.causal,
+        "scale": scaling,
+        "sinks": s_aux,
+        "softcap": softcap,
+    }
     k, v = k[:, : mask.keys], v[:, : mask.keys]
     if layer:
-        out = layer.attend(q, k, v, pattern, mask, how)
+        out = layer.attend(q, k, v, pattern, mask, options)
     elif ringlab_group is not None:
-        how |= {"group": ringlab_group, "cu_seqlens": cu_seq_lens_q}
-        out = attention(q, k, v, pattern, **how)
+        options |= {"group": ringlab_group, "cu_seqlens": cu_seq_lens_q}
+        out = attention(q, k, v, pattern, **options)
     elif documents is not None:
         packed = (t.flatten(0, 1)[None] for t in (q, k, v))
-        out = attention(*packed, pattern, cu_seqlens=documents, **how)
+        out = attention(*packed, pattern, cu_seqlens=documents, **options)
         out = out[0].unflatten(0, (b, n))
     elif mask.spans is not None:
-        out = outside_graphs(_of_spans)(q, k, v, pattern, mask, how)
+        out = outside_graphs(_of_spans)(q, k, v, pattern, mask, options)
     else:
-        out = _of_last(q, k, v, pattern, mask, how)
+        out = _of_last(q, k, v, pattern, mask, options)
     return out, None
 
 
@@ -501,8 +506,10 @@ def _documents(
     position_ids agree on them.
     """
     if cu_q is not None:
-        told = [torch.as_tensor(t) for t in (cu_q, cu_k, mask.borders) if t is not None]
-        if len({tuple(t.unique().tolist()) for t in told}) > 1:
+        borders = [
+            torch.as_tensor(t) for t in (cu_q, cu_k, mask.borders) if t is not None
+        ]
+        if len({tuple(t.unique().tolist()) for t in borders}) > 1:
             raise NotImplementedError(
                 "cu_seq_lens_q disagrees with cu_seq_lens_k, or with position_ids"
             )
@@ -578,7 +585,7 @@ def _check_pattern(pattern: Pattern, config, heads: int, kv_heads: int) -> None:
         check_share(pattern, heads, kv_heads, every, kv_every)
 
 
-def _of_spans(q, k, v, pattern: Pattern, mask: Mask, how: dict) -> Tensor:
+def _of_spans(q, k, v, pattern: Pattern, mask: Mask, options: dict) -> Tensor:
     """Attention (b, n, h, d) of the keys that are no padding; 0 for queries that are.
 
     Of a causal call the padding of queries is that of the keys at their positions.
@@ -596,34 +603,39 @@ def _of_spans(q, k, v, pattern: Pattern, mask: Mask, how: dict) -> Tensor:
             rows = slice(start, stop)
         if start == stop or rows.start >= rows.stop:
             continue
-        some = (
+        same_span = (
             slice(None) if len(entries) == b else torch.tensor(entries, device=q.device)
         )
         seen = slice(start, stop)
-        found = _of_last(
-            q[some, rows], k[some, seen], v[some, seen], pattern, mask, how
+        part = _of_last(
+            q[same_span, rows],
+            k[same_span, seen],
+            v[same_span, seen],
+            pattern,
+            mask,
+            options,
         )
-        if found.shape == out.shape:
-            return found
-        out[some, rows] = found
+        if part.shape == out.shape:
+            return part
+        out[same_span, rows] = part
     return out
 
 
-def _of_last(q, k, v, pattern: Pattern, mask: Mask, how: dict) -> Tensor:
+def _of_last(q, k, v, pattern: Pattern, mask: Mask, options: dict) -> Tensor:
     """Attention of queries at the last positions of the keys (b, n, h, d)."""
     n = q.shape[1]
     keys = k.shape[1]
     if n == keys or isinstance(pattern, Dense):
-        return attention(q, k, v, pattern, **how)
+        return attention(q, k, v, pattern, **options)
     keys = min(keys, n + mask.window - 1)  # no query sees one before these
     k, v = k[:, -keys:], v[:, -keys:]
     if n == 1:
-        return attention(q, k, v, Dense(), **how)
+        return attention(q, k, v, Dense(), **options)
     q = F.pad(q, (0, 0, 0, 0, keys - n, 0))
-    return attention(q, k, v, pattern, **how)[:, -n:]
+    return attention(q, k, v, pattern, **options)[:, -n:]
 
 
-def _padded(q, k, v, pattern: Pattern, real: Tensor, how: dict) -> Tensor:
+def _padded(q, k, v, pattern: Pattern, real: Tensor, options: dict) -> Tensor:
     """Attention of the rows that are ``real`` (b, n), which are moved to the front; 0
     elsewhere.
     """
@@ -633,7 +645,7 @@ def _padded(q, k, v, pattern: Pattern, real: Tensor, how: dict) -> Tensor:
     entry = torch.arange(len(q), device=real.device)[:, None]
     there = (at + first[:, None]) % n
     moved = (t[entry, there] for t in (q, k, v))
-    out = attention(*moved, pattern, lengths=real.sum(1), **how)
+    out = attention(*moved, pattern, lengths=real.sum(1), **options)
     return out[entry, (at - first[:, None]) % n]
 
 
@@ -740,7 +752,7 @@ class _Layer(CacheLayerMixin):
             )
         self.waiting = False
 
-    def attend(self, q, k, v, pattern: Pattern, mask: Mask, how: dict) -> Tensor:
+    def attend(self, q, k, v, pattern: Pattern, mask: Mask, options: dict) -> Tensor:
         """Attention (b, n, h, d) of new rows to all so far, which are kept."""
         b, n, heads, d = q.shape
         if not mask.causal or mask.first != self.seen:
@@ -765,11 +777,11 @@ class _Layer(CacheLayerMixin):
             self.live = KVCache(pattern, **sizes, **made)
         real = None if mask.real is None else mask.real[:, self.seen :]
         real = None if real is None or real.all() else real
-        how = how | {"cache": self.live}
+        options = options | {"cache": self.live}
         if real is None:
-            out = attention(q, k, v, pattern, **how)
+            out = attention(q, k, v, pattern, **options)
         else:
-            out = _padded(q, k, v, pattern, real, how)
+            out = _padded(q, k, v, pattern, real, options)
         self.real = mask.real
         self.seen += n
         return out

@@ -67,29 +67,29 @@ def run(
     with a message of one line.
     """
     reports = home() / "reports" if reports is None else Path(reports)
-    asked = run_target(name, machine or hardware.detect(), reports, strict=strict)
+    target = run_target(name, machine or hardware.detect(), reports, strict=strict)
     names = [*REPORTS]
-    if not (asked.data / TRAININGS).is_file():  # this command trains nothing
+    if not (target.data / TRAININGS).is_file():  # this command trains nothing
         names.remove("quality")
-    if asked.computed:  # other pages are about what was measured
+    if target.computed:  # other pages are about what was measured
         names = [n for n in names if REPORTS[n]]
     sources = [notebook_of(n) for n in names] if notebooks is None else notebooks
-    pages = Pages(asked, sources, notebooks is None, cell_timeout_s)
-    if asked.why:
+    pages = Pages(target, sources, notebooks is None, cell_timeout_s)
+    if target.why:
         kind = "showing the rows recorded elsewhere"
-        if asked.computed:
+        if target.computed:
             kind = "its rows are computed, nothing is measured"
-        note(f"{asked.profile.name}: {asked.why}; {kind}")
+        note(f"{target.profile.name}: {target.why}; {kind}")
     try:
         for source in sources:  # before minutes are spent on measuring
             render.read(source)
         try:
             with locked(pages.folder):
                 before = pages.begin()
-                if not asked.why:
-                    groups = (suite or _suite(sources))(asked.profile)
-                    how = {"profile": asked.profile, "force": remeasure}
-                    measure.run(groups, asked.data, progress=True, **how)
+                if not target.why:
+                    groups = (suite or _suite(sources))(target.profile)
+                    options = {"profile": target.profile, "force": remeasure}
+                    measure.run(groups, target.data, progress=True, **options)
                 written = pages.write(before, force)
         finally:  # after Ctrl-C too: the index says at once what is unfinished
             listed = index.write_index(reports)
@@ -124,21 +124,21 @@ class Pages:
     at a time.
     """
 
-    asked: RunTarget
+    target: RunTarget
     notebooks: Sequence[Path]
     first_screen: bool  # of the index
     cell_timeout_s: int
 
     @property
     def folder(self) -> Path:
-        return self.asked.data.parent
+        return self.target.data.parent
 
     @property
-    def given(self) -> dict:
+    def parameters(self) -> dict:
         """The parameters of every notebook; the path is relative to ``reports/``, where
         notebooks run.
         """
-        return {"profile": self.asked.profile.name, "data": f"{self.folder.name}/data"}
+        return {"profile": self.target.profile.name, "data": f"{self.folder.name}/data"}
 
     def begin(self) -> dict:
         """Remove what killed runs left half-written; the manifest of the last run,
@@ -154,11 +154,11 @@ class Pages:
         """Render all pages unless they are current. Raises ReportError that names every
         notebook that failed.
         """
-        profile = self.asked.profile
-        data = self.asked.data
+        profile = self.target.profile
+        data = self.target.data
         study = Study(profile, [], data, computed=True)  # whose rows notebooks compute
         data.mkdir(parents=True, exist_ok=True)
-        if not self.asked.computed:
+        if not self.target.computed:
             study = read_study(profile, data)
             if not study.results:
                 raise ReportError(f"no rows in {data}: nothing was measured")
@@ -223,7 +223,7 @@ class Pages:
         self, source: Path, study: Study, manifest: dict
     ) -> tuple[dict, list[Path], list[dict]]:
         """(entry for the manifest, files, figures) of one notebook, run and rendered."""
-        trainings = self.asked.data / TRAININGS
+        trainings = self.target.data / TRAININGS
         if source.stem == "quality" and trainings.is_file():  # it has rows of its own
             newest = _newest(trainings)
             manifest = manifest | {
@@ -240,7 +240,7 @@ class Pages:
         page = render.Page(source.stem, subtitle, _note(study), study.computed, made)
         notebook = render.execute(
             source,
-            self.given,
+            self.parameters,
             self.folder.parent,
             self.folder / f"{source.stem}.failed.ipynb",
             cell_timeout_s=self.cell_timeout_s,
@@ -264,7 +264,14 @@ class Pages:
         versions = [f"{p} {version(p)}" for p in MAKERS]
         code = provenance.code_hash(package.rglob("*.py"), package)
         texts = json.dumps(
-            [study.origin, torch.__version__, sys.version, *versions, code, self.given]
+            [
+                study.origin,
+                torch.__version__,
+                sys.version,
+                *versions,
+                code,
+                self.parameters,
+            ]
         )
         other = (
             p
@@ -273,7 +280,7 @@ class Pages:
         )
         rows = [
             p
-            for p in (self.asked.data / "samples.jsonl", self.asked.data / TRAININGS)
+            for p in (self.target.data / "samples.jsonl", self.target.data / TRAININGS)
             if p.is_file()
         ]
         beside = [

@@ -184,13 +184,13 @@ def missing_points(study: Study) -> list:
     return [p for group, p in suite_points(study) if (group, p.id) not in known]
 
 
-def failures(study: Study, told: Sequence = ()) -> Table | None:
-    """Every point that is not quoted, but for those ``told`` elsewhere; points of one
+def failures(study: Study, elsewhere: Sequence = ()) -> Table | None:
+    """Every point that is not quoted, but for those that stand ``elsewhere``; points of one
     reason share a line.
 
     None where there are none.
     """
-    failed = [r for r in study.failed if not any(r is x for x in told)]
+    failed = [r for r in study.failed if not any(r is x for x in elsewhere)]
     if not failed:
         return None
     labels = defaultdict(list)

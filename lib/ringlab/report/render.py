@@ -107,8 +107,8 @@ def execute(
             # Not ``execute``: it takes an interrupt for the end of the kernel alone.
             client.reset_execution_trackers()
             with client.setup_kernel(env=_environment(folder), cleanup_kc=True):
-                told = client.wait_for_reply(client.kc.kernel_info())
-                notebook.metadata["language_info"] = told["content"]["language_info"]
+                reply = client.wait_for_reply(client.kc.kernel_info())
+                notebook.metadata["language_info"] = reply["content"]["language_info"]
                 for index, cell in enumerate(notebook.cells):
                     count = client.code_cells_executed + 1
                     client.execute_cell(cell, index, execution_count=count)

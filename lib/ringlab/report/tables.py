@@ -304,10 +304,10 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
-def some(names: Sequence[str]) -> str:
+def shortened(names: Sequence[str]) -> str:
     """The first of several names, and how many are left.
 
-    >>> some(["a", "b", "c", "d", "e"])
+    >>> shortened(["a", "b", "c", "d", "e"])
     'a; b; c; and 2 more'
     """
     rest = len(names) - 3
@@ -328,5 +328,9 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes:.0f} B"
 
 
-ENVIRONMENT.filters |= {"marked": inline_html, "text": markdown_text, "some": some}
+ENVIRONMENT.filters |= {
+    "marked": inline_html,
+    "text": markdown_text,
+    "shortened": shortened,
+}
 ENVIRONMENT.filters |= {"number": number, "interval": interval}
