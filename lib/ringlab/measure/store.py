@@ -79,6 +79,7 @@ class Store:
 
 
 def warn(text: str) -> None:
+    """A line for the terminal; never part of a report."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -83,14 +83,12 @@ def vary(groups: list[Group], *, longest: int = 0, **fields) -> list[Group]:
     """The groups with other values of these fields of every call, and without points
     beyond ``longest`` tokens; 0, "" and None keep what a suite has.
 
-    Raises ValueError for a number that is no integer of at least 0.
+    Raises ValueError for what no call has.
 
     >>> [group] = vary([Group("g", [Point("ringlab", Dense())])], heads=2, head_dim=0)
     >>> group.points[0].heads, group.points[0].head_dim
     (2, 64)
     """
-    for name in fields.keys() & {"batch", "heads", "kv_heads", "head_dim"}:
-        check_int(name, fields[name] or 0, least=0)
     check_int("longest", longest, least=0)
     fields = {name: value for name, value in fields.items() if value}
     if "heads" in fields:

@@ -19,13 +19,13 @@ Needs torch alone, so that a machine without the report's packages can measure.
 import json
 import os
 import socket
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import hardware
+from ..measure.store import warn as note
 
 NO_MEASURING = (
     "RINGLAB_NO_MEASURING"  # set where notebooks run on the rows that are there
@@ -105,11 +105,6 @@ def short_commit(origin: dict) -> str:
     """
     changes = " + changes" if origin.get("dirty") is True else ""
     return f"{origin.get('commit') or 'unknown'}"[:10] + changes
-
-
-def note(text: str) -> None:
-    """A line for the terminal; never part of a report."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def read_manifest(folder: Path) -> dict:
