@@ -241,9 +241,7 @@ class Advice:
     @property
     def settings(self) -> str:
         """One line on how it runs."""
-        return ", ".join(
-            f"{x.name} {x.shown}" for x in self.choices.values() if x.name != "pattern"
-        )
+        return ", ".join(f"{x.name} {x.shown}" for x in self.choices.values())
 
     def text(self) -> str:
         """For a terminal: what to use, whether it fits and how it runs, a line each, then
@@ -288,8 +286,7 @@ class Advice:
         """
         c, kept, backward = self.call, self["checkpointing"], self.call.passes != "fwd"
         pattern, dense_every = self.advised.pattern, self.advised.dense_every
-        settings = (x for x in self.choices.values() if x.name != "pattern")
-        comments = [f"{x.name} {x.shown}: {x.why}" for x in settings]
+        comments = [f"{x.name} {x.shown}: {x.why}" for x in self.choices.values()]
         comments = [
             wrap(x, 88, subsequent_indent="  ")
             for x in (
@@ -531,7 +528,6 @@ class _Advisor:
             placed = self.place(Dense())  # its dense layers need most
         kept = self._checkpointing(placed)
         choices = (
-            Decision("pattern", advised.pattern, why),
             self.dtype,
             self._kernel(advised.pattern)[0],
             *placed.across,

@@ -238,7 +238,9 @@ def test_a_need_that_is_stated_is_met():
     short = advise(GTX, 131072, estimates=False, memory_bytes=2**31)
     assert short.ends == "time" and short.advised.need == "far"
     given = ask(pattern=Dilated([512], [1]))
-    assert given.advised.need == "asked" and given["pattern"] == Dilated([512], [1])
+    assert given.advised.need == "asked" and given.advised.pattern == Dilated(
+        [512], [1]
+    )
     assert [x.need for x in given.options] == ["asked", "exact", "far", "local"]
     full = advise(
         "h100", 131072, layers=32, memory_bytes=2**34, passes="fwd+bwd", **MODEL
@@ -261,8 +263,8 @@ def test_a_window_is_of_neighbours_and_longnet_of_all_positions():
             assert branch.rate <= heads
             assert {*branch.offsets} == {*range(branch.rate)}, "all positions take part"
     asked = advise(GTX, 65536, pattern=ladder(65536, heads=4), heads=4, estimates=False)
-    assert asked["pattern"] == ladder(65536, heads=4)
-    far = far_queries(asked["pattern"], 65536, 4)
+    assert asked.advised.pattern == ladder(65536, heads=4)
+    far = far_queries(asked.advised.pattern, 65536, 4)
     assert asked.advised.reach == far / 65536 == 1
 
 
