@@ -10,7 +10,7 @@ import analysis
 import pytest
 import trainings
 from reporting import CPU, run_in_this_process, write_two_rows
-from ringlab import cli, measure
+from ringlab import measure
 from ringlab.report import driver
 from tasks import distances
 from train import SIZES, Run
@@ -252,9 +252,3 @@ def test_the_page_is_made_only_where_models_were_trained(tmp_path, monkeypatch):
         driver.run("cpu", reports=tmp_path, machine=CPU)
         stems = [source.stem for source in asked.pop().notebooks]
         assert ("quality" in stems) == there
-
-
-def test_the_command_that_went_is_refused_in_one_line(capsys):
-    assert cli.main(["quality", "--minutes", "1"]) == 2
-    told = capsys.readouterr().err
-    assert "went to notebooks/quality" in told and told.count("\n") == 1
