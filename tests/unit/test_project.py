@@ -382,6 +382,7 @@ LAYERS = [
         "meta_run",
         "advise",
         "adaptive",
+        "selection",
         "compat",
         "nn",
         "integrations",
