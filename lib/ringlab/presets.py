@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from inspect import signature
 
 from .block_patterns import bigbird, local_global, sliding_window
@@ -31,6 +32,31 @@ def ladder(
     most = steps if heads is None else check_int("heads", heads).bit_length() - 1
     segments = [first << i for i in range(steps + 1)]
     return Dilated(segments, [1 << min(i, most) for i in range(steps + 1)])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of the attention layers of a model, and the pattern of those that are not
+    dense.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    pattern: Pattern = field(default_factory=Dense)
+    causal: bool = True
+
+
+SHAPES = {
+    "llama3.1 8B": Shape(32, 8, 128),
+    "gpt-oss": Shape(64, 8, 64, sliding_window(tokens=128)),
+    "gemma 3 4B": Shape(8, 4, 256, sliding_window(tokens=1024)),
+    "GigaPath": Shape(
+        *(16, 16, 48),
+        Dilated([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16]),
+        causal=False,
+    ),
+}
 
 
 # What makes each named pattern.

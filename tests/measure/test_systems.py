@@ -25,10 +25,16 @@ CHOSEN = {
     "pattern": patterns.Dense(),
     "options": {"block_size": 16, "top_k": 3},
 }
+BY_CONTENT = {"pattern": patterns.Dense(), "causal": True, "heads": 4, "kv_heads": 2}
 NEEDS = {  # by system, where it is something else than the pattern of the published modules
     "dense_sdpa": {"pattern": patterns.Dense()},
     "flex": {"pattern": WINDOW, "passes": "fwd"},
     "adaptive": CHOSEN,
+    "moba": BY_CONTENT | {"options": {"block_size": 8, "top_k": 3}},
+    "nsa": BY_CONTENT | {"options": {"block_size": 8, "top_k": 4, "window": 9}},
+    "dsa": BY_CONTENT | {"options": {"top_k": 9, "index_dim": 8}},
+    "vertical_slash": BY_CONTENT
+    | {"options": {"block_size": 8, "vertical": 2, "slash": 2}, "passes": "fwd"},
     "generation": {
         "passes": "fwd",
         "causal": True,

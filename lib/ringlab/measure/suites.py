@@ -22,7 +22,7 @@ from ..block_patterns import (
 )
 from ..checks import check_int, check_ints
 from ..patterns import Dense, Dilated, Pattern
-from ..presets import ladder
+from ..presets import SHAPES, ladder
 from . import peers
 from .model_systems import STEPS, document_lengths
 from .points import Group, Point
@@ -708,6 +708,89 @@ def landscape(
     ]
 
 
+# --------------------------------------------------------------------------------------
+# selected keys: methods that choose by content, beside the best dense kernel
+
+SELECTION = "selection"
+SELECTION_TRAINING = "selection training"
+SELECTION_SHAPES = "selection, shape of"
+CHOICE = {"choice": True}  # the choice alone
+
+
+def selecting_systems(profile: hardware.Profile) -> dict[str, tuple[str, dict]]:
+    """The methods of the page by the names that readers see: (system of a point, its
+    options). Blocks and their number are those of the papers.
+    """
+    cpu = profile.kind == "cpu"
+    return {
+        "MoBA": ("moba", {"block_size": 128, "top_k": 8}),
+        "NSA": ("nsa", {"block_size": 64, "top_k": 16, "window": 512}),
+        "DSA": ("dsa", {"top_k": 512 if cpu else 2048}),
+        "Vertical and slash": (
+            "vertical_slash",
+            {"block_size": 64, "vertical": 8, "slash": 8},
+        ),
+    }
+
+
+def selection(
+    profile: hardware.Profile,
+    *,
+    seq_lens: Sequence[int] = (),
+    systems: Mapping[str, tuple[str, dict]] | None = None,
+) -> list[Group]:
+    """Keys that are selected by content, causal, about five minutes on two CPU cores.
+
+    ``selection, N tokens``: dense attention, each method, and its choice alone, by
+    length; ``seq_lens`` in place of those for this kind of device, and without the
+    rest. ``selection training``: forward and backward of those that train.
+    ``selection, shape of MODEL``: dense attention, the model's own pattern, MoBA and
+    NSA. On a CPU DSA, whose lists are of single keys, is measured at the shortest
+    length, and dense attention by torch at the shorter ones: both take minutes.
+    """
+    cpu = profile.kind == "cpu"
+    systems = selecting_systems(profile) if systems is None else systems
+    own = [4096, 8192, 16384, 32768] if cpu else [8192, 16384, 32768, 65536, 131_072]
+    ns = sorted({*check_ints("seq_lens", seq_lens)}) if seq_lens else own
+    ours = Point("ringlab", Dense(), causal=True, dtype=own_dtype(profile))
+
+    def methods(point: Point, *left_out: str) -> list[Point]:
+        return [
+            point.but(system=system, options=options)
+            for system, options in systems.values()
+            if system not in left_out
+        ]
+
+    groups = []
+    for n in ns:
+        point = ours.but(seq_len=n)
+        slow = ["dsa"] * (cpu and n > ns[0])
+        chosen = methods(point, *slow)
+        alone = [p.but(options=dict(p.options) | CHOICE) for p in chosen]
+        torchs = [dense(point)] * (not cpu or n <= ns[len(ns) // 2 - 1])
+        control = [aa_control(point)] * (n == ns[0])
+        points = [point, *torchs, *chosen, *alone, *control]
+        groups.append(Group(f"{SELECTION}, {n:,} tokens", points, rounds=5))
+    if seq_lens:
+        return groups
+    slow = ["dsa"] * cpu + ["vertical_slash"]
+    for n in ns[: 2 if cpu else 4]:
+        point = ours.but(seq_len=n, passes="fwd+bwd")
+        points = [point, dense(point), *methods(point, *slow)]
+        groups.append(Group(f"{SELECTION_TRAINING}, {n:,} tokens", points, rounds=5))
+    for name, shape in SHAPES.items():
+        heads = {"heads": shape.heads, "kv_heads": shape.kv_heads}
+        point = ours.but(**heads, head_dim=shape.head_dim, seq_len=ns[1 if cpu else 3])
+        point = point.but(causal=shape.causal)
+        points = [point, *([] if cpu else [dense(point)])]
+        if shape.pattern != Dense():
+            points.append(point.but(pattern=shape.pattern))
+        if shape.causal:
+            points += methods(point, *slow)
+        groups.append(Group(f"{SELECTION_SHAPES} {name}", points, rounds=5))
+    return groups
+
+
 _PAGES = (
     optimization,
     benchmark_summary,
@@ -715,6 +798,7 @@ _PAGES = (
     hybrid_summary,
     session_summary,
     landscape,
+    selection,
 )
 SUITES: dict[str, Callable[..., list[Group]]] = {
     "kernels": kernel_suite,

@@ -27,6 +27,7 @@ from .study import Study, read_study
 # rows of all others, so it comes last.
 REPORTS = {d.report: (d.suite,) for d in DOCUMENTS.values()} | {
     "landscape": ("landscape",),
+    "selection": ("selection",),
     "quality": (),
     "claims": (),
 }

@@ -42,6 +42,7 @@ BLOCKS = 4096  # a block-sparse row beyond would take seconds to plan
 ROWS = 128  # of blocks, beyond which a call for each takes seconds without data
 OTHER_WORK = (  # than that of their pattern: computed rows of them have no numbers
     *("adaptive", "contiguous_segments", "plan_build", "generation", "packed"),
+    *("moba", "nsa", "dsa", "vertical_slash"),
 )
 
 

@@ -1,0 +1,230 @@
+"""Systems that choose keys by content and attend to them: MoBA, NSA, DSA, and
+vertical-slash of MInference. Choosing and planning are inside the time.
+"""
+
+import torch
+from torch import Tensor
+
+from .. import attention, reference, selection
+from ..block_patterns import sliding_window
+from ..cost import PASSES, Cost
+from ..selected import Selected
+from .points import Point
+from .systems import (
+    Checked,
+    Output,
+    Refused,
+    System,
+    parse_options,
+    refusing,
+    without_reach,
+)
+
+CHOICES = {
+    "moba": selection.moba,
+    "nsa": selection.nsa_blocks,
+    "dsa": selection.dsa,
+    "vertical_slash": selection.vertical_slash,
+}
+OPTIONS = {
+    "moba": ("block_size", "top_k"),
+    "nsa": ("block_size", "top_k", "window"),
+    "dsa": ("top_k", "index_heads", "index_dim"),
+    "vertical_slash": ("block_size", "vertical", "slash", "last"),
+}
+INDEXER = {"index_heads": 4, "index_dim": 32}
+NSA = {"block_size": 64, "top_k": 16, "window": 512}
+NOT_OF_CHOICE = "window", *INDEXER
+OTHERS = 1e-3  # part of a choice that rounding may change
+
+
+def seen_pairs(choice: Selected, n: int) -> int:
+    """Pairs of a query and a key that a causal choice shows, of all its groups."""
+    blocks = choice.listed().sort(3).values
+    again = blocks[..., 1:] == blocks[..., :-1]
+    blocks[..., 1:] = blocks[..., 1:].masked_fill(again, -1)
+    at = torch.arange(n, device=blocks.device)
+    blocks = blocks[:, :, at // choice.query_block]  # (b, groups, n, slots)
+    keys = at[:, None] + 1 - blocks * choice.granularity
+    return int(keys.clamp(0, choice.granularity).masked_fill(blocks < 0, 0).sum())
+
+
+def shown(choice: Selected, n: int):
+    """A choice of batch 1 as the reference asks for it, faster than slot by slot."""
+    listed, size = choice.listed()[0], choice.granularity
+    count = -(-n // size)
+    listed = listed.masked_fill(listed < 0, count)
+
+    def multiplicity(queries, keys, *, head: int, heads: int, **_) -> Tensor:
+        rows = listed[head * len(listed) // heads][queries // choice.query_block]
+        table = rows.new_zeros(len(rows), count + 1, dtype=torch.bool)
+        return table.scatter_(1, rows, True)[:, keys // size]
+
+    return without_reach(multiplicity)
+
+
+class Choosing(System):
+    """A choice and attention to it, causal; options as of the functions in
+    ``ringlab.selection``. ``choice=True``: the choice alone.
+
+    The check compares with the oracle on the chosen keys; of the choice alone, with
+    that in float64. Raises Refused for a batch, a pattern, a pass that is not causal or
+    a backward of a choice for prompts.
+    """
+
+    def __init__(self, point: Point, device):
+        self.options = parse_options(point, "choice", *OPTIONS[point.system])
+        self.alone = self.options.pop("choice", False)
+        if point.batch != 1 or not point.causal or point.pattern["kind"] != "dense":
+            raise Refused(
+                f"{point.system} is measured with batch 1, causal and a dense pattern, of which it chooses keys"
+            )
+        if point.passes != "fwd" and (self.alone or point.system == "vertical_slash"):
+            raise Refused("a choice, and attention to vertical-slash, has no backward")
+        super().__init__(point, device)
+        floor_bytes = self.cost.floor_bytes
+        with refusing(), torch.no_grad():
+            q, k, *_ = self.inputs()
+            choice = self.choose(q, k)
+        if self.alone:
+            self.cost = Cost(0, 0, 0, 0, q.nbytes + k.nbytes)
+            return
+        shared = point.heads // choice.indices.shape[1]
+        pairs = shared * seen_pairs(choice, point.seq_len) + self.other_pairs()
+        flops = PASSES[point.passes] * point.head_dim * pairs
+        self.cost = Cost(pairs, pairs, flops, flops, floor_bytes)
+
+    def other_pairs(self) -> int:
+        """Pairs besides those of the choice."""
+        return 0
+
+    def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """What the choice is made from."""
+        return q, k
+
+    def choose(self, q: Tensor, k: Tensor, wide: bool = False) -> Selected:
+        features = self.features(q, k)
+        if wide:
+            features = [t.double() for t in features]
+        own = {x: y for x, y in self.options.items() if x not in NOT_OF_CHOICE}
+        return CHOICES[self.point.system](*features, **own)
+
+    def forward(self, q, k, v):
+        choice = self.choose(q.detach(), k.detach())
+        return attention(q, k, v, choice, causal=True, return_lse=True)
+
+    def run(self, inputs: list[Tensor]) -> Output:
+        if self.alone:
+            return Output(self.choose(*inputs[:2]).indices)
+        return super().run(inputs)
+
+    def check(self, inputs: list[Tensor], output: Output, starts=(None,)) -> Checked:
+        q, k = (t.detach() for t in inputs[:2])
+        if self.alone:
+            right = self.choose(q, k, wide=True).indices
+            apart = output.out.sort(3).values != right.sort(3).values
+            self.tolerance = {"out": OTHERS}
+            return {"out": float(apart.double().mean())}, self.tolerance
+        self.pattern = shown(self.choose(q, k), self.point.seq_len)
+        return super().check(inputs, output, starts)
+
+
+class Indexed(Choosing):
+    """DSA with an indexer of random weights on q of all heads, in place of the hidden
+    state; options ``top_k``, ``index_heads``, ``index_dim``. It is not trained here.
+    """
+
+    def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        heads, dim = ({**INDEXER, **self.options}[name] for name in INDEXER)
+        state = q.flatten(2)  # (b, n, width)
+        width, generator = state.shape[2], torch.Generator(q.device).manual_seed(0)
+        like = {"dtype": q.dtype, "device": q.device, "generator": generator}
+        outputs = heads * dim, dim, heads
+        mixed = state @ (width**-0.5 * torch.randn(width, sum(outputs), **like))
+        index_q, index_k, weights = mixed.split(outputs, 2)
+        return index_q.unflatten(2, (heads, dim)), index_k.unsqueeze(2), weights
+
+
+class Native(Choosing):
+    """NSA with constant gates of random numbers from 0 to 1.
+
+    The check compares each of its three parts with the oracle, and the output and the
+    gradients with their sum.
+    """
+
+    def __init__(self, point: Point, device):
+        shape = *(point.batch, point.seq_len, point.heads), 3
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = getattr(torch, point.dtype)
+        self.gates = torch.rand(shape, dtype=dtype, device=device, generator=generator)
+        super().__init__(point, device)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return NSA | self.options
+
+    def other_pairs(self) -> int:
+        at = torch.arange(1, self.point.seq_len + 1)
+        whole = at // self.sizes["block_size"]
+        return self.point.heads * int(
+            (whole + at.clamp(max=self.sizes["window"])).sum()
+        )
+
+    def forward(self, q, k, v):
+        return selection.nsa(q, k, v, self.gates, **self.options), None
+
+    def check(self, inputs: list[Tensor], output: Output, starts=(None,)) -> Checked:
+        if self.alone:
+            return super().check(inputs, output, starts)
+        qkv = [t.detach().requires_grad_(self.backward) for t in inputs[:3]]
+        parts = selection.nsa_parts(*qkv, **self.sizes)
+        choice = shown(self.choose(*(t.detach() for t in qkv[:2])), self.point.seq_len)
+        patterns = None, choice, sliding_window(tokens=self.sizes["window"])
+        total, errors = {}, {}
+        for part, pattern, gate in zip(parts, patterns, self.gates.unbind(3)):
+            gate = gate.unsqueeze(3)
+            dout = [gate * t for t in inputs[3:]]
+            grads = torch.autograd.grad(part, qkv, *dout) if dout else ()
+            result = Output(part.detach(), None, *grads)
+            if pattern is None:
+                each = compressed_errors(*qkv, *dout, result=result, **self.sizes)
+            else:
+                self.pattern = pattern
+                each, _ = System.check(self, [*qkv, *dout], result, starts)
+            for name, t in result.named().items():
+                t = gate * t if name == "out" else t
+                total[name] = total.get(name, 0) + t
+                errors[name] = max(errors.get(name, 0.0), each[name])
+        for name, t in output.named().items():
+            floor = 1.0
+            if name != "out":
+                floor = reference.gradient_floor(*inputs[:2], inputs[3])
+            apart = reference.error(t, total[name], floor)
+            errors[name] = max(errors[name], apart)
+        return errors, {name: self.tolerance[name] for name in errors}
+
+
+def compressed_errors(q, k, v, *dout, result: Output, block_size: int, **_) -> dict:
+    """Errors of attention to the means of blocks, whole, against float64."""
+    n, heads, d = q.shape[1:]
+    qkv = [t.detach().double().requires_grad_(bool(dout)) for t in (q, k, v)]
+    count = n // block_size
+    means = [
+        t[:, : count * block_size]
+        .unflatten(1, (count, block_size))
+        .mean(2)
+        .repeat_interleave(heads // k.shape[2], 2)
+        for t in qkv[1:]
+    ]  # (b, blocks, h, d)
+    ends = block_size * torch.arange(1, count + 1, device=q.device) - 1
+    seen = ends <= torch.arange(n, device=q.device)[:, None]  # (n, blocks)
+    scores = d**-0.5 * torch.einsum("bqhd,bchd->bhqc", qkv[0], means[0])
+    weights = scores.masked_fill(~seen, -1e300).softmax(3) * seen
+    out = torch.einsum("bhqc,bchd->bqhd", weights, means[1])
+    errors = {"out": reference.error(result.out, out, 1.0)}
+    if dout:
+        floor = reference.gradient_floor(q, k, *dout)
+        exact = torch.autograd.grad(out, qkv, dout[0].double())
+        for name, t in zip(("dq", "dk", "dv"), exact):
+            errors[name] = reference.error(getattr(result, name), t, floor)
+    return errors
