@@ -20,21 +20,16 @@ from .systems import (
     without_reach,
 )
 
-CHOICES = {
-    "moba": selection.moba,
-    "nsa": selection.nsa_blocks,
-    "dsa": selection.dsa,
-    "vertical_slash": selection.vertical_slash,
+CHOICES = {  # what chooses, and its options by default
+    "moba": (selection.moba, {"block_size": 128, "top_k": 8}),
+    "nsa": (selection.nsa_blocks, {"block_size": 64, "top_k": 16, "window": 512}),
+    "dsa": (selection.dsa, {"top_k": 2048, "index_heads": 4, "index_dim": 32}),
+    "vertical_slash": (
+        selection.vertical_slash,
+        {"block_size": 64, "vertical": 8, "slash": 8},
+    ),
 }
-OPTIONS = {
-    "moba": ("block_size", "top_k"),
-    "nsa": ("block_size", "top_k", "window"),
-    "dsa": ("top_k", "index_heads", "index_dim"),
-    "vertical_slash": ("block_size", "vertical", "slash", "last"),
-}
-INDEXER = {"index_heads": 4, "index_dim": 32}
-NSA = {"block_size": 64, "top_k": 16, "window": 512}
-NOT_OF_CHOICE = "window", *INDEXER
+NOT_OF_CHOICE = "window", "index_heads", "index_dim"
 OTHERS = 1e-3  # part of a choice that rounding may change
 
 
@@ -73,7 +68,8 @@ class Choosing(System):
     """
 
     def __init__(self, point: Point, device):
-        self.options = parse_options(point, "choice", *OPTIONS[point.system])
+        self.function, defaults = CHOICES[point.system]
+        self.options = defaults | parse_options(point, "choice", *defaults)
         self.alone = self.options.pop("choice", False)
         if point.batch != 1 or not point.causal or point.pattern["kind"] != "dense":
             raise Refused(
@@ -83,7 +79,7 @@ class Choosing(System):
             raise Refused("a choice, and attention to vertical-slash, has no backward")
         super().__init__(point, device)
         floor_bytes = self.cost.floor_bytes
-        with refusing(), torch.no_grad():
+        with refusing():
             q, k, *_ = self.inputs()
             choice = self.choose(q, k)
         if self.alone:
@@ -102,15 +98,16 @@ class Choosing(System):
         """What the choice is made from."""
         return q, k
 
+    @torch.no_grad()
     def choose(self, q: Tensor, k: Tensor, wide: bool = False) -> Selected:
         features = self.features(q, k)
         if wide:
             features = [t.double() for t in features]
         own = {x: y for x, y in self.options.items() if x not in NOT_OF_CHOICE}
-        return CHOICES[self.point.system](*features, **own)
+        return self.function(*features, **own)
 
     def forward(self, q, k, v):
-        choice = self.choose(q.detach(), k.detach())
+        choice = self.choose(q, k)
         return attention(q, k, v, choice, causal=True, return_lse=True)
 
     def run(self, inputs: list[Tensor]) -> Output:
@@ -119,7 +116,7 @@ class Choosing(System):
         return super().run(inputs)
 
     def check(self, inputs: list[Tensor], output: Output, starts=(None,)) -> Checked:
-        q, k = (t.detach() for t in inputs[:2])
+        q, k = inputs[:2]
         if self.alone:
             right = self.choose(q, k, wide=True).indices
             apart = output.out.sort(3).values != right.sort(3).values
@@ -135,7 +132,7 @@ class Indexed(Choosing):
     """
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        heads, dim = ({**INDEXER, **self.options}[name] for name in INDEXER)
+        heads, dim = self.options["index_heads"], self.options["index_dim"]
         state = q.flatten(2)  # (b, n, width)
         width, generator = state.shape[2], torch.Generator(q.device).manual_seed(0)
         like = {"dtype": q.dtype, "device": q.device, "generator": generator}
@@ -153,22 +150,15 @@ class Native(Choosing):
     """
 
     def __init__(self, point: Point, device):
-        shape = *(point.batch, point.seq_len, point.heads), 3
-        generator = torch.Generator(device).manual_seed(0)
-        dtype = getattr(torch, point.dtype)
-        self.gates = torch.rand(shape, dtype=dtype, device=device, generator=generator)
         super().__init__(point, device)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return NSA | self.options
+        generator = torch.Generator(device).manual_seed(0)
+        like = {"dtype": self.dtype, "device": device, "generator": generator}
+        self.gates = torch.rand(*self.shapes()[0][:3], 3, **like)
 
     def other_pairs(self) -> int:
         at = torch.arange(1, self.point.seq_len + 1)
-        whole = at // self.sizes["block_size"]
-        return self.point.heads * int(
-            (whole + at.clamp(max=self.sizes["window"])).sum()
-        )
+        seen = at // self.options["block_size"] + at.clamp(max=self.options["window"])
+        return self.point.heads * int(seen.sum())
 
     def forward(self, q, k, v):
         return selection.nsa(q, k, v, self.gates, **self.options), None
@@ -177,17 +167,17 @@ class Native(Choosing):
         if self.alone:
             return super().check(inputs, output, starts)
         qkv = [t.detach().requires_grad_(self.backward) for t in inputs[:3]]
-        parts = selection.nsa_parts(*qkv, **self.sizes)
-        choice = shown(self.choose(*(t.detach() for t in qkv[:2])), self.point.seq_len)
-        patterns = None, choice, sliding_window(tokens=self.sizes["window"])
+        parts = selection.nsa_parts(*qkv, **self.options)
+        choice = shown(self.choose(*qkv[:2]), self.point.seq_len)
+        patterns = None, choice, sliding_window(tokens=self.options["window"])
         total, errors = {}, {}
         for part, pattern, gate in zip(parts, patterns, self.gates.unbind(3)):
-            gate = gate.unsqueeze(3)
+            gate = gate.unsqueeze(3)  # (b, n, h, 1)
             dout = [gate * t for t in inputs[3:]]
             grads = torch.autograd.grad(part, qkv, *dout) if dout else ()
             result = Output(part.detach(), None, *grads)
             if pattern is None:
-                each = compressed_errors(*qkv, *dout, result=result, **self.sizes)
+                each = compressed_errors(*qkv, *dout, result=result, **self.options)
             else:
                 self.pattern = pattern
                 each, _ = System.check(self, [*qkv, *dout], result, starts)

@@ -26,6 +26,7 @@ from ..presets import SHAPES, ladder
 from . import peers
 from .model_systems import STEPS, document_lengths
 from .points import Group, Point
+from .selection_systems import CHOICES
 
 TWIN = {"twin": True}
 
@@ -721,16 +722,12 @@ def selecting_systems(profile: hardware.Profile) -> dict[str, tuple[str, dict]]:
     """The methods of the page by the names that readers see: (system of a point, its
     options). Blocks and their number are those of the papers.
     """
-    cpu = profile.kind == "cpu"
-    return {
-        "MoBA": ("moba", {"block_size": 128, "top_k": 8}),
-        "NSA": ("nsa", {"block_size": 64, "top_k": 16, "window": 512}),
-        "DSA": ("dsa", {"top_k": 512 if cpu else 2048}),
-        "Vertical and slash": (
-            "vertical_slash",
-            {"block_size": 64, "vertical": 8, "slash": 8},
-        ),
-    }
+    names = {"MoBA": "moba", "NSA": "nsa", "DSA": "dsa"}
+    names["Vertical and slash"] = "vertical_slash"
+    systems = {name: (x, dict(CHOICES[x][1])) for name, x in names.items()}
+    if profile.kind == "cpu":
+        systems["DSA"][1]["top_k"] = 512
+    return systems
 
 
 def selection(
