@@ -27,15 +27,14 @@ PIECE = 1 << 21  # scores at a time, as caches hold
 
 
 def block_means(t: Tensor, size: int) -> Tensor:
-    """Means of t (b, n, h, d) over blocks of ``size`` positions, the last over those it
-    has: (b, h, blocks, d) in fp32 or wider. Differentiable.
+    """Means of t (b, n, h, d) over blocks of ``size`` positions, (b, h, blocks, d) in
+    fp32 or wider, differentiable. The last block counts positions that it lacks as 0:
+    only its own queries see it, and they see it in any case.
     """
-    n = t.shape[1]
-    count = -(-n // size)
-    lengths = (n - size * torch.arange(count, device=t.device)).clamp(max=size)
-    blocks = F.pad(t, (0, 0, 0, 0, 0, count * size - n)).unflatten(1, (count, size))
-    sums = blocks.sum(2, dtype=accumulation_dtype(t.dtype))  # (b, blocks, h, d)
-    return (sums / lengths[:, None, None]).transpose(1, 2)
+    count = -(-t.shape[1] // size)
+    whole = F.pad(t, (0, 0, 0, 0, 0, count * size - t.shape[1]))
+    means = whole.unflatten(1, (count, size)).mean(2, dtype=accumulation_dtype(t.dtype))
+    return means.transpose(1, 2)
 
 
 def _check(q: Tensor, k: Tensor) -> None:
