@@ -736,14 +736,14 @@ def selection(
     seq_lens: Sequence[int] = (),
     systems: Mapping[str, tuple[str, dict]] | None = None,
 ) -> list[Group]:
-    """Keys that are selected by content, causal, about five minutes on two CPU cores.
+    """Keys that are selected by content, causal, about six minutes on two CPU cores.
 
     ``selection, N tokens``: dense attention, each method, and its choice alone, by
     length; ``seq_lens`` in place of those for this kind of device, and without the
     rest. ``selection training``: forward and backward of those that train.
     ``selection, shape of MODEL``: dense attention, the model's own pattern, MoBA and
-    NSA. On a CPU DSA, whose lists are of single keys, is measured at the shortest
-    length, and dense attention by torch at the shorter ones: both take minutes.
+    NSA. A CPU has fewer points: dense attention by torch and DSA, whose lists are of
+    single keys, at the shortest length, and no MoBA in the shapes of models.
     """
     cpu = profile.kind == "cpu"
     systems = selecting_systems(profile) if systems is None else systems
@@ -751,7 +751,7 @@ def selection(
     ns = sorted({*check_ints("seq_lens", seq_lens)}) if seq_lens else own
     ours = Point("ringlab", Dense(), causal=True, dtype=own_dtype(profile))
 
-    def methods(point: Point, *left_out: str) -> list[Point]:
+    def methods(point: Point, left_out: Iterable[str]) -> list[Point]:
         return [
             point.but(system=system, options=options)
             for system, options in systems.values()
@@ -761,29 +761,27 @@ def selection(
     groups = []
     for n in ns:
         point = ours.but(seq_len=n)
-        slow = ["dsa"] * (cpu and n > ns[0])
-        chosen = methods(point, *slow)
+        few = cpu and n > ns[0]
+        chosen = methods(point, ["dsa"] * few)
         alone = [p.but(options=dict(p.options) | CHOICE) for p in chosen]
-        torchs = [dense(point)] * (not cpu or n <= ns[len(ns) // 2 - 1])
-        control = [aa_control(point)] * (n == ns[0])
-        points = [point, *torchs, *chosen, *alone, *control]
+        points = [point, *[dense(point)] * (not few), *chosen, *alone]
+        points += [aa_control(point)] * (n == ns[0])
         groups.append(Group(f"{SELECTION}, {n:,} tokens", points, rounds=5))
     if seq_lens:
         return groups
     slow = ["dsa"] * cpu + ["vertical_slash"]
-    for n in ns[: 2 if cpu else 4]:
+    for n in [8192] if cpu else ns[:4]:
         point = ours.but(seq_len=n, passes="fwd+bwd")
-        points = [point, dense(point), *methods(point, *slow)]
+        points = [point, *[dense(point)] * (not cpu), *methods(point, slow)]
         groups.append(Group(f"{SELECTION_TRAINING}, {n:,} tokens", points, rounds=5))
     for name, shape in SHAPES.items():
-        heads = {"heads": shape.heads, "kv_heads": shape.kv_heads}
-        point = ours.but(**heads, head_dim=shape.head_dim, seq_len=ns[1 if cpu else 3])
-        point = point.but(causal=shape.causal)
-        points = [point, *([] if cpu else [dense(point)])]
-        if shape.pattern != Dense():
-            points.append(point.but(pattern=shape.pattern))
+        names = "heads", "kv_heads", "head_dim", "causal"
+        fields = {x: getattr(shape, x) for x in names}
+        point = ours.but(seq_len=4096 if cpu else 65536, **fields)
+        points = [point, *[dense(point)] * (not cpu), point.but(pattern=shape.pattern)]
         if shape.causal:
-            points += methods(point, *slow)
+            points += methods(point, [*slow, *["moba"] * cpu])
+        points = dict.fromkeys(points)
         groups.append(Group(f"{SELECTION_SHAPES} {name}", points, rounds=5))
     return groups
 
