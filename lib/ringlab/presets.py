@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from inspect import signature
 
 from .block_patterns import bigbird, local_global, sliding_window
@@ -34,30 +33,23 @@ def ladder(
     return Dilated(segments, [1 << min(i, most) for i in range(steps + 1)])
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Heads of the attention layers of a model, and the pattern of those that are not
-    dense.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    pattern: Pattern = field(default_factory=Dense)
-    causal: bool = True
-
-
+# Attention layers of models: what differs from 8 heads of 64 that are causal and dense.
 SHAPES = {
-    "llama3.1 8B": Shape(32, 8, 128),
-    "gpt-oss": Shape(64, 8, 64, sliding_window(tokens=128)),
-    "gemma 3 4B": Shape(8, 4, 256, sliding_window(tokens=1024)),
-    "GigaPath": Shape(
-        *(16, 16, 48),
-        Dilated([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16]),
-        causal=False,
-    ),
+    "llama3.1 8B": {"heads": 32, "kv_heads": 8, "head_dim": 128},
+    "gpt-oss": {"heads": 64, "kv_heads": 8, "pattern": sliding_window(tokens=128)},
+    "gemma 3 4B": {
+        "kv_heads": 4,
+        "head_dim": 256,
+        "pattern": sliding_window(tokens=1024),
+    },
+    "GigaPath": {
+        "heads": 16,
+        "kv_heads": 16,
+        "head_dim": 48,
+        "causal": False,
+        "pattern": Dilated([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16]),
+    },
 }
-
 
 # What makes each named pattern.
 NAMED = {

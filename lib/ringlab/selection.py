@@ -59,14 +59,15 @@ def _best(
     recent: int = 0,
     first: int = 0,
 ) -> Tensor:
-    """The ``number`` blocks of ``size`` keys with the largest scores for each query, of
+    """Up to ``number`` blocks of ``size`` keys with the largest scores for each query, of
     those that begin before or at it; -1 where there are fewer: (b, groups, n, number).
 
     ``score(queries, count)``: (b, groups, queries, count) for the first blocks. The
     ``recent`` last blocks and the ``first`` are always among them.
     """
     b, n, heads, _ = q.shape
-    step = max(1, PIECE // (b * heads * -(-n // size)))
+    every = -(-n // size)
+    number, step = min(number, every), max(1, PIECE // (b * heads * every))
     rows = []
     with without_autocast(q):
         for start in range(0, n, step):
@@ -106,8 +107,7 @@ def moba(q: Tensor, k: Tensor, *, block_size: int = 128, top_k: int = 8) -> Sele
     def score(queries: slice, count: int) -> Tensor:
         return _products(q[:, queries], means[:, :, :count])
 
-    indices = _best(q, score, min(top_k, means.shape[2]), size=size, recent=1)
-    return Selected(indices, granularity=size)
+    return Selected(_best(q, score, top_k, size=size, recent=1), granularity=size)
 
 
 def dsa(index_q: Tensor, index_k: Tensor, weights: Tensor, *, top_k: int) -> Selected:
@@ -136,7 +136,7 @@ def dsa(index_q: Tensor, index_k: Tensor, weights: Tensor, *, top_k: int) -> Sel
         each = weights[:, queries].to(products.dtype).transpose(1, 2).unsqueeze(3)
         return products.mul_(each).sum(1, keepdim=True)  # (b, 1, queries, count)
 
-    return Selected(_best(index_q, score, min(top_k, index_q.shape[1]), size=1))
+    return Selected(_best(index_q, score, top_k, size=1))
 
 
 @torch.no_grad()
@@ -212,8 +212,7 @@ def nsa_blocks(
         shares = scores.masked_fill(hidden, -torch.inf).softmax(3)
         return shares.unflatten(1, (kv_heads, -1)).sum(2)
 
-    number = min(top_k, means.shape[2])
-    indices = _best(q, score, number, size=size, recent=2, first=1)
+    indices = _best(q, score, top_k, size=size, recent=2, first=1)
     return Selected(indices, granularity=size)
 
 

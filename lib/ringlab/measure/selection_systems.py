@@ -170,51 +170,42 @@ class Native(Choosing):
         parts = selection.nsa_parts(*qkv, **self.options)
         choice = shown(self.choose(*qkv[:2]), self.point.seq_len)
         patterns = None, choice, sliding_window(tokens=self.options["window"])
-        total, errors = {}, {}
+        total, each = {}, []
         for part, pattern, gate in zip(parts, patterns, self.gates.unbind(3)):
             gate = gate.unsqueeze(3)  # (b, n, h, 1)
             dout = [gate * t for t in inputs[3:]]
             grads = torch.autograd.grad(part, qkv, *dout) if dout else ()
             result = Output(part.detach(), None, *grads)
             if pattern is None:
-                each = compressed_errors(*qkv, *dout, result=result, **self.options)
+                right = compressed(*qkv, *dout, size=self.options["block_size"])
+                each.append(errors_of(result, right, *qkv[:2], *dout))
             else:
                 self.pattern = pattern
-                each, _ = System.check(self, [*qkv, *dout], result, starts)
+                each.append(System.check(self, [*qkv, *dout], result, starts)[0])
             for name, t in result.named().items():
-                t = gate * t if name == "out" else t
-                total[name] = total.get(name, 0) + t
-                errors[name] = max(errors.get(name, 0.0), each[name])
-        for name, t in output.named().items():
-            floor = 1.0
-            if name != "out":
-                floor = reference.gradient_floor(*inputs[:2], inputs[3])
-            apart = reference.error(t, total[name], floor)
-            errors[name] = max(errors[name], apart)
+                total[name] = total.get(name, 0) + (gate * t if name == "out" else t)
+        each.append(errors_of(output, total, *inputs[:2], *inputs[3:]))
+        errors = {name: max(x[name] for x in each) for name in total}
         return errors, {name: self.tolerance[name] for name in errors}
 
 
-def compressed_errors(q, k, v, *dout, result: Output, block_size: int, **_) -> dict:
-    """Errors of attention to the means of blocks, whole, against float64."""
-    n, heads, d = q.shape[1:]
+def compressed(q, k, v, *dout, size: int) -> dict[str, Tensor]:
+    """Attention to the means of blocks that a query is not before the end of, and its
+    gradients, in float64.
+    """
     qkv = [t.detach().double().requires_grad_(bool(dout)) for t in (q, k, v)]
-    count = n // block_size
-    means = [
-        t[:, : count * block_size]
-        .unflatten(1, (count, block_size))
-        .mean(2)
-        .repeat_interleave(heads // k.shape[2], 2)
-        for t in qkv[1:]
-    ]  # (b, blocks, h, d)
-    ends = block_size * torch.arange(1, count + 1, device=q.device) - 1
-    seen = ends <= torch.arange(n, device=q.device)[:, None]  # (n, blocks)
-    scores = d**-0.5 * torch.einsum("bqhd,bchd->bhqc", qkv[0], means[0])
-    weights = scores.masked_fill(~seen, -1e300).softmax(3) * seen
-    out = torch.einsum("bhqc,bchd->bqhd", weights, means[1])
-    errors = {"out": reference.error(result.out, out, 1.0)}
-    if dout:
-        floor = reference.gradient_floor(q, k, *dout)
-        exact = torch.autograd.grad(out, qkv, dout[0].double())
-        for name, t in zip(("dq", "dk", "dv"), exact):
-            errors[name] = reference.error(getattr(result, name), t, floor)
-    return errors
+    count = q.shape[1] // size
+    means = [t[:, : count * size].unflatten(1, (count, size)).mean(2) for t in qkv[1:]]
+    seen = without_reach(lambda at, block, **_: size * (block + 1) <= at[:, None] + 1)
+    out, _ = reference.attention(qkv[0], *means, seen)
+    grads = torch.autograd.grad(out, qkv, dout[0].double()) if dout else ()
+    return Output(out, None, *grads).named()
+
+
+def errors_of(output: Output, right: dict[str, Tensor], q, k, *dout) -> dict:
+    """The errors of an output and its gradients, all of them."""
+    floors = [reference.gradient_floor(q, k, t) for t in dout]
+    return {
+        name: reference.error(t, right[name], *([1.0] if name == "out" else floors))
+        for name, t in output.named().items()
+    }

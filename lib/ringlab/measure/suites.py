@@ -722,12 +722,10 @@ def selecting_systems(profile: hardware.Profile) -> dict[str, tuple[str, dict]]:
     """The methods of the page by the names that readers see: (system of a point, its
     options). Blocks and their number are those of the papers.
     """
-    names = {"MoBA": "moba", "NSA": "nsa", "DSA": "dsa"}
-    names["Vertical and slash"] = "vertical_slash"
-    systems = {name: (x, dict(CHOICES[x][1])) for name, x in names.items()}
+    moba, nsa, dsa, lines = ((x, options) for x, (_, options) in CHOICES.items())
     if profile.kind == "cpu":
-        systems["DSA"][1]["top_k"] = 512
-    return systems
+        dsa = "dsa", dsa[1] | {"top_k": 512}
+    return {"MoBA": moba, "NSA": nsa, "DSA": dsa, "Vertical and slash": lines}
 
 
 def selection(
@@ -775,11 +773,10 @@ def selection(
         points = [point, *[dense(point)] * (not cpu), *methods(point, slow)]
         groups.append(Group(f"{SELECTION_TRAINING}, {n:,} tokens", points, rounds=5))
     for name, shape in SHAPES.items():
-        names = "heads", "kv_heads", "head_dim", "causal"
-        fields = {x: getattr(shape, x) for x in names}
-        point = ours.but(seq_len=4096 if cpu else 65536, **fields)
-        points = [point, *[dense(point)] * (not cpu), point.but(pattern=shape.pattern)]
-        if shape.causal:
+        own = ours.but(seq_len=4096 if cpu else 65536, **shape)
+        point = own.but(pattern=Dense())
+        points = [point, *[dense(point)] * (not cpu), own]
+        if point.causal:
             points += methods(point, [*slow, *["moba"] * cpu])
         points = dict.fromkeys(points)
         groups.append(Group(f"{SELECTION_SHAPES} {name}", points, rounds=5))
