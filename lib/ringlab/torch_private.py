@@ -117,8 +117,8 @@ def _unknown() -> bool:
     return True
 
 
-# Whether a transform of torch.func is active; True where torch does not tell, and calls
-# go through torch's own way, which knows.
+# Whether a transform of torch.func is active; True where torch does not tell: torch's
+# own, slower call of an autograd function does the same.
 in_functorch = getattr(torch._C, "_are_functorch_transforms_active", _unknown)
 
 
@@ -175,7 +175,7 @@ def kept(name: str) -> object:
     return torch._C._get_obj_in_tls(name) if _is_kept and _is_kept(name) else None
 
 
-_groups: WeakValueDictionary = WeakValueDictionary()  # by name
+_groups = WeakValueDictionary()  # by name
 
 
 def keep_name(group: torch.distributed.ProcessGroup) -> None:
@@ -187,8 +187,9 @@ def group_named(name: str) -> torch.distributed.ProcessGroup | None:
     """The process group of a name, also one that was made anew under it since a graph
     was compiled. Where torch does not tell, the last that ``keep_name`` was given.
     """
-    c10d = torch.distributed.distributed_c10d
-    return getattr(c10d, "_resolve_process_group", _groups.get)(name)
+    return getattr(
+        torch.distributed.distributed_c10d, "_resolve_process_group", _groups.get
+    )(name)
 
 
 # --------------------------------------------------------------------------------------
@@ -210,8 +211,8 @@ def storage_references(storage: torch.UntypedStorage) -> int:
 
 
 def coo_parts(t: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensors that hold a sparse tensor in coordinates, which need not be coalesced
-    as for its public methods. Nothing stands in for them.
+    """The indices and the values of a sparse tensor in coordinates; torch's public
+    methods take a coalesced one alone. Nothing stands in for them.
     """
     return t._indices(), t._values()
 

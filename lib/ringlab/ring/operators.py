@@ -120,7 +120,7 @@ def attend(
         raise NotImplementedError(
             "attention over a group does not support torch.func or forward-mode derivatives"
         )
-    # Kernels need that.
+    # Kernels read a row of head_dim as it lies in memory.
     q, k, v = [t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v)]
     machines, group = group.machines if simulated else 1, Group.of(group, dimensions=2)
     check_exchange_dtype(exchange_dtype, q.dtype)

@@ -240,9 +240,15 @@ class Rank:
         for row, chunk in chunks:
             rows = slice(row, row + len(chunk))
             reads = (q, k) if len(chunks) == 1 else (q[:, rows], k[:, rows])
-            inputs = *reads, self.problem.pattern, self.execution.cached
-            options = {"backward": backward, "n": layout.n, "chunk": chunk}
-            plans.append((rows, dilated.plan_for(*inputs, **options)))
+            plan = dilated.plan_for(
+                *reads,
+                self.problem.pattern,
+                self.execution.cached,
+                backward=backward,
+                n=layout.n,
+                chunk=chunk,
+            )
+            plans.append((rows, plan))
         return plans
 
     def local_forward(self, q, k, v) -> tuple[Tensor, Tensor]:
