@@ -8,7 +8,7 @@ import torch
 from matrix import BLOCK_SPARSE, any_dilated, any_layout, fits
 from ringlab.block_patterns import BlockSparse, sliding_window
 from ringlab.patterns import Dense, Dilated
-from ringlab.ring import Problem, contiguous, hilbert, plan_rank, uneven, zigzag
+from ringlab.ring import Problem, comm, contiguous, hilbert, plan_rank, uneven, zigzag
 from ringlab.ring.exchange import rows_needed
 from ringlab.ring.layout import layout_named
 
@@ -170,3 +170,34 @@ def test_hilbert_steps_are_neighbours():
 def test_bad_arguments_are_one_line(make, said):
     with pytest.raises(ValueError, match=f"^[^\n]*{said}[^\n]*$"):
         make()
+
+
+@pytest.mark.parametrize(
+    "odd, error",
+    [
+        (None, None),
+        ("shape", "sends rank 1 other rows"),
+        ("dtype", "sends rank 1 other rows"),
+        ("does not wait", "do not agree"),
+        ("ends", "do not agree"),
+    ],
+)
+def test_requests_of_simulated_ranks_must_fit_together(odd, error):
+    def steps(rank):
+        change = odd if rank else None
+        if change == "ends":
+            return None
+        into = torch.zeros(4 if change == "shape" else 1, 2)
+        if change == "dtype":
+            into = into.double()
+        rows = torch.full((1, 2), float(rank))
+        ticket = yield comm.Exchange({1 - rank: (rows,)}, {1 - rank: (into,)})
+        yield comm.Exchange() if change == "does not wait" else comm.Wait(ticket)
+        yield comm.Wait([])
+        return into.tolist()
+
+    if error is None:
+        assert comm.drive([steps(0), steps(1)]) == [[[1, 1]], [[0, 0]]]
+    else:
+        with pytest.raises(RuntimeError, match=error):
+            comm.drive([steps(0), steps(1)])
