@@ -437,7 +437,7 @@ def told(call, *args, **how) -> str:
 
 def mismatch(calls, layout, order=None):
     """What this rank is told when it makes its own of the ``calls`` by rank: pairs
-    (pattern, causal), or with sinks.
+    (pattern, causal), or with sinks and a soft cap.
 
     ``order``: by rank, which of the first rank's calls are made again once all ranks
     have made them; -1, -2, ... are the backward of the last of these, the one before,
@@ -447,12 +447,13 @@ def mismatch(calls, layout, order=None):
     inputs, dout, _ = Case(Dense(), layout.n, heads=2, d=8, layout=layout).shards(rank)
     shards = [t.requires_grad_() for t in inputs]
 
-    def forward(pattern, causal, sinks=None):
+    def forward(pattern, causal, sinks=None, softcap=None):
         return attention(
             *shards,
             pattern,
             causal=causal,
             sinks=sinks,
+            softcap=softcap,
             group=dist.group.WORLD,
             scheme="plan",
             layout=layout,

@@ -228,6 +228,11 @@ MASKS[1][0, 1] = True  # within a shard: the ranks need the same rows
             "sinks is False on rank 0, True on rank 1",
         ),
         (
+            [[(ONE, False, None, 1.0), (ONE, False, None, 2.0)]],
+            ((0, 1), (1, 0)),
+            "softcap is 1.0 on rank 0, 2.0 on rank 1",
+        ),
+        (
             [[(ONE, False)] * 2],
             ((-2, -1), (-1, -2)),
             "forward call is number 1 on rank 0, number 2 on rank 1",
