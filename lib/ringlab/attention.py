@@ -189,9 +189,12 @@ def attention(
                 f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}: {AXES}; ringlab.KVCache is for generation"
             )
     if sinks is not None:
-        axes, shape, by_query = "(heads,)", q.shape[2:3], q.shape[2:0:-1]
+        axes = "(heads,)"
+        shape = q.shape[2:3]
+        by_query = q.shape[2:0:-1]
         if getattr(sinks, "shape", ()) == by_query and alone:
-            axes, shape = "(heads, seq)", by_query
+            axes = "(heads, seq)"
+            shape = by_query
         check_floats("sinks", sinks, axes, shape, q.device)
     width = v.shape[3]
     options = options | {"sinks": sinks}
@@ -319,12 +322,16 @@ def _by_head(
     attend, q: Tensor, k: Tensor, v: Tensor, pattern: PerHead, options: dict
 ) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d), lse (b, h, n): one call for the heads of each pattern."""
-    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    heads = q.shape[2]
+    group = q.shape[2] // k.shape[2]
     if len(pattern.patterns) != heads:
         raise ValueError(
             f"the pattern is for {len(pattern.patterns)} query heads, q has {heads}"
         )
-    outs, lses, order, sinks = [], [], [], options["sinks"]
+    outs = []
+    lses = []
+    order = []
+    sinks = options["sinks"]
     for one, mine in pattern.heads().items():
         theirs = [head // group for head in mine]
         if len(mine) == group * len(set(theirs)):  # all query heads of their K/V heads
@@ -426,7 +433,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> N
             )
         if 0 in shape and not (shards and 0 not in (*shape[:1], *shape[2:])):
             raise ValueError(f"{name} is empty: shape {tuple(shape)}")
-    heads, kv_heads = q.shape[2], k.shape[2]
+    heads = q.shape[2]
+    kv_heads = k.shape[2]
     if k.shape[:3] != v.shape[:3] or (q.shape[0], q.shape[3]) != (
         k.shape[0],
         k.shape[3],

@@ -378,9 +378,11 @@ class KVCache:
             wanted = f"({self.batch}, groups, {rows}, slots) for the new positions"
             raise ValueError(f"indices must be {wanted}, got {tuple(shape)}")
         # Refused before a row is kept: calls of shapes and indices that do not fit.
-        calls, part = [], self._parts[0]
+        calls = []
+        part = self._parts[0]
         for entry, (have, new) in enumerate(zip(self.lengths, lengths)):
-            one, rows = slice(entry, entry + 1), slice(-(-new // pattern.query_block))
+            one = slice(entry, entry + 1)
+            rows = slice(-(-new // pattern.query_block))
             counts = pattern.counts
             counts = None if counts is None else counts[one, :, rows]
             own = replace(pattern, indices=pattern.indices[one, :, rows], counts=counts)
@@ -394,7 +396,8 @@ class KVCache:
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
         lse = lse.transpose(1, 2).contiguous()  # (b, h, c)
         for one, call in calls:
-            new, total = call.rows, int(call.spans[0, 1])
+            new = call.rows
+            total = int(call.spans[0, 1])
             held = (t[one, :, :total].transpose(1, 2) for t in (part.k, part.v))
             o, l = results(call, q[one, :new], *held, False)
             if sinks is not None:

@@ -127,7 +127,8 @@ def dsa(index_q: Tensor, index_k: Tensor, weights: Tensor, *, top_k: int) -> Sel
     top_k = check_int("top_k", top_k, most=LARGEST)
     if index_k.shape[2] != 1:
         raise ValueError(f"index_k must have one head, got {index_k.shape[2]}")
-    axes, shape = "(batch, seq, index heads)", index_q.shape[:3]
+    axes = "(batch, seq, index heads)"
+    shape = index_q.shape[:3]
     check_floats("weights", weights, axes, shape, index_q.device)
     keys = index_k.to(accumulation_dtype(index_k.dtype)).transpose(1, 2)
 
@@ -203,7 +204,8 @@ def nsa_blocks(
     _check(q, k)
     size = check_int("block_size", block_size, most=LARGEST)
     top_k = check_int("top_k", top_k, least=3, most=LARGEST)
-    means, kv_heads = block_means(k.detach(), size), k.shape[2]
+    means = block_means(k.detach(), size)
+    kv_heads = k.shape[2]
 
     def score(queries: slice, count: int) -> Tensor:
         at = torch.arange(queries.start, queries.stop, device=q.device)

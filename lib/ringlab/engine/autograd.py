@@ -116,7 +116,8 @@ def _forward(q, k, v, sinks, call: LocalCall, differentiable: bool):
 def backward(dout, dlse, q, k, v, out, lse, call: LocalCall):
     """dq, dk, dv for cotangents of out and, if not None, of lse."""
     if call.documents is not None:
-        reads, alone = (dout, dlse, q, k, v, out, lse), call._replace(documents=None)
+        reads = (dout, dlse, q, k, v, out, lse)
+        alone = call._replace(documents=None)
         return call.documents.backward(
             *reads, lambda *tensors: backward(*tensors, alone)
         )

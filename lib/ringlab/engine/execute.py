@@ -515,7 +515,9 @@ def forward(
         copies=not gathering,
     )
     for call, repeats, (target,) in steps:
-        rows, keys, index = call.q, call.k, None
+        rows = call.q
+        keys = call.k
+        index = None
         queries = Operand(rows, (q, lse))
         result = Operand(rows, (target.tensor,), target.origin)
         if rows.index is not None:
@@ -652,7 +654,8 @@ def _steps(
     ``copies``: few repeats at a time where keys are gathered, as these are copied.
     """
     n = q.shape[1]
-    targets, memory = [], []
+    targets = []
+    memory = []
     for t in results:
         targets.append(Tile(t))
     for block in plan.blocks:
@@ -695,7 +698,8 @@ def _call_backward(
     there yet, for dq and for dk and dv.
     """
     dout, q, k, v, out, lse = reads
-    queries, keys = call.q, call.k
+    queries = call.q
+    keys = call.k
     # Neighbouring repeats may read the same keys: their gradients are added slice by
     # slice, none of which overlap.
     rows = keys.rows
@@ -725,7 +729,8 @@ def _call_backward(
     else:
         parts = [slice(at, min(at + width, rows)) for at in range(0, rows, width)]
         for part in parts:
-            first, count = keys.first + part.start, part.stop - part.start
+            first = keys.first + part.start
+            count = part.stop - part.start
             view = altered(keys, first=first, rows=count)
             operands.append(key_into._replace(view=view))
     several = len(repeats) > 1
@@ -841,7 +846,8 @@ def views_of(
                 s_b, s_n, s_h, *s_d = strides
                 along = view.repeat_step * s_n + view.repeat_head * s_h
                 at = row * s_n + head * s_h + repeats.start * along
-                s_row, s_head = view.step * s_n, view.head_step * s_h + view.shift * s_n
+                s_row = view.step * s_n
+                s_head = view.head_step * s_h + view.shift * s_n
                 if count == 1:
                     along = s_b
                 elif batch > 1 and s_b != count * along:
@@ -850,7 +856,8 @@ def views_of(
                     shape = view.rows, heads, t.shape[3]
                     by = along, s_row, s_head, *s_d
                 else:
-                    shape, by = (heads, view.rows), (along, s_head, s_row)
+                    shape = (heads, view.rows)
+                    by = (along, s_head, s_row)
             places.append((t, shape, by, t.storage_offset() + at, s_b))
     size = step = count if apart else batch * count
     head_step = heads
@@ -872,7 +879,8 @@ def views_of(
             continue
         shapes = set()
         for i, j in product(range(0, size, step), range(0, heads, head_step)):
-            rows, columns = slice(i, i + step), slice(j, j + head_step)
+            rows = slice(i, i + step)
+            columns = slice(j, j + head_step)
             by_dim = {3: (rows, columns), 4: (rows, slice(None), columns)}
             piece = [t if t is None else t[by_dim[t.dim()]] for t in views]
             if not first.is_meta or piece[0].shape not in shapes:

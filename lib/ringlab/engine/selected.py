@@ -151,7 +151,8 @@ class Call:
         (streams, t, c), ascending, each once, as 2 * block, + 1 where it is not in the
         list; 2 * blocks where there is none.
         """
-        pattern, size = self.pattern, self.pattern.granularity
+        pattern = self.pattern
+        size = self.pattern.granularity
         tables = self.by_row[:, queries]  # (5, t, tile)
         first, end, before, row, low = tables[..., :1]  # (t, 1)
         high = tables[4].amax(1, keepdim=True)
@@ -203,7 +204,8 @@ def call_of(
     ValueError where the pattern does not fit.
     """
     (b, n, heads, _), (m, kv_heads) = q.shape, k.shape[1:3]
-    pattern, documents = options.pattern, options.documents
+    pattern = options.pattern
+    documents = options.documents
     start, m = shard or (m - n, m)
     step = pattern.query_block
     spans = [(i, 0, m) for i in range(b)] if documents is None else documents.spans
@@ -385,7 +387,8 @@ def parts_by_keys(call: Call) -> Iterator[Part]:
     counts = torch.stack([each.bincount(minlength=kinds) for each in kind])
     starts = counts.cumsum(1) - counts
     streams = torch.arange(call.streams, device=kind.device)
-    fewest, most = counts.amin(0).tolist(), counts[:, :-1].amax(0).tolist()
+    fewest = counts.amin(0).tolist()
+    most = counts[:, :-1].amax(0).tolist()
     first, end, _, held = call.by_block.tolist()
     for number, longest in enumerate(most):
         if not longest:
@@ -415,7 +418,8 @@ def _kinds(call: Call) -> Tensor:
     rows = torch.arange(call.rows, device=call.lists.device).unsqueeze(1)
     code = call.candidates(rows)  # (streams, rows, c)
     first, end, _, _, at = call.by_row[:, :-1].unsqueeze(-1)  # (rows, 1)
-    block, beside = code // 2, code % 2 == 1
+    block = code // 2
+    beside = code % 2 == 1
     start, stop, _, _ = call.by_block[:, block]
     whole = ~beside
     if pattern.window:
@@ -444,8 +448,11 @@ def blocks_seen(call: Call) -> Tensor:
 
 def parts(call: Call, kernel: Kernel) -> Iterator[Part]:
     """The parts of a call in the order that is predicted to take less time."""
-    pattern, cost = call.pattern, cost_of(kernel)
-    slots, size, step = call.lists.shape[2], pattern.granularity, pattern.query_block
+    pattern = call.pattern
+    cost = cost_of(kernel)
+    slots = call.lists.shape[2]
+    size = pattern.granularity
+    step = pattern.query_block
     length = size * call.blocks / max(1, len(call.spans)) / (1 + call.causal)
     beside = pattern.window + pattern.first
     pairs = call.rows * call.streams * call.sharing
@@ -492,7 +499,8 @@ def results(call: Call, q, k, v, differentiable: bool) -> tuple[Tensor, Tensor]:
         out = torch.zeros(len(rows) + 1, rows.shape[1], **made)
         lse = torch.full((len(rows) + 1,), -torch.inf, **made)
         for part in parts(call, kernel):
-            index, bias = part.lines(call), part.bias(call, out, in_place)
+            index = part.lines(call)
+            bias = part.bias(call, out, in_place)
             if in_place:
                 held, keys = _in_place(call, part, k, v)
                 tiles = (_everywhere(t, len(index)) for t in (out, lse, rows))
@@ -528,13 +536,15 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of ``results``; dk and dv in fp32 or wider."""
     flip, scale = positive_scale(call.options.scale)
-    head_dim, shape = q.shape[3], k.shape
+    head_dim = q.shape[3]
+    shape = k.shape
     tensors = dout, flip(q), k, v, out, lse, dlse
     with without_autocast(q):
         dout, q, k, v, out, lse = fold_lse_gradient(*tensors)
         kernel, masked = _kernels(call, q, True)
         in_place = hasattr(kernel, "backward_into")
-        d, made = q.shape[3], {"dtype": lse.dtype, "device": q.device}
+        d = q.shape[3]
+        made = {"dtype": lse.dtype, "device": q.device}
         reads = [t.to(q.dtype).reshape(-1, d).contiguous() for t in (dout, q, out)]
         lse = F.pad(lse.transpose(1, 2).flatten(), (0, 1), value=-torch.inf)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # no probability
@@ -542,7 +552,8 @@ def gradients(
         dq = torch.zeros(len(lse), d, **made)  # (rows * heads + 1, d)
         dk, dv = (torch.zeros(t.shape, **made) for t in (k, v))
         for part in parts(call, kernel):
-            index, bias = part.lines(call), part.bias(call, lse, in_place)
+            index = part.lines(call)
+            bias = part.bias(call, lse, in_place)
             held = [part.of_keys(call, t) for t in (k, v)]
             if in_place:
                 grads = [torch.empty(t.shape, **made) for t in held]

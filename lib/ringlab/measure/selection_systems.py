@@ -46,7 +46,8 @@ def seen_pairs(choice: Selected, n: int) -> int:
 
 def shown(choice: Selected, n: int):
     """A choice of batch 1 as the reference asks for it, faster than slot by slot."""
-    listed, size = choice.listed()[0], choice.granularity
+    listed = choice.listed()[0]
+    size = choice.granularity
     count = -(-n // size)
     listed = listed.masked_fill(listed < 0, count)
 
@@ -132,9 +133,11 @@ class Indexed(Choosing):
     """
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        heads, dim = self.options["index_heads"], self.options["index_dim"]
+        heads = self.options["index_heads"]
+        dim = self.options["index_dim"]
         state = q.flatten(2)  # (b, n, width)
-        width, generator = state.shape[2], torch.Generator(q.device).manual_seed(0)
+        width = state.shape[2]
+        generator = torch.Generator(q.device).manual_seed(0)
         like = {"dtype": q.dtype, "device": q.device, "generator": generator}
         outputs = heads * dim, dim, heads
         mixed = state @ (width**-0.5 * torch.randn(width, sum(outputs), **like))
@@ -170,7 +173,8 @@ class Native(Choosing):
         parts = selection.nsa_parts(*qkv, **self.options)
         choice = shown(self.choose(*qkv[:2]), self.point.seq_len)
         patterns = None, choice, sliding_window(tokens=self.options["window"])
-        total, each = {}, []
+        total = {}
+        each = []
         for part, pattern, gate in zip(parts, patterns, self.gates.unbind(3)):
             gate = gate.unsqueeze(3)  # (b, n, h, 1)
             dout = [gate * t for t in inputs[3:]]

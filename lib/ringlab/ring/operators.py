@@ -335,7 +335,8 @@ def forward(
                     if heads := share.queries[share.place]:
                         add_sinks_(*kept[3:5], sinks[heads.start : heads.stop])
         outs, lses, *saved = zip(*results)
-        out, lse = group.join(outs, 1, layout), group.join(lses, 2, layout)
+        out = group.join(outs, 1, layout)
+        lse = group.join(lses, 2, layout)
     return out, lse, number, [*chain(*zip(*saved))]
 
 

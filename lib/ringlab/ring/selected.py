@@ -77,7 +77,8 @@ class _Attention(torch.autograd.Function):
             own = local._replace(pattern=part)
             steps.append(_forward(layout, rank, *tensors, own, differentiable))
         outs, lses, ks, vs, moves = zip(*drive(steps, group.process_group))
-        out, lse = group.join(outs, 1, layout), group.join(lses, 2, layout)
+        out = group.join(outs, 1, layout)
+        lse = group.join(lses, 2, layout)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, indices, counts, out, lse, *ks, *vs)
         ctx.rest = group, problem, number, options, moves
@@ -93,7 +94,8 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         inputs = (dout, 1), (dlse, 2), (q, 1), (out, 1), (lse, 2)
         shards = zip(*(group.split(t, dim, problem.layout) for t, dim in inputs))
-        ks, vs = held[: len(moves)], held[len(moves) :]
+        ks = held[: len(moves)]
+        vs = held[len(moves) :]
         steps = [
             _backward(move, *tensors, *rows)
             for move, tensors, rows in zip(moves, shards, zip(ks, vs))
