@@ -36,6 +36,10 @@ from .ways import LocalCall
 
 TILE = 512  # queries that share the keys that one of them sees, where lists differ
 PIECE = 1 << 25  # elements of masks and copies at a time
+# In pairs of a long call by the compiled kernel, measured on a CPU: a pair of a mask; a
+# query and a block that it sees, sorted by blocks.
+MASK = 6
+PLANNED = 40
 WHOLE, SOME, BESIDE = range(3)  # a block is seen whole; in part; for the window alone
 
 
@@ -304,8 +308,9 @@ class Part:
             to.flatten(0, 1).index_add_(0, index.flatten(), grad.flatten(0, 2))
 
     def dead(self, call: Call) -> Tensor:
-        """Which queries (tiles, t * sharing) see nothing of the keys."""
-        return self.hidden.all(2).repeat_interleave(call.sharing, 1)
+        """Which queries (tiles, t * sharing or 1) see nothing of the keys."""
+        dead = self.hidden.all(2)
+        return dead.repeat_interleave(call.sharing, 1) if dead.shape[1] > 1 else dead
 
     def bias(self, call: Call, like: Tensor, exact: bool) -> Tensor | None:
         """0 and -inf (tiles, t * sharing or 1, 1, c). Unless ``exact`` a query that
@@ -342,39 +347,65 @@ def parts_by_queries(call: Call, tile: int) -> Iterator[Part]:
         width = call.blocks * call.pattern.granularity
     streams = torch.arange(call.streams, device=queries.device)
     pieces = max(1, PIECE // max(1, width * tile))
+    tiles = _tiles_of_lists if alike else _tiles
     for some in queries.split(max(1, pieces // call.streams)):
         for few in streams.split(pieces) if len(some) else ():
-            yield _tiles(call, some, few, alike)
+            yield from tiles(call, some, few)
 
 
-def _tiles(call: Call, queries: Tensor, streams: Tensor, alike: bool) -> Part:
+def _tiles_of_lists(call: Call, queries: Tensor, streams: Tensor) -> Iterator[Part]:
+    """The tiles of queries (t, tile), which have one list, for some streams: with the
+    blocks that all of a tile see whole, and with the others.
+    """
+    code = call.candidates(queries)[streams]  # (streams, t, c)
+    blocks = code // 2
+    whole = (code % 2 == 0) & (blocks < call.blocks)
+    if call.causal:
+        first = call.by_row[4, queries[:, :1]]  # (t, 1), the position of a tile's first
+        whole = whole & (call.by_block[1, blocks] <= first + 1)
+    for chosen in (whole, ~whole & (blocks < call.blocks)):
+        most = int(chosen.sum(2).max())
+        if not most:
+            continue
+        kept = code.masked_fill(~chosen, 2 * call.blocks).sort(2).values[..., :most]
+        keys, rows = call.keys_of(kept // 2)
+        if chosen is whole:  # but for what a tile has fewer of than others
+            visible = (keys < call.by_block[0, -1]).unsqueeze(2)
+        else:
+            listed = (kept % 2 == 0).unsqueeze(2)
+            listed = listed.repeat_interleave(call.pattern.granularity, 3)
+            visible = call.visible(queries, keys, listed)
+        yield _part(queries, streams, rows, visible)
+
+
+def _tiles(call: Call, queries: Tensor, streams: Tensor) -> Iterator[Part]:
     """The tiles of queries (t, tile) for some streams."""
-    if alike:
-        code = call.candidates(queries)[streams]
-        listed = (code % 2 == 0).unsqueeze(2)  # (streams, t, 1, c)
-        blocks = code // 2
-    else:
-        code = call.candidates(queries.flatten().unsqueeze(1))[streams]
-        code = code.unflatten(1, queries.shape)  # (streams, t, tile, c)
-        seen = code.new_zeros(*code.shape[:3], call.blocks + 1, dtype=torch.bool)
-        chosen = seen.scatter(3, code // 2, code % 2 == 0)
-        union = seen.scatter_(3, code // 2, True)[..., :-1].any(2)
-        number = union.sum(2)  # (streams, t)
-        most = max(1, int(number.max()))
-        blocks = torch.full_like(code[..., 0, :1], call.blocks).expand(-1, -1, most)
-        order = union.to(torch.uint8).argsort(dim=2, stable=True, descending=True)
-        kept = torch.arange(most, device=code.device) < number.unsqueeze(2)
-        blocks = torch.where(kept, order[..., :most], blocks)  # (streams, t, c)
-        index = blocks.unsqueeze(2).expand(-1, -1, queries.shape[1], -1)
-        listed = chosen.gather(3, index)  # (streams, t, tile, c)
-    keys, rows = call.keys_of(blocks)
+    code = call.candidates(queries.flatten().unsqueeze(1))[streams]
+    code = code.unflatten(1, queries.shape)  # (streams, t, tile, c)
+    seen = code.new_zeros(*code.shape[:3], call.blocks + 1, dtype=torch.bool)
+    chosen = seen.scatter(3, code // 2, code % 2 == 0)
+    union = seen.scatter_(3, code // 2, True)[..., :-1].any(2)
+    number = union.sum(2)  # (streams, t)
+    most = max(1, int(number.max()))
+    order = union.to(torch.uint8).argsort(dim=2, stable=True, descending=True)
+    beyond = torch.arange(most, device=code.device) >= number.unsqueeze(2)
+    blocks = order[..., :most].masked_fill(beyond, call.blocks)  # (streams, t, c)
+    index = blocks.unsqueeze(2).expand(-1, -1, queries.shape[1], -1)
+    listed = chosen.gather(3, index)  # (streams, t, tile, c)
     listed = listed.repeat_interleave(call.pattern.granularity, 3)
-    visible = call.visible(queries, keys, listed).flatten(0, 1)
+    keys, rows = call.keys_of(blocks)
+    yield _part(queries, streams, rows, call.visible(queries, keys, listed))
+
+
+def _part(queries: Tensor, streams: Tensor, rows: Tensor, visible: Tensor) -> Part:
+    """The part of queries (t, tile) for streams: of keys at ``rows`` (streams, t, c)
+    those that are ``visible`` (streams, t, tile or 1, c).
+    """
     return Part(
         queries.repeat(len(streams), 1),
         streams.repeat_interleave(len(queries)),
         rows.flatten(0, 1),
-        None if bool(visible.all()) else ~visible,
+        None if bool(visible.all()) else ~visible.flatten(0, 1),
     )
 
 
@@ -458,18 +489,21 @@ def parts(call: Call, kernel: Kernel) -> Iterator[Part]:
     pairs = call.rows * call.streams * call.sharing
 
     def by_queries(tile: int) -> float:
+        """In (query, key) pairs of a long call."""
+        rows = tile * call.sharing
         keys = min(length, slots * size * tile / step + beside + tile)
-        one = cost.work(tile * call.sharing, keys) * cost.copied
-        return (
-            pairs / (tile * call.sharing) * one * (1 if tile == step else cost.biases)
-        )
+        one = cost.work(rows, keys) * cost.copied
+        if tile > 1:  # whole blocks of one list have no masks
+            masked = keys if tile > step else beside + 2 * tile
+            one += MASK * rows * min(keys, masked)
+        return pairs / rows * one
 
     seen = slots + beside / size + (beside > 0)
     shared = max(1.0, pairs * seen / (max(1, call.blocks) * call.streams))
     one = call.streams * (cost.work(shared, size) + cost.merge * shared) + cost.call
-    tiles = {step, max(step, TILE // call.sharing // step * step)}
-    tile = min(tiles, key=by_queries)
-    if call.blocks * one < by_queries(tile):
+    by_keys = call.blocks * one + PLANNED * call.rows * call.streams * seen
+    tile = min({step, max(step, TILE // call.sharing // step * step)}, key=by_queries)
+    if by_keys < by_queries(tile):
         return parts_by_keys(call)
     return parts_by_queries(call, tile)
 
