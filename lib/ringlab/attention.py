@@ -5,8 +5,8 @@ A key that is not finite changes no query that it is hidden from. A value in v t
 not finite may make NaN of queries that it is hidden from, and products of q and k that
 overflow fp32 (fp64 for fp64) make wrong or NaN the queries that see them, as in torch's
 own kernels. Under autocast q, k and v are cast as those of torch's attention. With
-documents, a cache, simulated ranks, a 2-D mesh or ``execution`` options for memory, a
-compiled function runs the call between its graphs; import ringlab before you load an
+documents, ``Selected``, a cache, simulated ranks, a 2-D mesh or ``execution`` options
+for memory, a compiled function runs the call between its graphs; import ringlab before you load an
 exported program.
 """
 
@@ -136,7 +136,8 @@ def attention(
     is the answer of one device, but for ``exchange_dtype``: see ``help(ringlab.ring)``.
 
     Differentiable once, in q, k, v and sinks. ``torch.compile`` and ``torch.export`` take
-    a call on one device whole, as the operator ``ringlab::attention``. For callers of
+    a call on one device whole, but for ``Selected``, as the operator
+    ``ringlab::attention``. For callers of
     torch's ``scaled_dot_product_attention``, ``is_causal`` is ``causal``, and
     ``enable_gqa``, ``dropout_p=0.0`` and ``attn_mask=None`` change nothing.
 

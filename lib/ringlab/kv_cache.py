@@ -20,7 +20,7 @@ from .engine.documents import integers
 from .engine.execute import merge
 from .engine.live_rows import LiveRows
 from .engine.retention import RetentionPolicy, retention_policy
-from .engine.selected import call_of, results
+from .engine.selected import call_of, kernels_of, results
 from .engine.sinks import add_sinks_
 from .engine.ways import LocalCall
 from .kernels import device_of, triton
@@ -377,7 +377,7 @@ class KVCache:
         if (shape[0], shape[2]) != (self.batch, rows):
             wanted = f"({self.batch}, groups, {rows}, slots) for the new positions"
             raise ValueError(f"indices must be {wanted}, got {tuple(shape)}")
-        # Refused before a row is kept: calls of shapes and indices that do not fit.
+        # What is refused is so before a row is kept.
         calls = []
         part = self._parts[0]
         for entry, (have, new) in enumerate(zip(self.lengths, lengths)):
@@ -387,19 +387,26 @@ class KVCache:
             counts = None if counts is None else counts[one, :, rows]
             own = replace(pattern, indices=pattern.indices[one, :, rows], counts=counts)
             own = options._replace(pattern=own)
-            shard = have, have + new
-            tensors = q[one, :new], k[one]
-            if new:
-                calls.append((one, call_of(own, *tensors, shard=shard)))
+            if not new:
+                continue
+            call = call_of(own, q[one, :new], k[one], shard=(have, have + new))
+            kernels_of(call, q, False)
+            rows = None
+            if have + new == self.policy.n:  # a cache that is full keeps no row
+                before = (t[one, :, :have].transpose(1, 2) for t in (part.k, part.v))
+                after = (t[one, :new] for t in (k, v))
+                rows = [torch.cat(both, 1) for both in zip(before, after)]
+            calls.append((one, call, rows))
         part.append(k, v, lengths)
         out = torch.zeros_like(q)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
         lse = lse.transpose(1, 2).contiguous()  # (b, h, c)
-        for one, call in calls:
+        for one, call, rows in calls:
             new = call.rows
             total = int(call.spans[0, 1])
-            held = (t[one, :, :total].transpose(1, 2) for t in (part.k, part.v))
-            o, l = results(call, q[one, :new], *held, False)
+            if rows is None:
+                rows = [t[one, :, :total].transpose(1, 2) for t in (part.k, part.v)]
+            o, l = results(call, q[one, :new], *rows, False)
             if sinks is not None:
                 o, l = add_sinks_(o, l, sinks)
             out[one, :new], lse[one, :, :new] = o, l

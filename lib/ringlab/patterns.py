@@ -22,6 +22,7 @@ from .checks import (
     check_ints,
     short_repr,
 )
+from .selected import Selected
 
 MIXINGS = ("lse", "head_groups")
 OFFSETS = {  # the first selected row of each segment; `group`: query heads of a K/V head
@@ -241,6 +242,8 @@ def as_pattern(pattern, kinds=Pattern):
         return Dense()
     if not isinstance(pattern, kinds):
         known = "ringlab.Dense(), ringlab.Dilated(...) or one of ringlab.blocks"
+        if isinstance(pattern, Selected):
+            raise TypeError(f"pattern must be {known}: Selected is for attention alone")
         raise TypeError(f"pattern must be {known}, got {short_repr(pattern)}")
     return pattern
 

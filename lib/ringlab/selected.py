@@ -1,13 +1,13 @@
 """Attention to keys that are selected for each query: by their indices, one by one or in
 blocks, beside a window and the first keys.
 
-NSA, DSA, MoBA and others choose keys by content. What chooses is theirs; what they
-choose is a ``Selected``, which ``ringlab.attention`` takes as a pattern.
+NSA, DSA, MoBA and others choose keys by content. What they choose is a ``Selected``, which
+``ringlab.attention`` takes as a pattern; ``ringlab.selection`` has such choices.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ class Selected:
     A key that is listed twice, or also lies in the window, is seen once. ``causal`` hides
     keys after the query, selected or not; without it the window has as many keys after
     the query as before it. With documents, all count from a document's first key; the
-    rows of packed documents follow each other, each document starts a new row.
+    rows of packed documents follow each other, each document starts a new row. Rows of
+    padding are not read.
 
     Raises ValueError or TypeError for arguments that do not fit; and, once the sequence
     is known, for indices beyond its keys.
@@ -65,6 +66,12 @@ class Selected:
         if self.counts.shape != self.indices.shape[:3]:
             wanted = f"counts must be {tuple(self.indices.shape[:3])}"
             raise ValueError(f"{wanted} as indices, got {tuple(self.counts.shape)}")
+
+    def cut_to(self, length: int) -> Selected:
+        """The same for sequences of at most ``length`` keys, with no number above it."""
+        names = "granularity", "query_block", "window", "first"
+        numbers = {name: min(getattr(self, name), length) for name in names}
+        return replace(self, **numbers)
 
     def listed(self) -> Tensor:
         """``indices`` as int64, with -1 in the slots that do not count."""

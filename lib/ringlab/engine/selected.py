@@ -208,9 +208,10 @@ def call_of(
     ValueError where the pattern does not fit.
     """
     (b, n, heads, _), (m, kv_heads) = q.shape, k.shape[1:3]
-    pattern = options.pattern
     documents = options.documents
     start, m = shard or (m - n, m)
+    pattern = options.pattern.cut_to(m)
+    options = options._replace(pattern=pattern)
     step = pattern.query_block
     spans = [(i, 0, m) for i in range(b)] if documents is None else documents.spans
     packed = b == 1 and spans[-1][2] == m
@@ -247,13 +248,16 @@ def call_of(
         list_rows.cumsum(0) - list_rows,
     )
     listed = pattern.listed().transpose(0, 1).flatten(1, 2)  # (groups, rows, slots)
-    document, _ = _counted(list_rows)
+    document, within = _counted(list_rows)
+    used = -(-call.queries[:, 1] // step)[document]
+    listed = listed.masked_fill((within >= used).unsqueeze(-1), -1)  # of padding
     number = call.block_counts
     beyond = listed >= number[document].unsqueeze(-1)
     if bool(beyond.any()):
-        what = f"blocks of {pattern.granularity} keys of the document"
-        most = int(listed[beyond].max())
-        raise ValueError(f"indices must be below the number of {what}, got {most}")
+        row = int(beyond.any(2).any(0).nonzero()[0])
+        limit = f"the {int(number[document[row]])} blocks of {pattern.granularity} keys"
+        most = int(listed[:, row].max())
+        raise ValueError(f"indices must be below {limit}, got {most} in row {row}")
     if not listed.shape[2]:  # an empty slot is as good as none
         listed = F.pad(listed, (0, 1), value=-1)
     before = (number.cumsum(0) - number)[document].unsqueeze(-1)
@@ -523,7 +527,7 @@ def results(call: Call, q, k, v, differentiable: bool) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d), lse (b, h, n) for q (b, n, h, d) and the rows of k and v (any,
     any, h_kv, d), which together are those of the call.
     """
-    kernel, masked = _kernels(call, q, differentiable)
+    kernel, masked = kernels_of(call, q, differentiable)
     in_place = hasattr(kernel, "backward_into")  # it reads and writes rows there
     flip, scale = positive_scale(call.options.scale)
     made = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
@@ -548,7 +552,9 @@ def results(call: Call, q, k, v, differentiable: bool) -> tuple[Tensor, Tensor]:
             o, l = run.forward(queries, *held, part.causal, scale, *more)
             o, l = o.to(out.dtype), l.to(lse.dtype)
             if part.hidden is not None:  # dropped: those that see nothing
-                l = l.masked_fill(part.dead(call).unsqueeze(1), -torch.inf)
+                dead = part.dead(call)
+                l = l.masked_fill(dead.unsqueeze(1), -torch.inf)
+                o = o.masked_fill(dead[..., None, None], 0.0)  # it may be NaN
             had = out[index].unsqueeze(2), lse[index].unsqueeze(1)
             merge_(*had, o, l)
             out[index], lse[index] = had[0].squeeze(2), had[1].squeeze(1)
@@ -575,7 +581,7 @@ def gradients(
     tensors = dout, flip(q), k, v, out, lse, dlse
     with without_autocast(q):
         dout, q, k, v, out, lse = fold_lse_gradient(*tensors)
-        kernel, masked = _kernels(call, q, True)
+        kernel, masked = kernels_of(call, q, True)
         in_place = hasattr(kernel, "backward_into")
         d = q.shape[3]
         made = {"dtype": lse.dtype, "device": q.device}
@@ -587,7 +593,7 @@ def gradients(
         dk, dv = (torch.zeros(t.shape, **made) for t in (k, v))
         for part in parts(call, kernel):
             index = part.lines(call)
-            bias = part.bias(call, lse, in_place)
+            bias = part.bias(call, lse, True)
             held = [part.of_keys(call, t) for t in (k, v)]
             if in_place:
                 grads = [torch.empty(t.shape, **made) for t in held]
@@ -613,7 +619,7 @@ def gradients(
     return flip(dq), *(t[..., :head_dim].reshape(shape) for t in (dk, dv))
 
 
-def _kernels(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Kernel]:
+def kernels_of(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Kernel]:
     """The kernel of a call, and the one for parts that hide keys: matrix products where
     the first takes no bias.
     """
