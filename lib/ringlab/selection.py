@@ -187,11 +187,9 @@ def vertical_slash(
         for each, number in ((down, vertical), (along, slash))
     )
     row = torch.arange(count, device=q.device).unsqueeze(1)
-    down = down.expand(-1, -1, count, -1)
-    indices = torch.cat(
-        [down.masked_fill(down > row, -1), row - along, row - along - 1], 3
-    )
-    return Selected(indices.clamp(min=-1), block_size, block_size)
+    down = torch.where(down > row, -1, down)  # (b, h, rows, lines)
+    indices = torch.cat([down, row - along, row - along - 1], 3)
+    return Selected(indices, block_size, block_size)
 
 
 def nsa_blocks(
