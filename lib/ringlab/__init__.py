@@ -14,7 +14,7 @@ torch.Size([1, 64, 4, 16])
 import sys
 
 from . import block_patterns as blocks
-from . import kernels, nn, reference, ring
+from . import kernels, nn, reference, ring, selection
 from .adaptive import Adaptive, AdaptiveBlockSparse, adaptive_attention
 from .advise import Advice, Evidence, advise
 from .attention import attention
@@ -88,4 +88,5 @@ __all__ = [
     "nn",
     "reference",
     "ring",
+    "selection",
 ]

@@ -101,7 +101,7 @@ def moba(q: Tensor, k: Tensor, *, block_size: int = 128, top_k: int = 8) -> Sele
     [[[[-1, 0], [0, 1], [0, 2], [0, 3]]]]
     """
     _check(q, k)
-    size = check_int("block_size", block_size, most=LARGEST)
+    size = min(check_int("block_size", block_size, most=LARGEST), q.shape[1])
     top_k = check_int("top_k", top_k, most=LARGEST)
     means = block_means(k.detach(), size)  # (b, kv_heads, blocks, d)
 
@@ -201,8 +201,9 @@ def nsa_blocks(
     them, ``top_k`` in all.
     """
     _check(q, k)
-    size = check_int("block_size", block_size, most=LARGEST)
-    top_k = check_int("top_k", top_k, least=3, most=LARGEST)
+    size = min(check_int("block_size", block_size, most=LARGEST), q.shape[1])
+    if check_int("top_k", top_k, most=LARGEST) < 3:
+        raise ValueError(f"top_k counts three blocks that are always seen, got {top_k}")
     means = block_means(k.detach(), size)
     kv_heads = k.shape[2]
 
@@ -268,7 +269,8 @@ def nsa(
     check_int("window", window, most=LARGEST)
     check_floats("gates", gates, "(batch, seq, heads, 3)", (*q.shape[:3], 3), q.device)
     parts = nsa_parts(q, k, v, block_size=block_size, top_k=top_k, window=window)
-    return sum(gate.unsqueeze(3) * part for gate, part in zip(gates.unbind(3), parts))
+    out = sum(gate.unsqueeze(3) * part for gate, part in zip(gates.unbind(3), parts))
+    return out.to(parts[1].dtype)
 
 
 def nsa_parts(

@@ -91,6 +91,44 @@ def test_a_key_that_is_not_finite_changes_no_query_that_it_is_hidden_from():
     assert out[:, sees].isnan().all()
 
 
+@pytest.mark.parametrize("backend", ["eager", "compiled", "cpu_flash"])
+def test_no_backend_lets_a_hidden_key_through(backend):
+    """Also where a query sees nothing of a tile."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 64, 2, 16, generator=generator) for _ in range(3))
+    indices = torch.randint(-1, 8, (1, 1, 64, 3), generator=generator)
+    pattern = Selected(indices, granularity=8, window=2)
+    at = torch.arange(64)
+    hidden = ~pattern.multiplicity(at, at, head=0, heads=2)[0, :, 40] | (at < 40)
+    clean = attention(q, k, v, pattern, causal=True, backend=backend)
+    k[:, 40] = float("nan")
+    out = attention(q, k, v, pattern, causal=True, backend=backend)
+    assert reference.error(out[:, hidden], clean[:, hidden], 1.0) <= 1e-6
+    assert out[:, ~hidden].isnan().all()
+
+
+def test_rows_of_padding_are_not_read_and_sizes_are_cut_to_the_sequence():
+    q = torch.randn(2, 77, 2, 16, dtype=torch.float64)
+    options = {"causal": True, "scale": None, "lengths": [77, 40]}
+    indices = (torch.arange(77) // 8)[None, None, :, None].expand(2, 1, -1, -1)
+    assert (
+        max(errors((q, q, q), Selected(indices, granularity=8), options).values())
+        < 1e-12
+    )
+    one = torch.zeros(2, 1, 1, 1, dtype=torch.int64)
+    huge = {"granularity": 2**40, "query_block": 2**40, "window": 2**40, "first": 2**40}
+    for name in huge:
+        rows = one if name == "query_block" else one.expand(-1, -1, 77, -1)
+        pattern = Selected(rows, **{name: huge[name]})
+        out = attention(q, q, q, pattern, causal=True)
+        assert (
+            reference.error(
+                out, reference.attention(q, q, q, pattern, causal=True)[0], 1.0
+            )
+            < 1e-12
+        )
+
+
 def test_what_does_not_fit_is_refused():
     q = torch.randn(1, 32, 4, 8)
     indices = torch.zeros(1, 2, 32, 1, dtype=torch.int64)
@@ -149,9 +187,10 @@ def test_what_does_not_fit_is_refused():
         assert "\n" not in str(raised.value), number
 
 
-def test_a_cache_gives_the_rows_of_the_whole_sequence():
-    """Pieces of any length, sequences of their own lengths, sinks; what does not fit
-    changes nothing.
+@pytest.mark.parametrize("at_most", [29, 60])
+def test_a_cache_gives_the_rows_of_the_whole_sequence(at_most):
+    """Pieces of any length until one sequence is full, sequences of their own lengths,
+    sinks; what does not fit changes nothing.
     """
     generator = torch.Generator().manual_seed(0)
     made = {"dtype": torch.float64, "generator": generator}
@@ -168,7 +207,7 @@ def test_a_cache_gives_the_rows_of_the_whole_sequence():
         heads=4,
         kv_heads=2,
         head_dim=8,
-        max_seq_len=60,
+        max_seq_len=at_most,
         dtype=torch.float64,
     )
     at = [0, 0]
@@ -188,6 +227,9 @@ def test_a_cache_gives_the_rows_of_the_whole_sequence():
             wrong = Selected(lists + 60, **fields)
             with pytest.raises(ValueError, match="indices"):
                 attention(*piece, wrong, **step)
+            with pytest.raises(NotImplementedError):
+                attention(*piece, Selected(lists, **fields), backend="flash", **step)
+            assert cache.lengths == at
             out, lse = attention(*piece, Selected(lists, **fields), **step)
             for entry, (start, count) in enumerate(zip(at, new)):
                 rows = slice(start, start + count)

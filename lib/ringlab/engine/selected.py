@@ -621,7 +621,7 @@ def gradients(
 
 def kernels_of(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Kernel]:
     """The kernel of a call, and the one for parts that hide keys: matrix products where
-    the first takes no bias.
+    the first cannot hide keys that are not finite.
     """
     options = {"backward": differentiable, "softcap": call.options.softcap}
     backends = call.options.backend, "eager"
@@ -629,7 +629,8 @@ def kernels_of(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Ker
         kernels.choose(q.device, q.dtype, q.shape[3], backend=backend, **options).kernel
         for backend in backends
     )
-    return kernel, kernel if supports_bias(kernel, q.dtype) else products
+    hides = supports_bias(kernel, q.dtype) and cost_of(kernel).biases < float("inf")
+    return kernel, kernel if hides else products
 
 
 def _everywhere(t: Tensor, tiles: int) -> Tensor:
