@@ -195,6 +195,17 @@ FITTING = [
         (lambda part=part, **given: blocks.BlockSparse([part(**given)], 8), given)
         for part, given in PARTS.items()
     ],
+    (
+        ringlab.Selected,
+        {
+            "indices": torch.zeros(1, 1, 32, 1, dtype=torch.int64),
+            "granularity": 8,
+            "query_block": 1,
+            "counts": None,
+            "window": 4,
+            "first": 1,
+        },
+    ),
     (ringlab.Adaptive, {"block_size": 8, "top_k": 2}),
     (ringlab.Adaptive(8, 2).pairs, {"n": 32, "causal": False}),
     (
@@ -756,7 +767,6 @@ def test_what_is_wrong_is_refused_by_name_in_one_line(call, error, why):
 
 ON_A_DEVICE = [
     *((call, fitting) for call, fitting in FITTING if "device" in fitting),
-    (MODULE.backends, {}),
     (kernels.choose, {"dtype": torch.float32, "head_dim": 8}),
 ]
 

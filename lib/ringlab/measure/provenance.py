@@ -36,7 +36,7 @@ ENGINE = (
     "engine",
     "ring",
     "native",
-    "modes",
+    "torch_private",
 )
 NOT_RUN = ("kernels/triton_tune", "ring/launch", "ring/watch")
 # What decides how a call is timed and checked; in measure/ the others name the points,
