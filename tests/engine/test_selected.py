@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from ringlab import Dense, KVCache, Selected, Simulated, attention, blocks, reference
+from ringlab import (
+    Dense,
+    KVCache,
+    Selected,
+    Simulated,
+    attention,
+    blocks,
+    kernels,
+    reference,
+)
 from ringlab.engine import selected
 from selected_cases import errors, random_call
 
@@ -105,6 +114,25 @@ def test_no_backend_lets_a_hidden_key_through(backend):
     out = attention(q, k, v, pattern, causal=True, backend=backend)
     assert reference.error(out[:, hidden], clean[:, hidden], 1.0) <= 1e-6
     assert out[:, ~hidden].isnan().all()
+
+
+def test_a_kernel_that_is_wrong_in_causal_mode_is_refused(monkeypatch):
+    """A block that its own queries see up to themselves is a causal call."""
+
+    class Flawed(type(kernels.KERNELS["eager"])):
+        name = "flawed"
+
+        def forward(self, q, k, v, causal, scale, bias=None):
+            return super().forward(q, k, v, False, scale, bias)
+
+    monkeypatch.setitem(kernels.KERNELS, "flawed", Flawed())
+    kernels.forget_probes()
+    q = torch.randn(1, 64, 2, 16)
+    pattern = Selected((torch.arange(64) // 16)[None, None, :, None], granularity=16)
+    attention(q, q, q, pattern, backend="flawed")
+    with pytest.raises(NotImplementedError):
+        attention(q, q, q, pattern, causal=True, backend="flawed")
+    kernels.forget_probes()
 
 
 def test_rows_of_padding_are_not_read_and_sizes_are_cut_to_the_sequence():

@@ -623,7 +623,8 @@ def kernels_of(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Ker
     """The kernel of a call, and the one for parts that hide keys: matrix products where
     the first cannot hide keys that are not finite.
     """
-    options = {"backward": differentiable, "softcap": call.options.softcap}
+    options = {"causal": call.causal, "backward": differentiable}
+    options["softcap"] = call.options.softcap
     backends = call.options.backend, "eager"
     kernel, products = (
         kernels.choose(q.device, q.dtype, q.shape[3], backend=backend, **options).kernel
