@@ -252,6 +252,7 @@ def sampled_errors(
                 causal,
                 scale,
                 {"n": n, "head": h, "heads": heads, "kv_heads": kv_heads},
+                i,
             )
             o_r, l_r, dq_r = _query_rows(q_h, k_h, v_h, rows, g_h, head)
             pairs["out"].append((out[i, rows, h], o_r))
@@ -281,8 +282,13 @@ def sampled_errors(
     return found
 
 
-def _log_multiplicity(pattern, queries, keys, causal: bool, about: dict) -> Tensor:
-    m = pattern.multiplicity(queries, keys, **about)  # (q, k)
+def _log_multiplicity(
+    pattern, queries, keys, causal: bool, about: dict, entry: int | None = None
+) -> Tensor:
+    """log M (q, k); (b, q, k) of a pattern by batch entry, unless one is given."""
+    m = pattern.multiplicity(queries, keys, **about)
+    if entry is not None and m.dim() == 3:
+        m = m[entry]
     if causal:
         m = m * (keys[None, :] <= queries[:, None])
     return m.double().log()
@@ -318,7 +324,7 @@ def _query_rows(q, k, v, rows, dout, head):
     """Exact out (s, d), lse (s,), dq (s, d) of one head at query positions ``rows``; q,
     k, v are (n, d) float64.
     """
-    pattern, causal, scale, about = head
+    pattern, causal, scale, about, entry = head
     start, stop = pattern.reach(int(rows.min()), int(rows.max()), len(k))
     keys, k, v = (
         torch.arange(start, stop, device=k.device),
@@ -326,7 +332,7 @@ def _query_rows(q, k, v, rows, dout, head):
         v[start:stop],
     )
     prob, lse = _softmax(
-        q[rows], k, _log_multiplicity(pattern, rows, keys, causal, about), scale
+        q[rows], k, _log_multiplicity(pattern, rows, keys, causal, about, entry), scale
     )
     out, dq = prob @ v, None
     if dout is not None:
@@ -339,10 +345,10 @@ def _key_columns(q, k, v, cols, dout, head):
     """Exact dk, dv (s, d) of one head at key positions ``cols``, over 1024 queries at a
     time, of those that see any.
     """
-    pattern, causal, scale, about = head
+    pattern, causal, scale, about, entry = head
     dk, dv = torch.zeros_like(k[cols]), torch.zeros_like(k[cols])
     for rows in torch.arange(len(q), device=q.device).split(1024):
-        bias = _log_multiplicity(pattern, rows, cols, causal, about)  # (1024, s)
+        bias = _log_multiplicity(pattern, rows, cols, causal, about, entry)  # (1024, s)
         sees = (bias > -torch.inf).any(-1)
         if not sees.any():
             continue

@@ -91,11 +91,20 @@ class Selected:
         rows = self.listed()[:, head * self.indices.shape[1] // heads]
         rows = rows[:, queries // self.query_block]  # (batch, queries, slots)
         blocks = keys // self.granularity
-        seen = (queries[:, None] - keys).abs() < self.window  # (queries, keys)
-        seen = (seen | (keys < self.first)).expand(len(rows), -1, -1)
-        for slot in rows.unbind(2):
-            seen = seen | (slot.unsqueeze(2) == blocks)
-        return seen
+        near = (queries[:, None] - keys).abs() < self.window  # (queries, keys)
+        # By block, the one before the first for those that are none or beyond.
+        most = int(blocks.max())
+        listed = rows.new_zeros(*rows.shape[:2], most + 2, dtype=torch.bool)
+        listed.scatter_(2, rows.masked_fill(rows > most, -1) + 1, True)
+        return near | (keys < self.first) | listed[:, :, blocks + 1]
+
+    def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
+        """The range of keys that queries may see: any."""
+        return 0, n
+
+    def fewest_keys(self, n: int, heads: int, kv_heads: int | None = None) -> int:
+        """The fewest keys that one kernel call usually sees: one."""
+        return 1
 
     def __str__(self) -> str:
         keys = "keys" if self.granularity == 1 else f"blocks of {self.granularity}"

@@ -280,3 +280,24 @@ def test_writing_to_indices_before_the_backward_is_noticed():
     indices.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_tolerances_and_sampled_errors_take_selected_keys():
+    """Also where batch entries have lists of their own."""
+    generator = torch.Generator().manual_seed(0)
+    made = {"dtype": torch.float64, "generator": generator}
+    tensors = [torch.randn(2, 70, h, 8, **made).requires_grad_() for h in (4, 2, 2)]
+    indices = torch.randint(-1, 9, (2, 2, 70, 3), generator=generator)
+    pattern = Selected(indices, granularity=8, window=3)
+    out, lse = attention(*tensors, pattern, causal=True, return_lse=True)
+    dout = torch.randn(out.shape, **made)
+    grads = torch.autograd.grad(out, tensors, dout)
+    q, k, v = (t.detach() for t in tensors)
+    result = {"out": out.detach(), "lse": lse.detach(), "dout": dout, "grads": grads}
+    found = reference.sampled_errors(q, k, v, pattern, causal=True, **result)
+    assert len(found) == 5 and max(found.values()) <= 1e-12
+    result["out"] = result["out"].roll(1, 0)
+    found = reference.sampled_errors(q, k, v, pattern, causal=True, **result)
+    assert found["out"] > 0.1
+    half = [t.bfloat16() for t in (q, k, v)]
+    assert reference.tolerance(*half, pattern=pattern, causal=True)["out"] < 0.1
