@@ -5,6 +5,7 @@ block.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -39,9 +40,11 @@ from .patterns import Pattern, as_pattern
 from .ring.group import Group
 from .ring.layout import layout_named
 from .ring.schemes import check_scheme
+from .selected import Selected
 from .torch_private import NotTorchsAttention, has_pre_hooks
 
 KINDS = Pattern | PerHead | Adaptive
+Choice = Callable[[Tensor, Tensor], Selected]  # of q and k
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
@@ -54,7 +57,9 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
     embed_dim) to (b, n, embed_dim).
 
     With an ``Adaptive`` pattern the means of q and k choose the blocks; it takes no
-    documents and no cache. ``num_kv_heads`` (default: ``num_heads``) must
+    documents and no cache. Nor does a function ``f(q, k) -> Selected``, as
+    ``functools.partial(ringlab.selection.moba, top_k=4)``: each call asks it, with q and
+    k (b, n, heads, d) after the rotary embedding, and it takes no group. ``num_kv_heads`` (default: ``num_heads``) must
     divide ``num_heads``, and ``num_heads`` must divide ``embed_dim``. ``group``,
     ``scheme``, ``layout``, ``backend`` and ``execution`` are those of
     ``ringlab.attention``: over a ProcessGroup or 1-D mesh, x is this rank's shard of
@@ -88,7 +93,7 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        pattern: Pattern | PerHead | Adaptive,
+        pattern: Pattern | PerHead | Adaptive | Choice,
         *,
         num_kv_heads: int | None = None,
         bias: bool = True,
@@ -112,7 +117,12 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
         if num_kv_heads is None:
             num_kv_heads = num_heads
         num_kv_heads = check_int("num_kv_heads", num_kv_heads)
-        pattern = as_pattern(pattern, KINDS)
+        if not callable(pattern) or isinstance(pattern, type):
+            pattern = as_pattern(pattern, KINDS)
+        elif group is not None:
+            raise ValueError(
+                "a pattern that is a function takes no group: q and k of a rank are not all"
+            )
         if group is not None:
             check_scheme(scheme, Group.of(group, dimensions=2).shape)
         else:
@@ -355,12 +365,12 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
         q, k, v = self._projected(x)
         options = self.options | call
         adaptive = isinstance(self.pattern, Adaptive)
-        if adaptive and any(
+        by_content = adaptive or callable(self.pattern)
+        if by_content and any(
             x is not None for x in (cache, call["cu_seqlens"], call["lengths"])
         ):
-            raise NotImplementedError(
-                "an Adaptive pattern takes no cache, cu_seqlens or lengths"
-            )
+            kind = "an Adaptive pattern" if adaptive else "a pattern that is a function"
+            raise NotImplementedError(f"{kind} takes no cache, cu_seqlens or lengths")
         if cache is not None:  # it knows its group, and x is whole on every rank
             options |= {"group": None, "scheme": "auto", "layout": "contiguous"}
         if self.rotary_base is not None:
@@ -384,8 +394,9 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
             return self.out_proj(
                 adaptive_attention(q, k, v, self.pattern, **adaptive_options).flatten(2)
             )
+        pattern = self.pattern(q, k) if callable(self.pattern) else self.pattern
         return self.out_proj(
-            attention(q, k, v, self.pattern, cache=cache, **options).flatten(2)
+            attention(q, k, v, pattern, cache=cache, **options).flatten(2)
         )
 
     def extra_repr(self) -> str:
@@ -571,7 +582,7 @@ class DecoderBlock(nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        pattern: Pattern | PerHead | Adaptive,
+        pattern: Pattern | PerHead | Adaptive | Choice,
         *,
         hidden_dim: int | None = None,
         **options,

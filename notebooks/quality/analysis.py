@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 import torch
-from ringlab import Adaptive
+from ringlab.patterns import Pattern
 from ringlab.report.compare import quantile
 from ringlab.report.tables import Cell, number
 from ringlab.report.theme import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY
@@ -24,6 +24,9 @@ COLORS = {
     "BigBird": ORANGE,
     "Hierarchical": RED,
     "Adaptive": INK,
+    "MoBA": SKY,
+    "NSA": ORANGE,
+    "DSA": GREEN,
     "Window, first layer dense": SKY,
     "Window, last layer dense": BLUE,
     "LongNet and window": PURPLE,
@@ -161,7 +164,7 @@ def connected(
     reached, at = torch.eye(n, dtype=torch.bool), torch.arange(n)
     causal = at[:, None] >= at
     for layer in layers:
-        if isinstance(layer, Adaptive):
+        if not isinstance(layer, Pattern):
             return None
         seen = torch.zeros(n, n, dtype=torch.bool)
         for head in range(heads):

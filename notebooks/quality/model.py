@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from ringlab import Adaptive, Dense, Dilated, KVCache, blocks
+from ringlab import (
+    Adaptive,
+    Dense,
+    Dilated,
+    KVCache,
+    Selected,
+    attention,
+    blocks,
+    selection,
+)
 from ringlab.block_patterns import block_count, hierarchical
-from ringlab.nn import DecoderBlock
+from ringlab.nn import DecoderBlock, positions, rotary
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,7 +41,9 @@ class LanguageModel(nn.Module):
         made = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.embedding = nn.Embedding(vocabulary, embed_dim, **made)
         self.blocks = nn.ModuleList(
-            DecoderBlock(embed_dim, num_heads, pattern, **options)
+            BLOCKS.get(type(pattern), DecoderBlock)(
+                embed_dim, num_heads, pattern, **options
+            )
             for pattern in patterns
         )
         self.norm = nn.RMSNorm(embed_dim, eps=1e-5, **made)
@@ -64,12 +76,139 @@ class PairEmbedding(nn.Embedding):
         return here + self.before(before)
 
 
+@dataclass(frozen=True)
+class MoBA:
+    """Each query and head sees its own block and the best of those before it."""
+
+    block_size: int
+    top_k: int
+
+    def __call__(self, q: Tensor, k: Tensor) -> Selected:
+        return selection.moba(q, k, block_size=self.block_size, top_k=self.top_k)
+
+    def __str__(self) -> str:
+        return f"the best {self.top_k} blocks of {self.block_size} for each query"
+
+
+@dataclass(frozen=True)
+class NSA:
+    """Pooled blocks, ``top_k`` of them whole, and a window: see ``selection.nsa``."""
+
+    block_size: int
+    top_k: int
+    window: int
+
+    def __str__(self) -> str:
+        blocks = f"the best {self.top_k} blocks of {self.block_size}"
+        return f"{blocks}, means of all, a window of {self.window}"
+
+
+@dataclass(frozen=True)
+class DSA:
+    """All heads see the ``top_k`` keys that an indexer scores highest."""
+
+    top_k: int
+
+    def __str__(self) -> str:
+        return f"the best {self.top_k} keys for each query"
+
+
+class ContentBlock(DecoderBlock):
+    """A block whose ``attend(y, q, k, v)`` asks more of its normed input y than q, k and
+    v. Its shared weights are those of a ``DecoderBlock`` of the same seed.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, pattern, **options):
+        super().__init__(embed_dim, num_heads, Dense(), **options)
+        self.attention.pattern = pattern
+        made = {"device": options.get("device"), "dtype": options.get("dtype")}
+        with torch.random.fork_rng():  # the next block draws what it draws elsewhere
+            self.add_weights(embed_dim, num_heads, made)
+
+    def forward(self, x: Tensor, *, cache=None) -> Tensor:
+        if cache is not None:
+            raise NotImplementedError("NSA and DSA are trained here, without a cache")
+        y, layer = self.attention_norm(x), self.attention
+        projections = layer.q_proj, layer.k_proj, layer.v_proj
+        q, k, v = (f(y).unflatten(2, (layer.num_heads, -1)) for f in projections)
+        q, k = (rotary(t, positions(x), layer.rotary_base) for t in (q, k))
+        x = x + layer.out_proj(self.attend(y, q, k, v).flatten(2))
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class NSABlock(ContentBlock):
+    """Three gates for each head, by a linear layer and a sigmoid; all are 0.5 at first."""
+
+    def add_weights(self, embed_dim: int, num_heads: int, made: dict) -> None:
+        self.gates = nn.Parameter(torch.zeros(3 * num_heads, embed_dim, **made))
+
+    def attend(self, y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        gates = F.linear(y, self.gates).sigmoid().unflatten(2, (-1, 3))
+        return selection.nsa(q, k, v, gates, **vars(self.attention.pattern))
+
+
+class DSABlock(ContentBlock):
+    """An indexer of as many small heads as the attention has. It learns by
+    ``index_loss`` of the last forward alone: nothing else depends on its weights.
+    """
+
+    def add_weights(self, embed_dim: int, num_heads: int, made: dict) -> None:
+        dim = embed_dim // num_heads
+        self.index_q, self.index_k, self.index_weights = (
+            nn.Linear(embed_dim, out, bias=False, **made)
+            for out in (embed_dim, dim, num_heads)
+        )
+
+    def attend(self, y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y, base = y.detach(), self.attention.rotary_base
+        index_q, index_k = (
+            rotary(f(y).unflatten(2, (-1, q.shape[3])), positions(y), base)
+            for f in (self.index_q, self.index_k)
+        )
+        weights = self.index_weights(y) * q.shape[3] ** -0.5  # (b, n, index heads)
+        top_k = self.attention.pattern.top_k
+        choice = selection.dsa(index_q, index_k, weights, top_k=top_k)
+        if torch.is_grad_enabled():
+            index = index_q, index_k.squeeze(2), weights
+            self.index_loss = index_loss(choice.indices.squeeze(1), *index, q, k)
+        return attention(q, k, v, choice, causal=True)
+
+
+def index_loss(
+    chosen: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    weights: Tensor,
+    q: Tensor,
+    k: Tensor,
+) -> Tensor:
+    """The mean divergence of an indexer's shares from attention's, both over the
+    ``chosen`` keys (b, n, slots), as in DSA's sparse stage of training.
+
+    The target is the mean over heads of attention, without a gradient. q and k are (b,
+    n, h, d), index_q (b, n, j, d), index_k (b, n, d), weights (b, n, j).
+    """
+    hidden, entry = chosen < 0, torch.arange(len(q), device=q.device)[:, None, None]
+    keys = k.detach()[entry, chosen]  # (b, n, slots, h, d); hidden slots take any
+    scores = q.shape[3] ** -0.5 * torch.einsum("bnhd,bnshd->bnhs", q.detach(), keys)
+    target = scores.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(3).mean(2)
+    products = torch.einsum("bnjd,bnsd->bnjs", index_q, index_k[entry, chosen]).relu()
+    shares = torch.einsum("bnjs,bnj->bns", products, weights)
+    shares = shares.masked_fill(hidden, -torch.inf).log_softmax(2)
+    apart = F.kl_div(shares.masked_fill(hidden, 0), target, reduction="sum")
+    return apart / hidden[..., 0].numel()
+
+
+BLOCKS = {NSA: NSABlock, DSA: DSABlock}
+
+
 def patterns(block: int, n: int, layers: int = 4) -> dict[str, list]:
     """The pattern of each layer, by the name that readers see, for blocks of ``block``
     positions and sequences of ``n`` tokens.
 
-    Every sparse pattern shows a query about 2.5 blocks of keys. All see all of a
-    sequence of two blocks.
+    Every sparse pattern shows a query about 2.5 blocks of keys; NSA shows it the means
+    of all blocks, too. All see all of a sequence of two blocks.
 
     >>> print(patterns(16, 512)["LongNet"][0])
     dilated [64, 256, 1024] / [1, 4, 16]
@@ -86,6 +225,10 @@ def patterns(block: int, n: int, layers: int = 4) -> dict[str, list]:
         "BigBird": blocks.bigbird(1, 1, 1, block_size=block),
         "Hierarchical": hierarchical([(1, 1), (8, 16)], block_size=block),
         "Adaptive": Adaptive(block, min(3, block_count(n, block))),
+        "MoBA": MoBA(block, 3),
+        # 3 of the 8 blocks are always seen; the window has 10 keys more, of 16.
+        "NSA": NSA(block // 4, 8, block),
+        "DSA": DSA(block * 5 // 2),
     }
     mixed = {
         "Window, first layer dense": [Dense(), window, window, window],

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from model import LanguageModel, PairEmbedding, patterns
+from model import DSABlock, LanguageModel, PairEmbedding, patterns
 from ringlab.nn import mean_loss
 from tasks import TASKS, Batch
 from torch import nn
@@ -158,10 +158,14 @@ def rate_at(number: int, steps: int) -> float:
 
 
 def step(model: LanguageModel, optimizer, batch: Batch, rate: float) -> float:
-    """One step of training; returns its loss, in nats a target."""
+    """One step of training; returns its loss, in nats a target.
+
+    What an indexer learns by is added for the gradients.
+    """
     device = model.embedding.weight.device
     loss = mean_loss(model(batch.tokens.to(device)), batch.targets.to(device))
-    loss.backward()
+    indexers = (x.index_loss for x in model.blocks if isinstance(x, DSABlock))
+    sum(indexers, start=loss).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for group in optimizer.param_groups:
         group["lr"] = rate
