@@ -32,6 +32,12 @@ COLORS = {
     "LongNet and window": PURPLE,
 }
 MIXED = [name for name in COLORS if ", " in name or " and window" in name]
+# Selected keys, and what readers set them beside.
+BESIDE = ["MoBA", "NSA", "DSA", "Dense", "Window", "LongNet"]
+JUDGED = {  # task, score, seq, scale
+    "Right answers of recall in 512 tokens (%)": ("recall", "accuracy", 512, 100),
+    "Bits a byte of text in 4,096 tokens": ("text", "bits", 4096, 1),
+}
 
 # --------------------------------------------------------------------------------------
 # rows as frames
@@ -105,7 +111,32 @@ def score_cell(table: pd.DataFrame, pattern: str, scale: float = 1.0) -> Cell | 
         return None
     mean, half = mean_and_half(table.loc[pattern])
     known = not math.isnan(half)
-    return Cell(number(mean * scale), f"± {number(half * scale, 2)}" if known else "")
+    return Cell(
+        number(mean * scale), f"± {number(half * scale, 2)}" if known else "one seed"
+    )
+
+
+def learned(rows: Sequence[dict]) -> dict[str, list[Cell]]:
+    """What each attention of ``BESIDE`` learned, as columns."""
+    scores, *_ = frames(rows)
+    found = {}
+    for title, (task, score, seq, scale) in JUDGED.items():
+        some = scores[
+            (scores.task == task) & (scores.seq == seq) & scores.ended.eq(True)
+        ]
+        table = by_seed(some, score)
+        cells = [score_cell(table, p, scale) for p in BESIDE]
+        found[title] = [cell or Cell("not trained") for cell in cells]
+    return found
+
+
+def learned_line(rows: Sequence[dict]) -> str:
+    """The same in a sentence."""
+    said = [
+        f"{title}: {', '.join(f'{p} {cell.plain}' for p, cell in zip(BESIDE, cells))}"
+        for title, cells in learned(rows).items()
+    ]
+    return f"**Selected keys**. {'; '.join(said)}. ± is over seeds."
 
 
 @dataclass

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch
 import trained
 import trainings
 from model import patterns
-from ringlab import Simulated
+from ringlab import Adaptive, Simulated, attention, selection
 from ringlab import nn as layers
 from ringlab.measure.store import Store
 from tasks import HIDDEN, TASKS
@@ -141,7 +142,7 @@ def test_sparse_patterns_show_about_as_many_keys_and_all_of_a_sequence_of_two_bl
                 )
             assert 2.3 * block < seen < 3.7 * block, (name, n, seen)
         for name, each in patterns(block, 2 * block).items():
-            for p in each if name != "Adaptive" else ():
+            for p in each if name not in ("Adaptive", "MoBA", "NSA", "DSA") else ():
                 m = p.multiplicity(
                     torch.arange(2 * block),
                     torch.arange(2 * block),
@@ -153,15 +154,18 @@ def test_sparse_patterns_show_about_as_many_keys_and_all_of_a_sequence_of_two_bl
 
 
 def test_all_patterns_have_equal_parameters_and_equal_initial_weights():
+    """But for what NSA and DSA have beside them."""
     names = patterns(16, 512)
-    first, *others = (
-        build(trained.small("recall", name))[0].state_dict() for name in names
-    )
-    assert len(names) == 10
-    for other in others:
-        assert first.keys() == other.keys() and all(
-            torch.equal(first[k], other[k]) for k in first
-        )
+    states = {
+        name: build(trained.small("recall", name))[0].state_dict() for name in names
+    }
+    first = states["Dense"]
+    assert len(names) == 13
+    for name, other in states.items():
+        own = {key.split(".")[2] for key in other.keys() - first.keys()}
+        indexer = {"index_q", "index_k", "index_weights"}
+        assert own == {"NSA": {"gates"}, "DSA": indexer}.get(name, set())
+        assert all(torch.equal(first[k], other[k]) for k in first)
 
 
 def sdpa(q, k, v, pattern, *, causal, **_):
@@ -207,6 +211,100 @@ def test_gradients_of_a_step_are_those_of_masked_attention(pattern):
         assert (got - wanted).norm() <= 1e-10 * max(wanted.norm(), 1e-3)
 
 
+def block_on_rows(name: str) -> tuple:
+    """A block in float64, its input x, and y, q and k of it (b, n, h, d)."""
+    run = trained.small("recall", name)
+    model, x = build(run)[0].double(), torch.randn(2, 128, 16, dtype=torch.float64)
+    run.set_length(model, 128)
+    block = model.blocks[0]
+    y, layer = block.attention_norm(x), block.attention
+    q, k = (f(y).unflatten(2, (4, -1)) for f in (layer.q_proj, layer.k_proj))
+    turned = (layers.rotary(t, torch.arange(128), 10000.0) for t in (q, k))
+    return block, x, y, *turned
+
+
+def shares_of(q, k, seen):
+    """Attention (b, h, n, keys) to what is seen; 0 where nothing is."""
+    scores = q.transpose(1, 2) @ k.transpose(1, 2).mT * q.shape[3] ** -0.5
+    return scores.masked_fill(~seen, -torch.inf).softmax(3).nan_to_num()
+
+
+def seen_in(choice):
+    """What a choice shows to each query (b, h, n, keys)."""
+    at = torch.arange(128)
+    heads = [choice.multiplicity(at, at, head=i, heads=4) for i in range(4)]
+    return torch.stack(heads, 1).bool() & (at <= at[:, None])
+
+
+def indexed(block, y):
+    """Scores of DSA's indexer (b, n, keys), -inf for later keys."""
+    at = torch.arange(128)
+    index_q, index_k = (
+        f(y).unflatten(2, (-1, 4)) for f in (block.index_q, block.index_k)
+    )
+    index_q, index_k = (layers.rotary(t, at, 10000.0) for t in (index_q, index_k))
+    each = torch.einsum("bnjd,bmd->bnjm", index_q, index_k[:, :, 0]).relu()
+    scores = torch.einsum("bnjm,bnj->bnm", each, block.index_weights(y)) / 2
+    return scores.masked_fill(at > at[:, None], -torch.inf)
+
+
+@pytest.mark.parametrize("name", ["MoBA", "NSA", "DSA"])
+def test_a_block_that_chooses_attends_to_what_it_chose(name):
+    block, x, y, q, k = block_on_rows(name)
+    layer, at = block.attention, torch.arange(128)
+    v = layer.v_proj(y).unflatten(2, (4, -1))
+    causal = at <= at[:, None]
+    if name == "NSA":
+        p = layer.pattern
+        choice = selection.nsa_blocks(q, k, block_size=p.block_size, top_k=p.top_k)
+        pooled = [t.unflatten(1, (-1, p.block_size)).mean(2) for t in (k, v)]
+        ended = (
+            torch.arange(1, 128 // p.block_size + 1) * p.block_size - 1 <= at[:, None]
+        )
+        near = causal & (at > at[:, None] - p.window)
+        seen = seen_in(choice)
+        out = shares_of(q, pooled[0], ended) @ pooled[1].transpose(1, 2)
+        out = out + shares_of(q, k, seen) @ v.transpose(1, 2)
+        out = (
+            out + shares_of(q, k, near) @ v.transpose(1, 2)
+        ) / 2  # gates begin at 0.5
+        seen = seen | near
+    else:
+        if name == "MoBA":
+            seen = seen_in(layer.pattern(q, k))
+        else:
+            best = indexed(block, y).topk(layer.pattern.top_k).indices
+            seen = torch.zeros(2, 128, 128, dtype=torch.bool).scatter_(2, best, True)
+            seen = (seen & causal).unsqueeze(1)
+        out = shares_of(q, k, seen) @ v.transpose(1, 2)
+    assert 2.3 * 16 < seen[:, :, 64:].double().sum(3).mean() < 2.7 * 16
+    attended = x + layer.out_proj(out.transpose(1, 2).flatten(2))
+    z = block.mlp_norm(attended)
+    wanted = attended + block.down(F.silu(block.gate(z)) * block.up(z))
+    assert (block(x) - wanted).abs().max() < 1e-12
+
+
+def test_an_indexer_learns_attention_over_the_chosen_keys_and_nothing_else_learns_by_it():
+    block, x, y, q, k = block_on_rows("DSA")
+    block(x)
+    scores = indexed(block, y)
+    best = scores.topk(40).indices
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True)
+    chosen &= scores > -torch.inf
+    target = shares_of(q, k, chosen.unsqueeze(1)).mean(1)
+    found = scores.masked_fill(~chosen, -torch.inf).log_softmax(2)
+    apart = (target * (target.log() - found))[target > 0].sum() / 256
+    assert block.index_loss.item() == pytest.approx(apart.item(), abs=1e-12)
+    block.index_loss.backward()
+    learned = {name for name, p in block.named_parameters() if p.grad is not None}
+    indexer = {f"index_{x}.weight" for x in ("q", "k", "weights")}
+    assert learned == indexer
+    block.zero_grad()
+    block(x).square().sum().backward()
+    learned = {name for name, p in block.named_parameters() if p.grad is not None}
+    assert not learned & indexer and "attention.q_proj.weight" in learned
+
+
 def masked(layer):
     """The layer with its pattern written down densely."""
     from ringlab.adaptive import Adaptive, best_blocks
@@ -249,6 +347,25 @@ def test_an_adaptive_layer_refuses_what_it_cannot_run():
     layer = layers.MultiheadAttention(16, 2, pattern, causal=True)
     with pytest.raises(NotImplementedError, match="no cache, cu_seqlens or lengths"):
         layer(torch.randn(1, 128, 16), cu_seqlens=[0, 64, 128])
+
+
+def test_a_pattern_may_be_a_function_of_q_and_k_on_one_device_and_one_sequence():
+    choose, x = partial(selection.moba, block_size=16, top_k=2), torch.randn(2, 128, 16)
+    with pytest.raises(ValueError, match="function takes no group"):
+        layers.MultiheadAttention(16, 2, choose, group=Simulated(2))
+    with pytest.raises(TypeError, match="pattern must be"):
+        layers.MultiheadAttention(16, 2, Adaptive)
+    layer = layers.MultiheadAttention(16, 2, choose, num_kv_heads=1, causal=True)
+    for given in ({"cu_seqlens": [0, 256]}, {"lengths": [128, 7]}):
+        with pytest.raises(NotImplementedError, match="function takes no cache"):
+            layer(x, **given)
+    with pytest.raises(TypeError, match="pattern must be"):
+        layer.make_cache(2, 128)
+    q, k, v = layer._projected(x)
+    wanted = attention(q, k, v, choose(q, k), causal=True).flatten(2)
+    assert torch.equal(layer(x), layer.out_proj(wanted))
+    layer.use_gradient_checkpointing = True
+    assert torch.equal(layer(x), layer.out_proj(wanted))
 
 
 # --------------------------------------------------------------------------------------
@@ -330,11 +447,15 @@ def test_the_sizes_of_each_device_begin_where_every_pattern_sees_all():
 # rows
 
 STORED = Path(__file__).resolve().parents[2] / "reports" / "cpu" / "data"
+LATER = [*trainings.TASKS_OF]
+FIRST = [name for name in patterns(16, 512) if name not in LATER]
+PAIRS = [
+    *zip(cycle(["recall", "copy", "lists"]), FIRST),
+    *(("recall", x) for x in LATER),
+]
 
 
-@pytest.mark.parametrize(
-    "task, pattern", zip(cycle(["recall", "copy", "lists"]), patterns(16, 512))
-)
+@pytest.mark.parametrize("task, pattern", PAIRS)
 def test_stored_rows_count_as_those_of_this_code_and_have_its_losses(task, pattern):
     """The mean of the first ten. Later ones differ by the instructions of the CPU: a
     difference of rounding grows in training.

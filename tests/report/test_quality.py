@@ -159,7 +159,7 @@ def test_the_finding(page):
     )
     assert "dense attention reaches 2.00 bits a byte at 4,096 tokens" in bits
     assert "within noise of it: LongNet and window; worse: Window (+0.500 ± 0)" in bits
-    assert f"{len(BITS) * 4 * 3} of 120 trainings, 3 seeds" in trust
+    assert f"{len(BITS) * 4 * 3} of 135 trainings, 3 seeds" in trust
 
 
 def test_what_is_not_told_apart_from_the_best(page):
