@@ -184,6 +184,29 @@ def test_what_is_not_told_apart_from_the_best(page):
     assert "One seed tells no difference" in page(one_seed)[0]
 
 
+def with_moba() -> list[dict]:
+    rows = [trained("recall", "Window", seed) for seed in range(3)]
+    rows.append(trained("text", "Window", 0))
+    for row in rows:
+        row["definition"] |= {"pattern": "MoBA"}
+        row["id"] += "MoBA"
+    return made_up() + rows
+
+
+def test_what_models_learned_with_selected_keys_is_said_beside_others(page):
+    text, _ = page(with_moba)
+    line = next(x for x in text.splitlines() if x.startswith("**Selected keys**"))
+    recall, bits = line.split("; Bits a byte of text in 4,096 tokens: ")
+    assert "recall in 512 tokens (%): MoBA 50.0 (± 5.0), NSA not trained, " in recall
+    assert recall.endswith(
+        "Dense 50.0 (± 5.0), Window 50.0 (± 5.0), LongNet not trained"
+    )
+    assert bits.startswith("MoBA 2.48 (one seed), NSA not trained, DSA not trained, ")
+    cells = table(text, "Quality and cost")["MoBA"]
+    assert cells[2:4] == ["–", "–"] and cells[8] == "–", "no cache is there for it"
+    assert "**Selected keys**" not in page(made_up)[0]
+
+
 def test_intervals_are_those_of_student(page):
     mean, half = analysis.mean_and_half([1.98, 2.0, 2.02])
     assert mean == pytest.approx(2.0)

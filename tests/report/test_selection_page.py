@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import analysis
 import pytest
 from reporting import Shown, longer, made_up, study_of
 from ringlab import hardware
@@ -85,6 +86,17 @@ def test_a_gpu_that_is_absent_has_computed_rows(profile):
     page = Shown(NAME, study_of(rows, profile, computed=True))
     assert "How long a sequence fits" in page.text
     assert not page.panels
+
+
+def test_what_models_learned_is_read_from_the_rows_of_trainings(tmp_path):
+    page = shown()
+    table = page.table("What small models learned with it")
+    learned = {row[0]: row[1] for row in table.rows}
+    assert [*learned] == analysis.BESIDE and learned["Dense"].text == "98.5"
+    assert "**Selected keys**. Right answers" in page.text
+    empty = shown(data=str(tmp_path))
+    assert "**What models learn** with these is not told by times" in empty.text
+    assert not any(t.caption.startswith("What small") for t in empty.tables)
 
 
 def test_lengths_replace_those_of_the_page():
