@@ -464,6 +464,8 @@ def test_stored_rows_count_as_those_of_this_code_and_have_its_losses(task, patte
     if not rows:
         pytest.skip("no rows are there")
     run = Run(task, pattern, 0, SIZES["cpu"])
+    if pattern in LATER and run.id not in rows:
+        pytest.skip(f"{pattern} has no row yet")
     row = rows[run.id]
     assert trainings.key(row["origin"])[0] == trainings.code()
     model, optimizer = build(run)

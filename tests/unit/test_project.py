@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIB = ROOT / "lib"
 PACKAGE = LIB / "ringlab"
 MOST_TOKENS = 227_500
-MOST_IN_NOTEBOOKS = 32_200  # tokens in cells and modules
+MOST_IN_NOTEBOOKS = 33_700  # tokens in cells and modules
 MOST_TOKENS_A_LINE = 8.9
 
 # --------------------------------------------------------------------------------------
