@@ -13,6 +13,9 @@ S is constant for the gradient, M is differentiable, so a scorer learns which of
 chosen blocks deserve weight. NaN counts as the largest logit: its block is chosen, and
 the rows that it weighs, or that see the NaN itself, are NaN.
 
+With ``top_p`` below 1 a row keeps fewer: its best blocks until their shares of softmax(z)
+over all blocks that it could choose reach ``top_p``.
+
 Causal: S is the block itself, always, and the best of those wholly before it, so the
 first rows choose fewer. Inside the block itself the mask is exact. Logits of block i
 may then use blocks 0 .. i-1 alone: ``block_logits`` asks with the mean q of block i-1,
@@ -30,32 +33,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import check_floats, check_tensors
+from .attention import attention, check_tensors
 from .block_patterns import block_count
 from .checks import (
     LARGEST,
     check_backend,
     check_bool,
     check_float_dtype,
+    check_floats,
     check_int,
     is_real,
     short_repr,
 )
-from .engine import topk
 from .engine.autograd import outside_graphs, without_autocast
 from .kernels import device_of
 from .kernels.base import accumulation_dtype
-from .ring import topk_exchange
 from .ring.group import Group
+from .ring.selected import gather_means
+from .selected import Selected
 
 
 @dataclass(frozen=True)
 class Adaptive:
     """Each block of ``block_size`` queries sees the ``top_k`` blocks of keys with the
-    largest logits.
+    largest logits; with ``top_p`` only the first of these whose shares of attention,
+    softmax of the logits, reach it together.
 
-    Raises ValueError for numbers that are not positive; and, once n is known, for
-    blocks longer than the sequence or a ``top_k`` above their number.
+    Raises ValueError for numbers that are not positive or a ``top_p`` above 1; and, once
+    n is known, for blocks longer than the sequence or a ``top_k`` above their number.
 
     >>> Adaptive(64, 4).pairs(1024, causal=True), Adaptive(64, 16).pairs(1000) == 1000**2
     (205312, True)
@@ -63,12 +68,16 @@ class Adaptive:
 
     block_size: int = 64
     top_k: int = 8
+    top_p: float = 1.0
 
     def __post_init__(self):
         for name in ("block_size", "top_k"):
             object.__setattr__(
                 self, name, check_int(name, getattr(self, name), most=LARGEST)
             )
+        if not is_real(self.top_p) or not 0 < self.top_p <= 1:
+            got = short_repr(self.top_p)
+            raise ValueError(f"top_p must be above 0 and at most 1, got {got}")
 
     def count(self, n: int) -> int:
         """The number of blocks of ``n`` positions; ValueError where the pattern does
@@ -82,7 +91,8 @@ class Adaptive:
         return count
 
     def pairs(self, n: int, causal: bool = False) -> int:
-        """Visible (query, key) pairs of one head, whatever the content.
+        """Visible (query, key) pairs of one head, whatever the content; with ``top_p``
+        the most there can be.
 
         Exact if causal (a short last block is only seen by itself), if block_size
         divides n, or if all blocks are seen; else the most there can be, as rows that
@@ -99,7 +109,8 @@ class Adaptive:
         )
 
     def __str__(self) -> str:
-        return f"blocks of {self.block_size}: the best {self.top_k} by content"
+        share = f", up to a share of {self.top_p:g}" if self.top_p < 1 else ""
+        return f"blocks of {self.block_size}: the best {self.top_k} by content{share}"
 
 
 @torch.no_grad()
@@ -112,17 +123,15 @@ def best_blocks(
     ranks: Group | None = None,
 ) -> Tensor:
     """The blocks that ``adaptive_attention`` chooses without z, as indices (batch,
-    heads, blocks, top_k).
+    heads, blocks, top_k), the best first; -1 where there are fewer.
 
-    Causal: the block itself comes first, and row i uses the first i + 1.
+    Causal: the block itself comes first.
 
     >>> x = torch.eye(4).reshape(1, 4, 1, 4)  # blocks of one position that fit themselves alone
     >>> best_blocks(x, x, Adaptive(1, 1)).flatten().tolist()
     [0, 1, 2, 3]
     """
-    return choose(
-        logits(q, k, pattern, scale, causal, ranks), pattern.top_k, causal, ranks
-    )
+    return choose(logits(q, k, pattern, scale, causal, ranks), pattern, causal, ranks)
 
 
 def block_counts(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int, int]:
@@ -194,7 +203,7 @@ def logits(
             [block_means(t, size) for t in pair]
             for pair in zip(ranks.split(q), ranks.split(k))
         ]
-        whole = outside_graphs(topk_exchange.gather)(ranks, parts, size)
+        whole = outside_graphs(gather_means)(ranks, parts, size)
         return torch.cat(
             [
                 product(*m).chunk(ranks.size, 2)[rank]
@@ -204,37 +213,33 @@ def logits(
         )
 
 
-def choose(z: Tensor, top_k: int, causal: bool, ranks: Group | None) -> Tensor:
-    """S as indices (b, h, rows, top_k) for the rows here of z (b, h, rows, blocks).
+def choose(z: Tensor, pattern: Adaptive, causal: bool, ranks: Group | None) -> Tensor:
+    """S as indices (b, h, rows, top_k) for the rows here of z (b, h, rows, blocks), the
+    best first; -1 where there are fewer.
 
-    Causal: the block itself, then the best before it, i of them in row i.
+    Causal: the block itself, then the best before it.
     """
-    if not causal:
-        return (
-            z.topk(top_k, -1).indices.sort(-1).values
-        )  # in order: a short last block comes last
     itself = rows_here(z, ranks)  # (rows, 1)
-    hidden = torch.arange(z.shape[3], device=z.device) >= itself
-    before = z.clamp(min=torch.finfo(z.dtype).min).masked_fill(
-        hidden, -torch.inf
-    )  # the hidden come after all others
-    return torch.cat(
-        [itself.expand(*z.shape[:3], 1), before.topk(top_k - 1, -1).indices], -1
-    )
-
-
-def log_multiplicity(
-    z: Tensor, picks: Tensor, causal: bool, ranks: Group | None
-) -> Tensor:
-    """log M (b, h, rows, top_k) on S; -inf where a causal row has fewer blocks."""
-    logits = z.gather(-1, picks)
-    top_k = picks.shape[3]
-    number = torch.full((1, 1), top_k, device=z.device)
+    z = z.clamp(min=torch.finfo(z.dtype).min)  # the hidden come after all others
     if causal:
-        number = (rows_here(z, ranks) + 1).clamp(max=top_k)  # (rows, 1)
-        logits = logits.masked_fill(
-            torch.arange(top_k, device=z.device) >= number, -torch.inf
-        )
+        hidden = torch.arange(z.shape[3], device=z.device) >= itself
+        z = z.masked_fill(hidden, -torch.inf)
+    best, picks = z.topk(pattern.top_k - causal, -1)
+    dropped = best == -torch.inf
+    if pattern.top_p < 1:
+        shares = (best - z.logsumexp(-1, keepdim=True)).exp()
+        dropped |= shares.cumsum(-1) - shares >= pattern.top_p  # reached before it
+    picks = picks.masked_fill(dropped, -1)
+    if not causal:
+        return picks
+    return torch.cat([itself.expand(*z.shape[:3], 1), picks], -1)
+
+
+def log_multiplicity(z: Tensor, picks: Tensor) -> Tensor:
+    """log M (b, h, rows, top_k) on S; -inf where there are fewer blocks."""
+    none = picks < 0
+    logits = z.gather(-1, picks.clamp(min=0)).masked_fill(none, -torch.inf)
+    number = (~none).sum(-1, keepdim=True)
     return logits.log_softmax(-1) + number.to(z.dtype).log()
 
 
@@ -296,19 +301,14 @@ def adaptive_attention(
         shape = (q.shape[0], q.shape[2], *block_counts(q, pattern, ranks))
         axes = "(batch, heads, blocks, blocks)"
         check_floats("z", z, axes, shape, q.device)
-        picks = choose(z.detach(), pattern.top_k, causal, ranks)
+        picks = choose(z.detach(), pattern, causal, ranks)
         z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
-        log_m = log_multiplicity(z, picks, causal, ranks).to(
-            accumulation_dtype(q.dtype)
-        )
-    arguments = q, k, v, log_m, picks, pattern.block_size, causal, scale, backend
-    if ranks is None:
-        out, lse = outside_graphs(topk.attend)(
-            *arguments
-        )  # how many calls there are depends on the data
-    else:
-        out, lse = outside_graphs(topk_exchange.attend)(ranks, *arguments, str(pattern))
-    return (out, lse) if return_lse else out
+        log_m = log_multiplicity(z, picks)
+    size = pattern.block_size
+    selected = Selected(picks, size, size, log_weights=log_m)
+    options = {"causal": causal, "scale": scale, "backend": backend, "group": group}
+    with without_autocast(q):
+        return attention(q, k, v, selected, return_lse=return_lse, **options)
 
 
 class AdaptiveBlockSparse(nn.Module):

@@ -27,6 +27,7 @@ from .checks import (
     LARGEST,
     check_backend,
     check_bool,
+    check_floats,
     check_unknown,
     is_real,
     short_repr,
@@ -162,7 +163,7 @@ def attention(
     selected = pattern if isinstance(pattern, Selected) else None
     if selected is not None:
         pattern = Dense()  # is checked in its place: what is remembered has no tensors
-        _check_selected(group, scheme, exchange_dtype, cu_seqlens, lengths, execution)
+        _check_selected(group, scheme, exchange_dtype, execution)
     arguments = pattern, causal, scale, backend, softcap, execution, return_lse
     if group is None:
         arguments += scheme, layout, exchange_dtype
@@ -254,17 +255,13 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _check_selected(
-    group, scheme, exchange_dtype, cu_seqlens, lengths, execution
-) -> None:
+def _check_selected(group, scheme, exchange_dtype, execution) -> None:
     """Raise NotImplementedError in one line for what ``Selected`` does not take."""
     across = group is not None
     refused = {
         "execution": execution != DEFAULT,
         f"scheme={scheme!r}": across and scheme != "auto",
         "exchange_dtype": across and exchange_dtype is not None,
-        "documents over ranks": across
-        and (cu_seqlens is not None or lengths is not None),
     }
     for what, there in refused.items():
         if there:
@@ -397,19 +394,6 @@ def documents_of(q: Tensor, cu_seqlens, lengths, n: int) -> Documents:
         if cu_seqlens is None
         else Documents.packed(cu_seqlens, q, n)
     )
-
-
-def check_floats(name: str, t, axes: str, shape: tuple[int, ...], device) -> None:
-    """Raise ValueError in one line unless t is a tensor of floats of this shape, whose
-    ``axes`` are named, on the device.
-    """
-    got = type(t).__name__
-    if isinstance(t, Tensor):
-        if t.dtype in FLOATS and (t.shape, t.device) == (shape, device):
-            return
-        got = f"{tuple(t.shape)}, {t.dtype} on {t.device}"
-    wanted = f"{name} must be {axes} = {tuple(shape)}, floats on {device}"
-    raise ValueError(f"{wanted}; got {got}")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> None:

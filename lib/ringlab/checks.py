@@ -127,6 +127,19 @@ def check_choice(name: str, value, names: Iterable[str]) -> None:
         )
 
 
+def check_floats(name: str, t, axes: str, shape: tuple[int, ...], device) -> None:
+    """Raise ValueError in one line unless t is a tensor of floats of this shape, whose
+    ``axes`` are named, on the device.
+    """
+    got = type(t).__name__
+    if isinstance(t, torch.Tensor):
+        if t.dtype in FLOATS and (t.shape, t.device) == (shape, device):
+            return
+        got = f"{tuple(t.shape)}, {t.dtype} on {t.device}"
+    wanted = f"{name} must be {axes} = {tuple(shape)}, floats on {device}"
+    raise ValueError(f"{wanted}; got {got}")
+
+
 def check_float_dtype(value) -> None:
     """Raise ValueError unless ``value`` is a dtype that attention supports."""
     if not isinstance(value, torch.dtype) or value not in FLOATS:

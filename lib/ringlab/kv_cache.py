@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import wraps
 
 import torch
@@ -268,7 +267,7 @@ class KVCache:
         pattern: Pattern,
         causal: bool,
         lengths: list[int],
-        sinks: Tensor | None = None,
+        *learned: Tensor | None,
     ) -> None:
         """Raise ValueError in one line unless q, k, v, new positions of a pattern, fit
         this cache.
@@ -282,7 +281,7 @@ class KVCache:
             raise ValueError(
                 "a cache needs causal=True: what comes later is not there yet"
             )
-        if is_followed(q, k, v, sinks):
+        if is_followed(q, k, v, *learned):
             raise ValueError(
                 "a cache is for generation, without gradients: call it under torch.no_grad()"
             )
@@ -328,7 +327,8 @@ class KVCache:
         """
         lengths = [q.shape[1]] * q.shape[0] if lengths is None else lengths
         if selected is not None:
-            self._check(q, k, v, pattern, causal, lengths, sinks)
+            learned = sinks, selected.log_weights
+            self._check(q, k, v, pattern, causal, lengths, *learned)
             call = LocalCall(selected, causal, scale, backend, execution, softcap)
             return self._of_selected(q, k, v, call, lengths, sinks)
         if _capturing(q):
@@ -383,10 +383,7 @@ class KVCache:
         for entry, (have, new) in enumerate(zip(self.lengths, lengths)):
             one = slice(entry, entry + 1)
             rows = slice(-(-new // pattern.query_block))
-            counts = pattern.counts
-            counts = None if counts is None else counts[one, :, rows]
-            own = replace(pattern, indices=pattern.indices[one, :, rows], counts=counts)
-            own = options._replace(pattern=own)
+            own = options._replace(pattern=pattern.rows(one, rows))
             if not new:
                 continue
             call = call_of(own, q[one, :new], k[one], shard=(have, have + new))

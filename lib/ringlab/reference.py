@@ -291,7 +291,9 @@ def _log_multiplicity(
         m = m[entry]
     if causal:
         m = m * (keys[None, :] <= queries[:, None])
-    return m.double().log()
+    m = m.double()
+    none = m == 0  # as log 0 is, but with a gradient that is finite
+    return m.masked_fill(none, 1.0).log().masked_fill(none, -torch.inf)
 
 
 def _scores(q, k, bias, scale: float, softcap: float | None = None) -> Tensor:

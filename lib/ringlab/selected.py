@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .checks import LARGEST, check_int
+from .checks import LARGEST, check_floats, check_int
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +26,11 @@ class Selected:
     ``groups`` evenly: 1 is one choice for all heads, as in DSA; the number of K/V heads
     one for each, as in NSA; the number of query heads one for each, as in MoBA.
     ``counts`` (batch, groups, rows): only so many slots of a row count; None: all do.
+
+    ``log_weights``, of the shape of ``indices`` and any float dtype, are added to the
+    scores of the keys of each slot, after ``scale``; -inf is an empty slot. They are
+    differentiable, take no window, first keys or soft cap, and no block may be listed
+    twice.
 
     A key that is listed twice, or also lies in the window, is seen once. ``causal`` hides
     keys after the query, selected or not; without it the window has as many keys after
@@ -49,6 +54,7 @@ class Selected:
     counts: Tensor | None = None
     window: int = 0
     first: int = 0
+    log_weights: Tensor | None = None
 
     def __post_init__(self):
         for name, least in (
@@ -60,12 +66,18 @@ class Selected:
             value = check_int(name, getattr(self, name), least, LARGEST)
             object.__setattr__(self, name, value)
         _check_integers("indices", self.indices, 4)
-        if self.counts is None:
-            return
-        _check_integers("counts", self.counts, 3)
-        if self.counts.shape != self.indices.shape[:3]:
-            wanted = f"counts must be {tuple(self.indices.shape[:3])}"
-            raise ValueError(f"{wanted} as indices, got {tuple(self.counts.shape)}")
+        shape = tuple(self.indices.shape)
+        if self.counts is not None:
+            _check_integers("counts", self.counts, 3)
+            if self.counts.shape != shape[:3]:
+                got = tuple(self.counts.shape)
+                raise ValueError(f"counts must be {shape[:3]} as indices, got {got}")
+        if self.log_weights is not None:
+            axes = "(batch, groups, rows, slots)"
+            device = self.indices.device
+            check_floats("log_weights", self.log_weights, axes, shape, device)
+            if self.window or self.first:
+                raise ValueError("log_weights take no window and no first keys")
 
     def cut_to(self, length: int) -> Selected:
         """The same for sequences of at most ``length`` keys, with no number above it."""
@@ -73,10 +85,19 @@ class Selected:
         numbers = {name: min(getattr(self, name), length) for name in names}
         return replace(self, **numbers)
 
+    def rows(self, entries: slice, rows: slice) -> Selected:
+        """The same for some batch entries and rows."""
+        names = "indices", "counts", "log_weights"
+        each = {name: getattr(self, name) for name in names}
+        each = {n: t if t is None else t[entries, :, rows] for n, t in each.items()}
+        return replace(self, **each)
+
     def listed(self) -> Tensor:
         """``indices`` as int64, with -1 in the slots that do not count."""
         indices = self.indices.long()
         indices = indices.masked_fill(indices < 0, -1)
+        if self.log_weights is not None:
+            indices = indices.masked_fill(self.log_weights == -torch.inf, -1)
         if self.counts is None:
             return indices
         slots = torch.arange(indices.shape[3], device=indices.device)
@@ -86,16 +107,23 @@ class Selected:
         self, queries: Tensor, keys: Tensor, *, head: int, heads: int, **_
     ) -> Tensor:
         """M (batch, queries, keys) at such positions for a query head, whatever
-        ``causal`` hides: True or False.
+        ``causal`` hides: True or False; with ``log_weights`` their exponential, or 0.
         """
-        rows = self.listed()[:, head * self.indices.shape[1] // heads]
-        rows = rows[:, queries // self.query_block]  # (batch, queries, slots)
+        group = head * self.indices.shape[1] // heads
+        row = queries // self.query_block
+        rows = self.listed()[:, group, row]  # (batch, queries, slots)
         blocks = keys // self.granularity
         near = (queries[:, None] - keys).abs() < self.window  # (queries, keys)
         # By block, the one before the first for those that are none or beyond.
         most = int(blocks.max())
+        rows = rows.masked_fill(rows > most, -1) + 1
+        if self.log_weights is not None:
+            weights = self.log_weights[:, group, row].exp()
+            listed = weights.new_zeros(*rows.shape[:2], most + 2)
+            listed = listed.scatter(2, rows, weights.masked_fill(rows == 0, 0.0))
+            return listed[:, :, blocks + 1]
         listed = rows.new_zeros(*rows.shape[:2], most + 2, dtype=torch.bool)
-        listed.scatter_(2, rows.masked_fill(rows > most, -1) + 1, True)
+        listed.scatter_(2, rows, True)
         return near | (keys < self.first) | listed[:, :, blocks + 1]
 
     def reach(self, first: int, last: int, n: int) -> tuple[int, int]:
@@ -115,6 +143,8 @@ class Selected:
             parts.append(f"a window of {self.window}")
         if self.first:
             parts.append(f"the first {self.first}")
+        if self.log_weights is not None:
+            parts.append("weighed")
         return ", ".join(parts)
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention import attention, check_floats, check_tensors
+from .attention import attention, check_tensors
 from .block_patterns import sliding_window
-from .checks import LARGEST, check_int
+from .checks import LARGEST, check_floats, check_int
 from .engine.autograd import without_autocast
 from .kernels.base import accumulation_dtype
+from .patterns import Dense
 from .selected import Selected
 
 PIECE = 1 << 21  # scores at a time, as the caches of a CPU hold; on a GPU 32 times
@@ -228,18 +229,20 @@ def nsa_compressed(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64) -> Ten
     where there is none. Differentiable.
     """
     before = block_size - 1  # queries that see no whole block
-    n = q.shape[1]
+    n, heads = q.shape[1:3]
     count = n // block_size
     if not count:
         return q.new_zeros(*q.shape[:3], v.shape[3])
     pooled = [
-        block_means(t[:, : count * block_size], block_size).to(q.dtype) for t in (k, v)
+        block_means(t[:, : count * block_size], block_size).to(q.dtype).transpose(1, 2)
+        for t in (k, v)
     ]
-    at = torch.arange(before, n, device=q.device).unsqueeze(1)
-    seen = _ends(count, block_size, q.device) <= at  # (queries, blocks)
-    rows = q[:, before:].transpose(1, 2)
-    out = F.scaled_dot_product_attention(rows, *pooled, seen, enable_gqa=True)
-    return F.pad(out.transpose(1, 2), (0, 0, 0, 0, before, 0))
+    # The queries that see the same blocks are heads of one position.
+    rows = F.pad(q[:, before:], (0, 0, 0, 0, 0, count * block_size + before - n))
+    rows = rows.unflatten(1, (count, block_size)).transpose(2, 3).flatten(2, 3)
+    out = attention(rows, *pooled, Dense(), causal=True)  # (b, count, h * block, d)
+    out = out.unflatten(2, (heads, block_size)).transpose(2, 3).flatten(1, 2)
+    return F.pad(out[:, : n - before], (0, 0, 0, 0, before, 0))
 
 
 def nsa(

@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from matrix import Case, adaptive_reference, chosen, drawn, means
-from ringlab import Adaptive, AdaptiveBlockSparse, adaptive_attention, reference
+from ringlab import (
+    Adaptive,
+    AdaptiveBlockSparse,
+    Selected,
+    adaptive_attention,
+    reference,
+)
+from ringlab.adaptive import choose
 
 SIZE, TOP_K = 8, 3
 ONE = Case(
@@ -164,6 +171,54 @@ def test_autocast_changes_nothing():
         want = run(q, k, v)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(run(q, k, v), want)
+
+
+def kept_by_share(z, picks, top_p: float, causal: bool) -> bool:
+    """Whether ``picks`` of rows z (rows, blocks) are the best of which those before each
+    have less than a share of ``top_p``.
+    """
+    for i, (row, chosen_) in enumerate(zip(z, picks.tolist())):
+        shares = (row[:i] if causal else row).softmax(0)
+        order = shares.argsort(descending=True).tolist()
+        before = [i] if causal else []
+        kept, total = list(before), 0.0
+        for block in order[: len(chosen_) - len(before)]:
+            if total >= top_p:
+                break
+            kept.append(block)
+            total += float(shares[block])
+        if kept + [-1] * (len(chosen_) - len(kept)) != chosen_:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_top_p_keeps_the_best_blocks_whose_shares_reach_it(causal):
+    *inputs, _, _ = tensors(EVEN)
+    q, k, v, z = (t.detach() for t in inputs)
+    z = 2 * z
+    counts = []
+    for top_p in (0.2, 0.6, 0.9, 1.0):
+        pattern = Adaptive(SIZE, 5, top_p)
+        picks = choose(z, pattern, causal, None)
+        assert all(
+            kept_by_share(z[b, h], picks[b, h], top_p, causal)
+            for b in range(2)
+            for h in range(2)
+        )
+        out = adaptive_attention(q, k, v, pattern, z, causal=causal)
+        weights = z.gather(-1, picks.clamp(min=0)).masked_fill(picks < 0, -torch.inf)
+        number = (picks >= 0).sum(-1, keepdim=True)
+        log_m = weights.log_softmax(-1) + number.log()
+        selected = Selected(picks, SIZE, SIZE, log_weights=log_m)
+        right, _ = reference.attention(q, k, v, selected, causal=causal)
+        assert reference.error(out, right, 1.0) <= 1e-12
+        counts.append(int((picks >= 0).sum()))
+    assert counts == sorted(set(counts)), counts
+    assert str(Adaptive(SIZE, 5, 0.5)).endswith("up to a share of 0.5")
+    for wrong in (0.0, 1.5, float("nan"), "all"):
+        with pytest.raises(ValueError, match="top_p must be above 0 and at most 1"):
+            Adaptive(SIZE, 5, wrong)
 
 
 def test_pairs_are_brute_force():

@@ -13,15 +13,15 @@ from ringlab import (
     reference,
 )
 from ringlab.engine import selected
-from selected_cases import errors, random_call
+from selected_cases import errors, random_call, weighed_call
 
 ORDERS = {
     "chosen": selected.parts,
-    "by keys": lambda call, kernel: selected.parts_by_keys(call),
-    "by list": lambda call, kernel: selected.parts_by_queries(
+    "by keys": lambda call, *_: selected.parts_by_keys(call),
+    "by list": lambda call, *_: selected.parts_by_queries(
         call, call.pattern.query_block
     ),
-    "by tile": lambda call, kernel: selected.parts_by_queries(
+    "by tile": lambda call, *_: selected.parts_by_queries(
         call, 3 * call.pattern.query_block
     ),
 }
@@ -34,6 +34,57 @@ def test_random_selections_equal_the_reference(monkeypatch, order, dtype, limit)
     for seed in range(100 if dtype == torch.float64 else 20):
         call = random_call(seed, dtype)
         assert max(errors(*call).values()) <= limit, (seed, errors(*call))
+
+
+@pytest.mark.parametrize("dtype, limit", reference.EXACT.items())
+def test_random_weights_of_slots_equal_the_reference(dtype, limit):
+    for seed in range(100 if dtype == torch.float64 else 20):
+        call = weighed_call(seed, dtype)
+        assert max(errors(*call).values()) <= limit, (seed, errors(*call))
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu_flash", "compiled"])
+@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2)])
+def test_weights_of_blocks_that_their_own_queries_see(backend, heads, kv_heads):
+    """Causal squares with weights, by every kernel."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(2, 77, h, 64, generator=generator)
+        for h in (heads, kv_heads, kv_heads)
+    ]
+    before = torch.rand(2, heads, 10, 10, generator=generator).tril(-1).topk(3)
+    indices = before.indices.masked_fill(before.values == 0, -1)
+    own = torch.arange(10)[:, None].expand(2, heads, -1, 1)
+    indices = torch.cat([indices, own], 3)
+    weights = torch.randn(indices.shape, generator=generator)
+    pattern = Selected(indices, 8, 8, log_weights=weights)
+    for scale in (None, 0.01, -3.0):
+        options = {"causal": True, "scale": scale, "backend": backend}
+        found = errors(tensors, pattern, options)
+        assert max(found.values()) <= reference.EXACT[torch.float32], found
+
+
+def test_weights_that_do_not_fit_are_refused():
+    indices = torch.zeros(1, 1, 8, 2, dtype=torch.int64)
+    q = torch.randn(1, 8, 1, 8)
+    weights = torch.zeros(1, 1, 8, 2)
+    for fields, why in (
+        ({"log_weights": weights[..., :1]}, r"^log_weights must be \(batch"),
+        ({"log_weights": weights.long()}, r"^log_weights must be \(batch"),
+        ({"log_weights": weights, "window": 2}, "no window"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Selected(indices, **fields)
+    twice = Selected(indices, log_weights=weights)
+    with pytest.raises(ValueError, match="no block may be listed twice"):
+        attention(q, q, q, twice)
+    once = Selected(indices[..., :1], log_weights=weights[..., :1])
+    with pytest.raises(NotImplementedError, match="no soft cap"):
+        attention(q, q, q, once, softcap=1.0)
+    cache = KVCache(Dense(), batch=1, heads=1, head_dim=8, max_seq_len=8)
+    with pytest.raises(ValueError, match="without gradients"):
+        learned = Selected(once.indices, log_weights=once.log_weights.requires_grad_())
+        attention(q, q, q, learned, causal=True, cache=cache)
 
 
 def test_a_list_of_all_keys_is_dense_attention_and_a_window_that_of_blocks():
@@ -184,12 +235,6 @@ def test_what_does_not_fit_is_refused():
             NotImplementedError,
             lambda: attention(
                 q, q, q, Selected(indices), group=Simulated(2), scheme="ring"
-            ),
-        ),
-        (
-            NotImplementedError,
-            lambda: attention(
-                q, q, q, Selected(indices), group=Simulated(2), lengths=[8]
             ),
         ),
         (

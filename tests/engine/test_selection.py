@@ -214,3 +214,17 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(error) as raised:
             call()
         assert "\n" not in str(raised.value), number
+
+
+@pytest.mark.parametrize("at", [16, 47, 60, 69])
+def test_a_key_that_is_not_finite_changes_no_earlier_row_of_nsa(at):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 70, h, 8, generator=generator) for h in (4, 2, 2))
+    gates = torch.rand(2, 70, 4, 3, generator=generator)
+    sizes = {"block_size": 16, "top_k": 3, "window": 20}
+    clean = selection.nsa(q, k, v, gates, **sizes)
+    k = k.clone()
+    k[:, at] = float("nan")
+    out = selection.nsa(q, k, v, gates, **sizes)
+    assert reference.error(out[:, :at], clean[:, :at], 1.0) <= 1e-6
+    assert out[:, at].isnan().all()

@@ -1,6 +1,7 @@
 """Random calls of ``Selected``, and what the reference gives for them."""
 
 import random
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,21 @@ def random_call(seed: int, dtype=torch.float64) -> tuple:
     return tensors, Selected(indices, counts=counts, **shape), options
 
 
+def weighed_call(seed: int, dtype=torch.float64) -> tuple:
+    """The same with a weight for each slot, some of them none, and no block twice."""
+    tensors, pattern, options = random_call(seed, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    indices = pattern.indices.clone()
+    for slot in range(indices.shape[3]):
+        again = (indices[..., :slot] == indices[..., slot : slot + 1]).any(3)
+        indices[..., slot].masked_fill_(again, -1)
+    weights = torch.randn(indices.shape, dtype=dtype, generator=generator)
+    none = torch.rand(indices.shape, generator=generator) < 0.1
+    weights = weights.masked_fill(none, -torch.inf)
+    fields = {"window": 0, "first": 0, "log_weights": weights}
+    return tensors, replace(pattern, indices=indices, **fields), options
+
+
 def spans(batch: int, n: int, options: dict) -> list[tuple[int, int, int]]:
     if "cu_seqlens" in options:
         at = options["cu_seqlens"]
@@ -76,13 +92,9 @@ def reference_of(q, k, v, pattern: Selected, options: dict):
     outs, lses, row = [], [], 0
     for entry, start, stop in spans(*q.shape[:2], options):
         count = -(-(stop - start) // pattern.query_block)
-        own = slice(entry, entry + 1), slice(None), slice(row, row + count)
+        one = pattern.rows(slice(entry, entry + 1), slice(row, row + count))
         if "cu_seqlens" in options:
             row += count
-        counts = None if pattern.counts is None else pattern.counts[own]
-        fields = {name: getattr(pattern, name) for name in ("granularity", "window")}
-        fields |= {"query_block": pattern.query_block, "first": pattern.first}
-        one = Selected(pattern.indices[own], counts=counts, **fields)
         if start == stop:
             continue
         document = [t[entry : entry + 1, start:stop] for t in (q, k, v)]
@@ -105,8 +117,13 @@ def _grid(t, where):
 def errors(tensors, pattern, options, **more) -> dict[str, float]:
     given = [t.clone().requires_grad_() for t in tensors]
     exact = [t.double().clone().requires_grad_() for t in tensors]
-    out, lse = attention(*given, pattern, return_lse=True, **options, **more)
-    right, right_lse = reference_of(*exact, pattern, options)
+    patterns = [pattern, pattern]
+    weights = []
+    if pattern.log_weights is not None:
+        weights = [pattern.log_weights.clone().requires_grad_() for _ in range(2)]
+        patterns = [replace(pattern, log_weights=each) for each in weights]
+    out, lse = attention(*given, patterns[0], return_lse=True, **options, **more)
+    right, right_lse = reference_of(*exact, patterns[1], options)
     found = {"out": reference.error(out, right, 1.0)}
     found["lse"] = reference.error(lse, right_lse, 1.0)
     generator = torch.Generator().manual_seed(0)
@@ -121,38 +138,65 @@ def errors(tensors, pattern, options, **more) -> dict[str, float]:
     for name, t, e in zip("qkv", given, exact):
         e.grad = torch.zeros_like(e) if e.grad is None else e.grad
         found[f"d{name}"] = reference.error(t.grad, e.grad, floor)
+    if weights:
+        got, want = (torch.zeros_like(w) if w.grad is None else w.grad for w in weights)
+        found["dweights"] = reference.error(got, want, 1.0)
     return found
 
 
-def rank_call(seed: int, ranks: int):
+def rank_call(seed: int, ranks: int, weighed: bool = False):
     """A call that ``ranks`` ranks can share, and its layout; None where they cannot."""
-    tensors, pattern, options = random_call(seed)
-    layout = contiguous(tensors[0].shape[1], ranks)
-    if {"cu_seqlens", "lengths"} & {*options} or 0 in layout.sizes:
+    tensors, pattern, options = (weighed_call if weighed else random_call)(seed)
+    batch, n = tensors[0].shape[:2]
+    layout = contiguous(n, ranks)
+    if 0 in layout.sizes:
         return None
-    starts = [layout.ranges(rank)[0].start for rank in range(ranks)]
-    if any(start % pattern.query_block for start in starts):
-        return None
+    for start in (layout.ranges(rank)[0].start for rank in range(ranks)):
+        packed = "cu_seqlens" in options
+        for _, first, stop in spans(batch, n, options) if packed else [(0, 0, n)]:
+            if first < start < stop and (start - first) % pattern.query_block:
+                return None
     return tensors, pattern, options, layout
 
 
-def of_this_rank(seed: int):
+def lists_of(rows: range, pattern: Selected, options: dict) -> slice:
+    """The rows of lists that are of the queries ``rows``."""
+    step = pattern.query_block
+    if "cu_seqlens" not in options:
+        return slice(rows.start // step, -(-rows.stop // step))
+    here, before = [], 0
+    for _, first, stop in spans(1, 0, options):
+        for row in range(-(-(stop - first) // step)):
+            if first + row * step in rows:
+                here.append(before + row)
+        before += -(-(stop - first) // step)
+    return slice(here[0], here[-1] + 1) if here else slice(0, 0)
+
+
+def of_this_rank(seed: int, weighed: bool):
     """out, lse and the gradients of this rank's shards in a process group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    tensors, pattern, options, layout = rank_call(seed, ranks)
+    tensors, pattern, options, layout = rank_call(seed, ranks, weighed)
     rows = layout.ranges(rank)[0]
-    lists = slice(
-        rows.start // pattern.query_block, -(-rows.stop // pattern.query_block)
-    )
-    counts = None if pattern.counts is None else pattern.counts[:, :, lists]
-    fields = {"granularity": pattern.granularity, "query_block": pattern.query_block}
-    fields |= {"window": pattern.window, "first": pattern.first, "counts": counts}
-    part = Selected(pattern.indices[:, :, lists], **fields)
+    part = pattern.rows(slice(None), lists_of(rows, pattern, options))
     shards = [t[:, rows.start : rows.stop].clone().requires_grad_() for t in tensors]
     group = {"group": dist.group.WORLD, "layout": layout}
     out, lse = attention(*shards, part, return_lse=True, **group, **options)
     (out * weights_of(out, rows.start)).sum().backward()
     return [t.detach() for t in (out, lse)] + [t.grad for t in shards]
+
+
+def refused_on_one_rank(_):
+    """What a rank is told where the list of rank 1 is wrong, then the next result."""
+    q = torch.ones(1, 4, 1, 8)
+    own = torch.full((1, 1, 4, 1), 9 * dist.get_rank())
+    told = ""
+    try:
+        attention(q, q, q, Selected(own), group=dist.group.WORLD)
+    except (ValueError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}"
+    right = Selected(torch.zeros_like(own))
+    return told, attention(q, q, q, right, group=dist.group.WORLD)
 
 
 def weights_of(out, start: int = 0):

@@ -37,8 +37,8 @@ def compared(got, want, given, kind):
 
 
 def foreign(picks, kv_heads, ranks, causal):
-    """By (rank, owner): the (K/V head, block) that a rank's queries see of another's,
-    from S by definition.
+    """By (rank, owner): the (batch entry, K/V head, block) that a rank's queries see of
+    another's, from S by definition.
     """
     b, heads, blocks, _ = picks.shape
     share, found = blocks // ranks, {}
@@ -46,7 +46,7 @@ def foreign(picks, kv_heads, ranks, causal):
         for j in picks[(*at, i)][: i + 1 if causal else None].tolist():
             if i // share != j // share:
                 found.setdefault((i // share, j // share), set()).add(
-                    (at[1] * kv_heads // heads, j)
+                    (at[0], at[1] * kv_heads // heads, j)
                 )
     return found
 
@@ -57,7 +57,7 @@ def expected_bytes(shape, ranks, picks, kind, causal, dtype, backward):
     """
     (b, h, kv, blocks), seen = shape, foreign(picks, shape[2], ranks, causal)
     share, wide = blocks // ranks, 4 if dtype.itemsize < 4 else dtype.itemsize
-    summaries, row = b * share * (h + kv) * D * wide, 2 * b * SIZE * D
+    summaries, row = b * share * (h + kv) * D * wide, 2 * SIZE * D
     sent = []
     for me in range(ranks):
         given, taken = (
@@ -65,7 +65,7 @@ def expected_bytes(shape, ranks, picks, kind, causal, dtype, backward):
         )
         times = (kind != "z") + (kind == "scorer" and backward)
         sent.append(
-            (ranks - 1) * (times * summaries + share * kv)
+            (ranks - 1) * (times * summaries + b * share * kv)
             + given * row * dtype.itemsize
             + taken * row * wide * backward
         )
@@ -164,10 +164,11 @@ def test_ranks_that_disagree_are_told():
         ((2, 2, False), (2, 2, True)),
     ]
     said = (
-        "pattern is blocks of 8: the best 2 by content on rank 0, blocks of 8: the best 3 by content on rank 1",
+        "pattern is 2 selected blocks of 8, for 8 queries each, weighed on rank 0, 3 selected blocks of 8, for 8"
+        " queries each, weighed on rank 1",
         "layout is contiguous:0,16,32 on rank 0, contiguous:0,24,48 on rank 1; shards of unequal sizes need a"
         " ringlab.ring.Layout",
-        "pattern is means of blocks of 8 on rank 0, blocks of 8: the best 2 by content on rank 1",
+        "pattern is means of blocks of 8 on rank 0, 2 selected blocks of 8, for 8 queries each, weighed on rank 1",
     )
     assert (
         launch(content_disagreed, 2, cases)

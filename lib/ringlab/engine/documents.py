@@ -112,6 +112,10 @@ class Documents:
             raise ValueError(f"{wanted}, got {short_repr(lengths)}")
         return _documents(tuple((i, 0, length) for i, length in enumerate(lengths)), n)
 
+    def packs(self, batch: int) -> bool:
+        """Whether these are documents of a single batch entry, one behind the other."""
+        return batch == 1 and self.spans[-1][2] == self.n
+
     @cached_property
     def parts(self) -> list[Alike]:
         """All documents, by their length; rows are counted through the batch."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import log2
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ..kernels.base import Kernel, accumulation_dtype, cost_of, supports_bias
 from ..selected import Selected
 from ..torch_private import is_fake
 from .autograd import (
+    LSE_COLUMNS,
     differentiable_once,
     fold_lse_gradient,
     is_followed,
@@ -30,7 +32,7 @@ from .autograd import (
     requires_grad,
     without_autocast,
 )
-from .execute import merge_
+from .execute import merge_, piece_limit
 from .sinks import add_sinks_, sinks_gradient
 from .ways import LocalCall
 
@@ -53,7 +55,9 @@ class Call:
     document, how many are, the position of the first. ``lists`` (streams, list rows,
     slots) holds blocks; ``blocks``, which is none, in an empty slot. ``lists_before``
     (documents,): list rows of earlier documents. ``held`` (blocks,): where rows of k
-    and v begin that are of a block; None: at its position.
+    and v begin that are of a block; None: at its position. ``weights``, of the shape of
+    ``lists``, which then ascend: what is added to the scores of a block's keys;
+    ``order``: which slot of the pattern each was.
     """
 
     options: LocalCall
@@ -65,6 +69,8 @@ class Call:
     lists: Tensor
     lists_before: Tensor
     held: Tensor | None = None
+    weights: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def pattern(self) -> Selected:
@@ -99,7 +105,7 @@ class Call:
         one row more, which see nothing.
         """
         table = self.spans.new_zeros(5, self.rows + 1)
-        document, within = _counted(self.queries[:, 1])
+        document, within = counted(self.queries[:, 1])
         before = self.block_counts.cumsum(0) - self.block_counts
         first, _, at = self.queries[document].unbind(1)
         lists = self.lists_before[document] + within // self.pattern.query_block
@@ -116,7 +122,7 @@ class Call:
         """
         beyond = int(self.spans.max()) if len(self.spans) else 0
         table = self.spans.new_full((4, self.blocks + 1), beyond)
-        document, within = _counted(self.block_counts)
+        document, within = counted(self.block_counts)
         start, end = self.spans[document].unbind(1)
         first = start + within * self.pattern.granularity
         end = end.minimum(first + self.pattern.granularity)
@@ -187,7 +193,7 @@ class Call:
         return code.masked_fill(hidden, 2 * self.blocks)
 
 
-def _counted(number: Tensor) -> tuple[Tensor, Tensor]:
+def counted(number: Tensor) -> tuple[Tensor, Tensor]:
     """For each of so many things of each document: its document, and how many of that
     come before it.
     """
@@ -202,8 +208,8 @@ def call_of(
     k,
     shard: tuple[int, int] | None = None,
 ) -> Call:
-    """The call for q (b, n, h, d), the last positions, and k (b, m, h_kv, d);
-    n is m where there are documents. ``shard``: (the first position, m) where k is a part.
+    """The call for q (b, n, h, d), the last positions, and k (b, m, h_kv, d).
+    ``shard``: (the first position, m) where q and k are a part.
 
     ValueError where the pattern does not fit.
     """
@@ -214,13 +220,12 @@ def call_of(
     options = options._replace(pattern=pattern)
     step = pattern.query_block
     spans = [(i, 0, m) for i in range(b)] if documents is None else documents.spans
-    packed = b == 1 and spans[-1][2] == m
-    queries = [
-        (entry * n + first, n, entry * m + start)
-        if documents is None
-        else (entry * n + first, stop - first, entry * m + first)
-        for entry, first, stop in spans
-    ]
+    packed = documents is not None and documents.packs(b)
+    queries = []
+    for entry, first, stop in spans:
+        at = max(first, start)
+        count = max(0, min(stop, start + n) - at)
+        queries.append((entry * n + at - start, count, entry * m + at))
     list_rows = [-(-(count if packed else n) // step) for _, count, _ in queries]
     groups = pattern.indices.shape[1]
     shape = b, groups, sum(list_rows) if packed else list_rows[0]
@@ -248,7 +253,7 @@ def call_of(
         list_rows.cumsum(0) - list_rows,
     )
     listed = pattern.listed().transpose(0, 1).flatten(1, 2)  # (groups, rows, slots)
-    document, within = _counted(list_rows)
+    document, within = counted(list_rows)
     used = -(-call.queries[:, 1] // step)[document]
     listed = listed.masked_fill((within >= used).unsqueeze(-1), -1)  # of padding
     number = call.block_counts
@@ -262,8 +267,23 @@ def call_of(
         listed = F.pad(listed, (0, 1), value=-1)
     before = (number.cumsum(0) - number)[document].unsqueeze(-1)
     listed = (listed + before).masked_fill(listed < 0, call.blocks)
-    lists = listed.repeat_interleave(max(1, kv_heads // groups), 0)
-    return replace(call, lists=lists)
+    weights = order = None
+    if pattern.log_weights is not None:
+        if options.softcap is not None:
+            raise NotImplementedError("log_weights take no soft cap")
+        listed, order = listed.sort(2)
+        again = (listed[..., 1:] == listed[..., :-1]) & (listed[..., 1:] < call.blocks)
+        if bool(again.any()):
+            raise ValueError("with log_weights no block may be listed twice")
+        weights = pattern.log_weights.detach().to(accumulation_dtype(q.dtype))
+        weights = F.pad(weights, (0, listed.shape[2] - weights.shape[3]))
+        weights = weights.transpose(0, 1).flatten(1, 2).gather(2, order)
+    times = max(1, kv_heads // groups)
+    lists, weights, order = (
+        None if t is None else t.repeat_interleave(times, 0)
+        for t in (listed, weights, order)
+    )
+    return replace(call, lists=lists, weights=weights, order=order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,15 +291,19 @@ class Part:
     """Tiles that are one kernel call, some queries by some keys each.
 
     ``queries`` (tiles, t): rows of q, ``call.rows`` for none; ``streams`` (tiles,).
-    ``keys``: a range of rows of k and v, for all, or (tiles, c). ``hidden``: (tiles, t,
-    c), or None where all see all, but for keys after the query if ``causal``.
+    ``blocks``: one of keys, for all, or (tiles, c), ``call.blocks`` for none. ``keys``:
+    their rows of k and v, a range or (tiles, c * granularity). ``hidden``: (tiles, t,
+    keys), or None where all see all, but for keys after the query if ``causal``.
+    ``slots``: where ``call.weights`` has those of the blocks.
     """
 
     queries: Tensor
     streams: Tensor
+    blocks: int | Tensor
     keys: slice | Tensor
     hidden: Tensor | None
     causal: bool = False
+    slots: tuple[Tensor, Tensor, Tensor] | None = None
 
     def lines(self, call: Call) -> Tensor:
         """Where the heads of the queries lie (tiles, t * sharing) in (rows * heads + 1,
@@ -303,13 +327,18 @@ class Part:
         return t[self.keys, self.kv_heads(call)].unsqueeze(2)
 
     def add_keys(self, call: Call, to: Tensor, grad: Tensor) -> None:
-        """Add the gradient (tiles, c, 1, d) of the keys to (rows, kv_heads, d)."""
-        if isinstance(self.keys, slice):
-            each = grad.squeeze(2).unflatten(0, (call.kv_heads, -1)).sum(1)
-            to[self.keys] += each.transpose(0, 1)
+        """Add the gradient (tiles, keys, 1, d) to that of blocks, ``to`` (blocks + 1,
+        kv_heads, granularity, d).
+        """
+        kv_heads, size = to.shape[1:3]
+        if isinstance(self.blocks, int):
+            each = grad.squeeze(2).unflatten(0, (kv_heads, -1)).sum(1)
+            to[self.blocks, :, : each.shape[1]] += each
         else:
-            index = self.keys * to.shape[1] + self.kv_heads(call)
-            to.flatten(0, 1).index_add_(0, index.flatten(), grad.flatten(0, 2))
+            index = self.blocks * kv_heads + self.kv_heads(call)
+            to.view(-1, size * to.shape[3]).index_add_(
+                0, index.flatten(), grad.reshape(index.numel(), -1)
+            )
 
     def dead(self, call: Call) -> Tensor:
         """Which queries (tiles, t * sharing or 1) see nothing of the keys."""
@@ -317,7 +346,7 @@ class Part:
         return dead.repeat_interleave(call.sharing, 1) if dead.shape[1] > 1 else dead
 
     def bias(self, call: Call, like: Tensor, exact: bool) -> Tensor | None:
-        """0 and -inf (tiles, t * sharing or 1, 1, c). Unless ``exact`` a query that
+        """0 and -inf (tiles, t * sharing or 1, 1, keys). Unless ``exact`` a query that
         sees nothing sees all: its result is dropped, and no kernel divides by 0.
         """
         if self.hidden is None:
@@ -330,14 +359,47 @@ class Part:
         bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
         return bias.masked_fill_(hidden, -torch.inf).unsqueeze(2)
 
+    def weights(self, call: Call) -> Tensor:
+        """What is added to the scores of the keys: (tiles, keys)."""
+        each = call.weights[self.slots]
+        return each.repeat_interleave(call.pattern.granularity, 1)
 
-def parts_by_queries(call: Call, tile: int) -> Iterator[Part]:
-    """Tiles of ``tile`` queries with all keys that one of them sees."""
+    def weigh_(self, call: Call, k: Tensor, d: int, scale: float) -> None:
+        """Write the weights to the columns from ``d`` on of the keys (tiles, keys, 1, d
+        + LSE_COLUMNS): what times those of ``_weighed`` queries and the scale they are,
+        rounded, and the remainder.
+        """
+        column = self.weights(call) / (scale * _unit(scale))
+        # Finite, as a product must be.
+        column = column.clamp(min=max(-1e30, torch.finfo(k.dtype).min))
+        high = column.to(k.dtype)
+        k[:, :, 0, d] = high
+        k[:, :, 0, d + 1] = (column - high.to(column.dtype)).to(k.dtype)
+
+
+def _unit(scale: float) -> float:
+    """What queries hold for the weights: a power of two, so without rounding, that keeps
+    those of the keys of float16's size.
+    """
+    return 2.0 ** min(14, max(0, round(-log2(scale))))
+
+
+def _weighed(q: Tensor, d: int, scale: float) -> Tensor:
+    """Queries q (..., d or d + LSE_COLUMNS) for keys with weights beside d columns."""
+    q = F.pad(q, (0, d + LSE_COLUMNS - q.shape[-1]))
+    q[..., d : d + 2] = _unit(scale)
+    return q
+
+
+def parts_by_queries(call: Call, tile: int, most: int = PIECE) -> Iterator[Part]:
+    """Tiles of ``tile`` queries with all keys that one of them sees, at most ``most``
+    keys in a part.
+    """
     if not call.blocks:  # all documents are empty
         return
     alike = tile == call.pattern.query_block  # all queries of a tile have one list
     if alike:
-        document, within = _counted(-(-call.queries[:, 1] // tile))
+        document, within = counted(-(-call.queries[:, 1] // tile))
         first, count, _ = call.queries[document].unbind(1)
         place = within.unsqueeze(1) * tile + torch.arange(tile, device=first.device)
         queries = (first.unsqueeze(1) + place).masked_fill(
@@ -350,7 +412,7 @@ def parts_by_queries(call: Call, tile: int) -> Iterator[Part]:
         queries = queries.clamp(max=call.rows).view(-1, tile)
         width = call.blocks * call.pattern.granularity
     streams = torch.arange(call.streams, device=queries.device)
-    pieces = max(1, PIECE // max(1, width * tile))
+    pieces = max(1, min(PIECE // tile, most) // max(1, width))
     tiles = _tiles_of_lists if alike else _tiles
     for some in queries.split(max(1, pieces // call.streams)):
         for few in streams.split(pieces) if len(some) else ():
@@ -364,22 +426,36 @@ def _tiles_of_lists(call: Call, queries: Tensor, streams: Tensor) -> Iterator[Pa
     code = call.candidates(queries)[streams]  # (streams, t, c)
     blocks = code // 2
     whole = (code % 2 == 0) & (blocks < call.blocks)
+    first = call.by_row[4, queries[:, :1]]  # (t, 1), the position of a tile's first
     if call.causal:
-        first = call.by_row[4, queries[:, :1]]  # (t, 1), the position of a tile's first
         whole = whole & (call.by_block[1, blocks] <= first + 1)
     for chosen in (whole, ~whole & (blocks < call.blocks)):
         most = int(chosen.sum(2).max())
         if not most:
             continue
-        kept = code.masked_fill(~chosen, 2 * call.blocks).sort(2).values[..., :most]
-        keys, rows = call.keys_of(kept // 2)
+        kept, slots = (
+            t[..., :most] for t in code.masked_fill(~chosen, 2 * call.blocks).sort(2)
+        )
+        blocks = kept // 2
+        keys, rows = call.keys_of(blocks)
+        # Only the block of the tile itself: its queries see it up to themselves.
+        itself = (call.by_block[0, blocks] == first) & (kept % 2 == 0)
+        shape = call.sharing, most, call.pattern.granularity
         if chosen is whole:  # but for what a tile has fewer of than others
             visible = (keys < call.by_block[0, -1]).unsqueeze(2)
+        elif shape == (1, 1, queries.shape[1]) and bool(itself.all()):
+            visible = None
         else:
             listed = (kept % 2 == 0).unsqueeze(2)
             listed = listed.repeat_interleave(call.pattern.granularity, 3)
             visible = call.visible(queries, keys, listed)
-        yield _part(queries, streams, rows, visible)
+        if call.weights is not None:
+            row = call.by_row[3, queries[:, :1]]  # (t, 1)
+            slots = streams[:, None, None], row, slots
+            slots = tuple(t.expand(kept.shape).flatten(0, 1) for t in slots)
+        else:
+            slots = None
+        yield _part(queries, streams, blocks, rows, visible, slots)
 
 
 def _tiles(call: Call, queries: Tensor, streams: Tensor) -> Iterator[Part]:
@@ -398,18 +474,29 @@ def _tiles(call: Call, queries: Tensor, streams: Tensor) -> Iterator[Part]:
     listed = chosen.gather(3, index)  # (streams, t, tile, c)
     listed = listed.repeat_interleave(call.pattern.granularity, 3)
     keys, rows = call.keys_of(blocks)
-    yield _part(queries, streams, rows, call.visible(queries, keys, listed))
+    yield _part(queries, streams, blocks, rows, call.visible(queries, keys, listed))
 
 
-def _part(queries: Tensor, streams: Tensor, rows: Tensor, visible: Tensor) -> Part:
-    """The part of queries (t, tile) for streams: of keys at ``rows`` (streams, t, c)
-    those that are ``visible`` (streams, t, tile or 1, c).
+def _part(
+    queries: Tensor,
+    streams: Tensor,
+    blocks: Tensor,
+    rows: Tensor,
+    visible: Tensor | None,
+    slots: tuple[Tensor, ...] | None = None,
+) -> Part:
+    """The part of queries (t, tile) for streams: of ``blocks`` (streams, t, c), whose
+    keys are at ``rows``, those keys that are ``visible`` (streams, t, tile or 1, keys);
+    None: each query those up to itself.
     """
     return Part(
         queries.repeat(len(streams), 1),
         streams.repeat_interleave(len(queries)),
+        blocks.flatten(0, 1),
         rows.flatten(0, 1),
-        None if bool(visible.all()) else ~visible.flatten(0, 1),
+        None if visible is None or bool(visible.all()) else ~visible.flatten(0, 1),
+        visible is None,
+        slots,
     )
 
 
@@ -442,7 +529,7 @@ def parts_by_keys(call: Call) -> Iterator[Part]:
             listed = torch.full((1, 1), how == SOME, device=kind.device)
             hidden = ~call.visible(queries, keys, listed)
         keys = slice(held[block], held[block] + length)
-        yield Part(queries, streams, keys, hidden, square)
+        yield Part(queries, streams, block, keys, hidden, square)
 
 
 def _kinds(call: Call) -> Tensor:
@@ -481,9 +568,13 @@ def blocks_seen(call: Call) -> Tensor:
     return seen[:, :-1].unflatten(0, (call.kv_heads, -1)).any(1)
 
 
-def parts(call: Call, kernel: Kernel) -> Iterator[Part]:
-    """The parts of a call in the order that is predicted to take less time."""
+def parts(call: Call, kernel: Kernel, most: int) -> Iterator[Part]:
+    """The parts of a call in the order that is predicted to take less time, by queries
+    of at most ``most`` keys.
+    """
     pattern = call.pattern
+    if call.weights is not None:
+        return parts_by_queries(call, pattern.query_block, most)
     cost = cost_of(kernel)
     slots = call.lists.shape[2]
     size = pattern.granularity
@@ -497,7 +588,7 @@ def parts(call: Call, kernel: Kernel) -> Iterator[Part]:
         rows = tile * call.sharing
         keys = min(length, slots * size * tile / step + beside + tile)
         one = cost.work(rows, keys) * cost.copied
-        if tile > 1:  # whole blocks of one list have no masks
+        if tile > 1 and not (tile == size and tile == step and not beside):
             masked = keys if tile > step else beside + 2 * tile
             one += MASK * rows * min(keys, masked)
         return pairs / rows * one
@@ -509,17 +600,17 @@ def parts(call: Call, kernel: Kernel) -> Iterator[Part]:
     tile = min({step, max(step, TILE // call.sharing // step * step)}, key=by_queries)
     if by_keys < by_queries(tile):
         return parts_by_keys(call)
-    return parts_by_queries(call, tile)
+    return parts_by_queries(call, tile, most)
 
 
 def forward(
-    q, k, v, sinks, indices, counts, options: LocalCall
+    q, k, v, sinks, log_weights, indices, counts, options: LocalCall
 ) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d), lse (b, h, n). ``indices`` and ``counts`` are the pattern's:
-    torch then notices where they are written to before the backward.
+    """out (b, n, h, d), lse (b, h, n). ``log_weights``, ``indices`` and ``counts`` are
+    the pattern's: torch then notices where they are written to before the backward.
     """
-    call = call_of(options, q, k)
-    out, lse = results(call, q, k, v, requires_grad(q, k, v, sinks))
+    call = call_of(weighed_by(options, log_weights), q, k)
+    out, lse = results(call, q, k, v, requires_grad(q, k, v, sinks, log_weights))
     return (out, lse) if sinks is None else add_sinks_(out, lse, sinks)
 
 
@@ -530,24 +621,33 @@ def results(call: Call, q, k, v, differentiable: bool) -> tuple[Tensor, Tensor]:
     kernel, masked = kernels_of(call, q, differentiable)
     in_place = hasattr(kernel, "backward_into")  # it reads and writes rows there
     flip, scale = positive_scale(call.options.scale)
+    d = q.shape[3]
     made = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
     with without_autocast(q):
-        rows = flip(q).reshape(-1, q.shape[3]).contiguous()  # (rows * heads, d)
+        rows = flip(q).reshape(-1, d).contiguous()  # (rows * heads, d)
         k, v = _by_keys(k, v)  # (rows, h_kv, d)
+        if call.weights is not None and not in_place:
+            rows = _weighed(rows, d, scale)
+            k, v = (F.pad(t, (0, LSE_COLUMNS)) for t in (k, v))
         out = torch.zeros(len(rows) + 1, rows.shape[1], **made)
         lse = torch.full((len(rows) + 1,), -torch.inf, **made)
-        for part in parts(call, kernel):
+        for part in parts(call, kernel, PIECE if in_place else _copies(q)):
             index = part.lines(call)
             bias = part.bias(call, out, in_place)
             if in_place:
                 held, keys = _in_place(call, part, k, v)
+                if call.weights is not None:
+                    weights = part.weights(call)[:, None, None]
+                    bias = weights if bias is None else bias + weights
                 tiles = (_everywhere(t, len(index)) for t in (out, lse, rows))
                 call_ = *held, part.causal, scale, bias, keys
                 more = {"merge": True, "rows": _ending(index, len(rows))}
                 kernel.forward_into(*tiles, *call_, **more)
                 continue
             queries = rows[index.clamp(max=len(rows) - 1)].unsqueeze(2)
-            held = (part.of_keys(call, t) for t in (k, v))
+            held = [part.of_keys(call, t) for t in (k, v)]
+            if call.weights is not None:
+                part.weigh_(call, held[0], d, scale)
             run, more = (kernel, ()) if bias is None else (masked, (bias,))
             o, l = run.forward(queries, *held, part.causal, scale, *more)
             o, l = o.to(out.dtype), l.to(lse.dtype)
@@ -558,29 +658,38 @@ def results(call: Call, q, k, v, differentiable: bool) -> tuple[Tensor, Tensor]:
             had = out[index].unsqueeze(2), lse[index].unsqueeze(1)
             merge_(*had, o, l)
             out[index], lse[index] = had[0].squeeze(2), had[1].squeeze(1)
-    out = out[:-1].view(q.shape).to(q.dtype)
+    out = out[:-1, :d].reshape(q.shape).to(q.dtype)
     return out, lse[:-1].view(q.shape[:3]).transpose(1, 2)
 
 
 def backward(
     dout, dlse, q, k, v, out, lse, options: LocalCall
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv for cotangents of out and, if not None, of lse."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv for cotangents of out and, if not None, of lse; and the gradient of
+    the weights, if there are any.
+    """
     call = call_of(options, q, k)
-    dq, dk, dv = gradients(call, dout, dlse, q, k, v, out, lse)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    dq, dk, dv, dweights = gradients(call, dout, dlse, q, k, v, out, lse)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dweights
 
 
 def gradients(
     call: Call, dout, dlse, q, k, v, out, lse
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of ``results``; dk and dv in fp32 or wider."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv of ``results``, dk and dv in fp32 or wider; and the gradient of the
+    pattern's ``log_weights``.
+    """
     flip, scale = positive_scale(call.options.scale)
     head_dim = q.shape[3]
     shape = k.shape
+    weights = call.weights
     tensors = dout, flip(q), k, v, out, lse, dlse
     with without_autocast(q):
         dout, q, k, v, out, lse = fold_lse_gradient(*tensors)
+        if weights is not None:
+            q = _weighed(q, head_dim, scale)
+            wide = (0, q.shape[3] - v.shape[3])  # the columns of lse, if there are any
+            dout, k, v, out = (F.pad(t, wide) for t in (dout, k, v, out))
         kernel, masked = kernels_of(call, q, True)
         in_place = hasattr(kernel, "backward_into")
         d = q.shape[3]
@@ -590,11 +699,15 @@ def gradients(
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # no probability
         k, v = _by_keys(k, v)
         dq = torch.zeros(len(lse), d, **made)  # (rows * heads + 1, d)
-        dk, dv = (torch.zeros(t.shape, **made) for t in (k, v))
-        for part in parts(call, kernel):
+        blocks = call.blocks + 1, call.kv_heads, call.pattern.granularity, d
+        dk, dv = (torch.zeros(blocks, **made) for _ in range(2))
+        dweights = None if weights is None else torch.zeros_like(weights)
+        for part in parts(call, kernel, _copies(q)):
             index = part.lines(call)
             bias = part.bias(call, lse, True)
             held = [part.of_keys(call, t) for t in (k, v)]
+            if weights is not None:
+                part.weigh_(call, held[0], head_dim, scale)
             if in_place:
                 grads = [torch.empty(t.shape, **made) for t in held]
                 into = _everywhere(dq, len(index)), *grads
@@ -613,10 +726,42 @@ def gradients(
                 d_queries, *grads = run.backward(*call_, *more)
                 d_queries = d_queries.to(dq.dtype).flatten(0, 2)
                 dq.index_add_(0, index.flatten(), d_queries)
+            grads = [grad.to(dk.dtype) for grad in grads]
             for whole, grad in zip((dk, dv), grads):
-                part.add_keys(call, whole, grad.to(whole.dtype))
+                part.add_keys(call, whole, grad)
+            if weights is not None:
+                each = grads[0][..., head_dim].unflatten(1, (part.blocks.shape[1], -1))
+                each = each.sum((2, 3)) / (scale * _unit(scale))
+                none = part.blocks == call.blocks
+                dweights[part.slots] += each.masked_fill(none, 0.0)
     dq = dq[:-1].view(q.shape)[..., :head_dim].to(q.dtype)
-    return flip(dq), *(t[..., :head_dim].reshape(shape) for t in (dk, dv))
+    dk, dv = (_of_rows(call, t[..., :head_dim], shape) for t in (dk, dv))
+    return flip(dq), dk, dv, None if weights is None else _of_slots(call, dweights)
+
+
+def _of_rows(call: Call, grad: Tensor, shape) -> Tensor:
+    """The gradient of keys (b, m, h_kv, d) from that of blocks (blocks + 1, h_kv,
+    granularity, d).
+    """
+    numbers = torch.arange(call.blocks, device=grad.device)
+    positions, rows = call.keys_of(numbers)
+    there = positions < call.by_block[0, -1]
+    each = grad[:-1].transpose(1, 2).flatten(0, 1)  # (keys, h_kv, d)
+    number = shape[0] * shape[1]
+    if call.held is None and len(each) == number and bool(there.all()):  # in order
+        return each.view(shape)
+    result = grad.new_zeros(number, *shape[2:])
+    return result.index_add_(0, rows[there], each[there]).view(shape)
+
+
+def _of_slots(call: Call, grad: Tensor) -> Tensor:
+    """The gradient of the pattern's weights from that of ``call.weights``."""
+    pattern = call.pattern
+    slots = torch.zeros_like(grad).scatter_(2, call.order, grad)
+    batch, groups, _, number = pattern.log_weights.shape
+    slots = slots.unflatten(0, (groups, -1)).sum(1)  # (groups, batch * rows, slots)
+    slots = slots[..., :number].unflatten(1, (batch, -1)).transpose(0, 1)
+    return slots.to(pattern.log_weights.dtype)
 
 
 def kernels_of(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Kernel]:
@@ -632,6 +777,11 @@ def kernels_of(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Ker
     )
     hides = supports_bias(kernel, q.dtype) and cost_of(kernel).biases < float("inf")
     return kernel, kernel if hides else products
+
+
+def _copies(q: Tensor) -> int:
+    """How many keys of one head are copied at a time."""
+    return 4 * piece_limit(q) // (2 * q.shape[3] * q.element_size())
 
 
 def _everywhere(t: Tensor, tiles: int) -> Tensor:
@@ -670,14 +820,22 @@ def _by_keys(k: Tensor, v: Tensor) -> list[Tensor]:
     return [t.contiguous() for t in views]
 
 
-def _gradients(dout, dlse, q, k, v, sinks, indices, counts, out, lse, *rest):
-    grads = backward(dout, dlse, q, k, v, out, lse, *rest)
-    if sinks is None:
-        return grads
-    return *grads, sinks_gradient(dout, dlse, out, lse, sinks)
+def weighed_by(options: LocalCall, log_weights: Tensor | None) -> LocalCall:
+    """The options with these weights, in place of the ones that autograd follows."""
+    pattern = replace(options.pattern, log_weights=log_weights)
+    return options._replace(pattern=pattern)
 
 
-_Attention = differentiable_once(forward, _gradients, 6)
+def _gradients(
+    dout, dlse, q, k, v, sinks, log_weights, indices, counts, out, lse, options
+):
+    options = weighed_by(options, log_weights)
+    *grads, dweights = backward(dout, dlse, q, k, v, out, lse, options)
+    dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
+    return *grads, dsinks, dweights
+
+
+_Attention = differentiable_once(forward, _gradients, 7)
 
 
 def attend(
@@ -690,10 +848,12 @@ def attend(
     **options,
 ) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q,
-    k, v and sinks. ``options``: those of a ``LocalCall``.
+    k, v, sinks and the pattern's weights. ``options``: those of a ``LocalCall``.
     """
     if is_fake(q):
         raise NotImplementedError("Selected needs the values of its indices")
-    call = _Attention.apply if is_followed(q, k, v, sinks) else forward
+    learned = sinks, pattern.log_weights
+    call = _Attention.apply if is_followed(q, k, v, *learned) else forward
     choice = pattern.indices, pattern.counts
-    return call(q, k, v, sinks, *choice, LocalCall(pattern, **options))
+    options = LocalCall(replace(pattern, log_weights=None), **options)
+    return call(q, k, v, *learned, *choice, options)

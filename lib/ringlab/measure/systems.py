@@ -36,6 +36,7 @@ from ..engine import dilated, torch_sparse
 from ..engine.execute import Call
 from ..ring import Traffic, comm, counting
 from ..ring.layout import Layout, layout_named
+from ..selected import Selected
 from .points import Point, pattern_of
 
 GRADIENT_KV_HEADS = 2
@@ -623,16 +624,12 @@ class AdaptiveBlocks(System):
         q, k = (t.detach() for t in inputs[:2])
         size = self.blocks.block_size
         causal = self.point.causal
-        picks = best_blocks(q, k, self.blocks, causal=causal)[0]  # (h, blocks, top_k)
-        count = picks.shape[1]
-        table = picks.new_zeros((*picks.shape[:2], count), dtype=torch.bool)
-        table.scatter_(-1, picks, True)  # (h, blocks, blocks)
-        table = table.tril() if causal else table
-
-        def multiplicity(queries, keys, *, head: int, **_) -> Tensor:
-            return table[head][queries // size][:, keys // size].long()
-
-        self.pattern = without_reach(multiplicity)
+        picks = best_blocks(q, k, self.blocks, causal=causal)  # (1, h, blocks, top_k)
+        self.pattern = Selected(picks, size, size)
+        heads, count = picks.shape[1:3]
+        table = picks.new_zeros(heads, count, count + 1, dtype=torch.bool)
+        # Of -1, which is none, the column before the first.
+        table = table.scatter_(2, picks[0] + 1, True)[..., 1:]
         errors, tolerance = super().check(inputs, output)
         best = self.are_best(table, q, k)
         return errors if best else dict.fromkeys(errors, math.inf), tolerance

@@ -1,28 +1,30 @@
 """Attention to selected keys across ranks: queries stay, and only rows of K/V heads that
 a rank's queries see move, each once.
 
-Shards are contiguous. A rank asks each owner by a byte for each block of keys and K/V
-head. The rows come in one all-to-all, and their gradients return likewise in fp32 or
-wider. ``bytes_sent`` tells how much that is.
+Shards are contiguous. A rank asks each owner by a byte for each block of keys that lies
+there, whole or in part, and K/V head. The rows come in one all-to-all, and their
+gradients return likewise in fp32 or wider. ``gather_means`` gives a rank what
+``adaptive_attention`` chooses by.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..checks import short_repr
 from ..engine import selected
-from ..engine.selected import Call
+from ..engine.selected import Call, weighed_by
 from ..engine.ways import LocalCall
-from ..kernels.base import accumulation_dtype
 from ..selected import Selected
 from .comm import Steps, all_to_all, drive
-from .exchange import Problem
+from .exchange import Problem, digest
 from .group import Group, length_of
-from .layout import Layout, layout_named
+from .layout import Layout, contiguous, layout_named
 
 
 def attend(
@@ -42,16 +44,10 @@ def attend(
     """
     ranks = Group.of(group)
     layout = layout_named(layout, length_of(q, group, layout), ranks.size)
-    step = pattern.query_block
-    if layout.kind != "contiguous" or not all(layout.sizes):
-        raise ValueError(
-            f"Selected needs contiguous shards, none of them empty, not {layout}"
-        )
-    if any(layout.ranges(rank)[0].start % step for rank in range(ranks.size)):
-        raise ValueError(f"shards must begin where {step} queries with one list do")
-    choice = pattern.indices, pattern.counts
-    local = LocalCall(pattern, **options)
-    out, lse = _Attention.apply(q, k, v, *choice, ranks, layout, local)
+    lists = pattern.indices, pattern.counts
+    local = LocalCall(replace(pattern, log_weights=None), **options)
+    tensors = q, k, v, pattern.log_weights, *lists
+    out, lse = _Attention.apply(*tensors, ranks, layout, local)
     if sinks is None:
         return out, lse
     logits = sinks.to(lse.dtype).unsqueeze(1)  # (h, 1)
@@ -62,32 +58,43 @@ def attend(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, indices, counts, group, layout, local):
+    def forward(ctx, q, k, v, log_weights, indices, counts, group, layout, local):
+        local = weighed_by(local, log_weights)
         heads = q.shape[2], k.shape[2]
         problem = Problem(str(local.pattern), layout, local.causal, *heads)
         options = {"scale": local.scale, "backend": local.backend}
         options["softcap"] = local.softcap
-        number = group.agree("forward", problem, q, **options)
+        if local.documents is not None:
+            borders = [span[1:] for span in local.documents.spans]
+            options["borders"] = f"{short_repr(borders)} ({digest(borders)})"
+        # One rank alone may be refused: the others must not wait for it.
+        refused = None
+        try:
+            calls = _calls(group, layout, q, k, local)
+        except (ValueError, NotImplementedError) as error:
+            refused = error
+        number = group.agree("forward", problem, q, **options, refused=str(refused))
+        if refused is not None:
+            raise refused
         differentiable = any(ctx.needs_input_grad)
         shards = zip(*(group.split(t, 1, layout) for t in (q, k, v)))
-        steps = []
-        for rank, tensors, part in zip(
-            group.here, shards, _patterns(group, layout, local.pattern)
-        ):
-            own = local._replace(pattern=part)
-            steps.append(_forward(layout, rank, *tensors, own, differentiable))
+        steps = [
+            _forward(layout, rank, *tensors, call, differentiable)
+            for rank, tensors, call in zip(group.here, shards, calls)
+        ]
         outs, lses, ks, vs, moves = zip(*drive(steps, group.process_group))
         out = group.join(outs, 1, layout)
         lse = group.join(lses, 2, layout)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, indices, counts, out, lse, *ks, *vs)
+        tensors = q, k, v, log_weights, indices, counts, out, lse
+        ctx.save_for_backward(*tensors, *ks, *vs)
         ctx.rest = group, problem, number, options, moves
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, _, _, out, lse, *held = ctx.saved_tensors
+        q, k, v, log_weights, _, _, out, lse, *held = ctx.saved_tensors
         group, problem, number, options, moves = ctx.rest
         # Without a cotangent too: the other ranks go through their backward.
         group.agree("backward", problem, q, number, **options)
@@ -100,25 +107,67 @@ class _Attention(torch.autograd.Function):
             _backward(move, *tensors, *rows)
             for move, tensors, rows in zip(moves, shards, zip(ks, vs))
         ]
-        grads = zip(*drive(steps, group.process_group))
+        *grads, dweights = zip(*drive(steps, group.process_group))
         joined = [group.join(parts, 1, problem.layout) for parts in grads]
-        return *(g.to(t.dtype) for g, t in zip(joined, (q, k, v))), *[None] * 5
+        dweights = None if log_weights is None else torch.cat(dweights, 2)
+        grads = (g.to(t.dtype) for g, t in zip(joined, (q, k, v)))
+        return *grads, dweights, *[None] * 5
 
 
-def _patterns(group: Group, layout: Layout, pattern: Selected) -> list[Selected]:
-    """The pattern of the queries of each rank here."""
-    if group.process_group is not None:
-        return [pattern]
-    rows = [-(-size // pattern.query_block) for size in layout.sizes]
-    if pattern.indices.shape[2] != sum(rows):
+def _calls(group: Group, layout: Layout, q, k, local: LocalCall) -> list[Call]:
+    """The call of each rank here; ValueError or NotImplementedError where one cannot
+    be.
+    """
+    step = local.pattern.query_block
+    if layout.kind != "contiguous" or not all(layout.sizes):
         raise ValueError(
-            f"indices must have {sum(rows)} rows, got {pattern.indices.shape[2]}"
+            f"Selected needs contiguous shards, none of them empty, not {layout}"
         )
-    indices = pattern.indices.split(rows, 2)
-    counts = (
-        [None] * len(rows) if pattern.counts is None else pattern.counts.split(rows, 2)
+    alone = group.process_group is not None
+    rows = layout.size(group.here[0]) if alone else layout.n
+    if q.shape[1] != rows:
+        raise ValueError(f"the layout has {rows} positions here, q has {q.shape[1]}")
+    spans = [(0, 0, layout.n)]
+    if _packs(local, q):  # each document starts a new row
+        spans = local.documents.spans
+    starts = [layout.ranges(rank)[0].start for rank in range(layout.ranks)]
+    for start, (_, first, stop) in product(starts, spans):
+        if first < start < stop and (start - first) % step:
+            raise ValueError(
+                f"shards must begin where {step} queries with one list do, not at {start}"
+            )
+    patterns = [local.pattern]
+    if not alone:
+        numbers = [_list_rows(layout, rank, local, q) for rank in group.here]
+        given = local.pattern.indices.shape[2]
+        if given != sum(numbers):
+            raise ValueError(f"indices must have {sum(numbers)} rows, got {given}")
+        ends = [*accumulate(numbers, initial=0)]
+        patterns = [local.pattern.rows(slice(None), slice(*p)) for p in pairwise(ends)]
+    shards = zip(group.split(q, 1, layout), group.split(k, 1, layout), patterns)
+    return [
+        selected.call_of(
+            local._replace(pattern=pattern), *both, shard=(starts[rank], layout.n)
+        )
+        for rank, (*both, pattern) in zip(group.here, shards)
+    ]
+
+
+def _packs(local: LocalCall, q) -> bool:
+    return local.documents is not None and local.documents.packs(len(q))
+
+
+def _list_rows(layout: Layout, rank: int, local: LocalCall, q) -> int:
+    """How many rows of lists a rank's queries have."""
+    own = layout.ranges(rank)[0]
+    step = local.pattern.query_block
+    if not _packs(local, q):
+        return -(-len(own) // step)
+    here = (
+        max(0, min(stop, own.stop) - max(first, own.start))
+        for _, first, stop in local.documents.spans
     )
-    return [replace(pattern, indices=i, counts=c) for i, c in zip(indices, counts)]
+    return sum(-(-count // step) for count in here)
 
 
 @dataclass(frozen=True)
@@ -135,53 +184,65 @@ class _Moves:
     sent: list[int]
 
 
-def _rows(asked: Tensor, positions: range, size: int) -> Tensor:
-    """The rows (rows, 3), by entry, row and K/V head, that an owner of ``positions``
-    sends of blocks (b, blocks, h_kv) that it has a part of.
+def _parts(call: Call, own: range, n: int) -> Tensor:
+    """Of blocks, the entry, first row and end of what lies in the shard ``own`` of each
+    entry's ``n`` positions: (3, blocks); no rows of the others.
     """
-    before = positions.start % size
-    every = asked.repeat_interleave(size, 1)[:, before : before + len(positions)]
-    return every.nonzero()
+    first, end = call.by_block[:2, :-1]
+    entry = first // n
+    start, stop = (t - entry * n - own.start for t in (first, end))
+    return torch.stack([entry, start.clamp(min=0), stop.clamp(max=len(own))])
 
 
-def _ask(layout: Layout, rank: int, call: Call, batch: int) -> Steps:
+def _rows(part: Tensor, asked: Tensor) -> Tensor:
+    """The rows (4, rows), by entry, row, K/V head and block, of ``asked`` blocks
+    (blocks, h_kv) of which a shard has a ``part``.
+    """
+    block, head = asked.nonzero().unbind(1)
+    entry, start, stop = part[:, block]
+    item, within = selected.counted(stop - start)
+    rows = entry[item], start[item] + within, head[item], block[item]
+    return torch.stack(rows)
+
+
+def _ask(layout: Layout, rank: int, call: Call) -> Steps:
     """Ask every owner for the rows that the queries here see; returns what moves, and
     the number of rows that are held.
     """
     size = call.pattern.granularity
-    needed = selected.blocks_seen(call)  # (h_kv, blocks)
-    needed = needed.unflatten(1, (batch, -1)).permute(1, 2, 0)  # (b, blocks, h_kv)
+    needed = selected.blocks_seen(call).T  # (blocks, h_kv)
     owned = [layout.ranges(owner)[0] for owner in range(layout.ranks)]
-    parts = [slice(own.start // size, -(-own.stop // size)) for own in owned]
-    asks = [needed[:, part] for part in parts]
-    ask = torch.cat([each.transpose(0, 1) for each in asks]).to(torch.uint8)
-    counts = [part.stop - part.start for part in parts]
+    parts = [_parts(call, own, layout.n) for own in owned]
+    inside = [part[1] < part[2] for part in parts]  # (blocks,) each
+    ask = torch.cat([needed[each] for each in inside]).to(torch.uint8)
+    counts = [int(each.sum()) for each in inside]
     mine = [counts[rank]] * layout.ranks
-    came = yield from all_to_all(ask.contiguous(), counts, mine)
-    came = [each.transpose(0, 1).bool() for each in came.split(mine)]
-    there = [_rows(each, owned[rank], size) for each in came]
-    kept = needed.any(2).flatten()  # (b * blocks,)
+    came = yield from all_to_all(ask, counts, mine)
+    there = []
+    for each in came.split(mine):
+        asked = torch.zeros_like(needed)
+        asked[inside[rank]] = each.bool()
+        there.append(_rows(parts[rank], asked)[:3])
+    kept = needed.any(1)
     held = ((kept.cumsum(0) - 1) * size).clamp(min=0)
     here = []
-    for own, each in zip(owned, asks):
-        entry, row, head = _rows(each, own, size).unbind(1)
-        position = row + own.start
-        block = entry * needed.shape[1] + position // size
-        here.append(torch.stack([held[block] + position % size, head], 1))
+    for own, part, each in zip(owned, parts, inside):
+        entry, row, head, block = _rows(part, needed & each.unsqueeze(1))
+        position = entry * layout.n + own.start + row
+        where = held[block] + position - call.by_block[0, block]
+        here.append(torch.stack([where, head]))
     return _Moves(
         replace(call, held=held),
-        torch.cat(here).unbind(1),
-        list(map(len, here)),
-        torch.cat(there).unbind(1),
-        list(map(len, there)),
+        torch.cat(here, 1).unbind(0),
+        [each.shape[1] for each in here],
+        torch.cat(there, 1).unbind(0),
+        [each.shape[1] for each in there],
     ), max(1, int(kept.sum())) * size
 
 
-def _forward(layout, rank, q, k, v, options: LocalCall, differentiable: bool) -> Steps:
+def _forward(layout, rank, q, k, v, call: Call, differentiable: bool) -> Steps:
     """out, lse, the rows of k and v that are held, (1, rows, h_kv, d), and what moved."""
-    shard = layout.ranges(rank)[0].start, layout.n
-    call = selected.call_of(options, q, k, shard=shard)
-    moves, rows = yield from _ask(layout, rank, call, len(q))
+    moves, rows = yield from _ask(layout, rank, call)
     send = torch.stack([t[moves.there] for t in (k, v)], 1)  # (rows sent, 2, d)
     came = yield from all_to_all(send, moves.sent, moves.received)
     held = [t.new_zeros(1, rows, *t.shape[2:]) for t in (k, v)]
@@ -192,9 +253,9 @@ def _forward(layout, rank, q, k, v, options: LocalCall, differentiable: bool) ->
 
 
 def _backward(moves, dout, dlse, q, out, lse, k, v) -> Steps:
-    """dq, dk, dv of one rank; dk and dv are not yet rounded."""
+    """dq, dk, dv of one rank, dk and dv not yet rounded, and that of the weights."""
     call = moves.call
-    dq, *grads = selected.gradients(call, dout, dlse, q, k, v, out, lse)
+    dq, *grads, dweights = selected.gradients(call, dout, dlse, q, k, v, out, lse)
     send = torch.stack([t[0][moves.here] for t in grads], 1)  # (rows received, 2, d)
     home = yield from all_to_all(send, moves.received, moves.sent)
     shape = len(q), q.shape[1], call.kv_heads, q.shape[3]
@@ -203,28 +264,57 @@ def _backward(moves, dout, dlse, q, out, lse, k, v) -> Steps:
     for rows, values in zip(there, home.split(moves.sent)):
         for t, value in zip(own, values.unbind(1)):
             t[rows.unbind(1)] += value
-    return dq, *own
+    return dq, *own, dweights
 
 
-def bytes_sent(
-    pattern: Selected, layout: Layout, rank: int, seen: list[Tensor], q: Tensor
-) -> tuple[int, int]:
-    """The bytes that a rank sends in the forward, and in the backward after it.
-
-    ``seen``: of every rank, which blocks (b, blocks, h_kv) its queries see; q (b, n, h,
-    d): its dtype and head_dim.
+def gather_means(
+    group: Group, parts: list[list[Tensor]], size: int
+) -> list[tuple[Tensor, Tensor]]:
+    """For every rank here, given the means of its blocks of ``size``, as many as each
+    has, those of all: q's (b, h, blocks, d) and k's (b, h_kv, blocks, d). One exchange,
+    whose backward sums the gradients at the owners.
     """
-    size = pattern.granularity
-    owned = [layout.ranges(owner)[0] for owner in range(layout.ranks)]
-    blocks = [slice(own.start // size, -(-own.stop // size)) for own in owned]
-    batch, _, kv_heads = seen[rank].shape
-    asks = rows_out = rows_back = 0
-    for other, part in enumerate(blocks):
-        if other == rank:
-            continue
-        asks += batch * kv_heads * (part.stop - part.start)
-        rows_out += len(_rows(seen[other][:, blocks[rank]], owned[rank], size))
-        rows_back += len(_rows(seen[rank][:, part], owned[other], size))
-    width = 2 * q.shape[3]
-    wide = accumulation_dtype(q.dtype).itemsize
-    return asks + rows_out * width * q.element_size(), rows_back * width * wide
+    heads = [t.shape[1] for t in parts[0]]
+    layout = contiguous(parts[0][0].shape[2] * size * group.size, group.size)
+    problem = Problem(f"means of blocks of {size}", layout, False, *heads)
+    found = _Gather.apply(
+        group, problem, *(torch.cat(pair, 1) for pair in parts)
+    )  # (b, h + h_kv, blocks, d) each
+    return [tuple(t.contiguous() for t in each.split(heads, 1)) for each in found]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, problem, *means):
+        ctx.rest = group, problem, group.agree("forward", problem, means[0])
+        return tuple(
+            drive(
+                [_everyone(group.size, tensors) for tensors in means],
+                group.process_group,
+            )
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        group, problem, number = ctx.rest
+        group.agree("backward", problem, grads[0], number)
+        return (
+            None,
+            None,
+            *drive([_home(group.size, grad) for grad in grads], group.process_group),
+        )
+
+
+def _everyone(ranks: int, part: Tensor) -> Steps:
+    """The blocks (b, h, c, d) of all ranks as (b, h, blocks, d)."""
+    parts = yield from all_to_all(torch.stack([part] * ranks), [1] * ranks, [1] * ranks)
+    return torch.cat(parts.unbind(), 2)
+
+
+def _home(ranks: int, grad: Tensor) -> Steps:
+    """The sum of all ranks' gradients for a rank's own blocks."""
+    sums = yield from all_to_all(
+        torch.stack(grad.chunk(ranks, 2)), [1] * ranks, [1] * ranks
+    )  # (p, b, h, c, d)
+    return sums.sum(0)
