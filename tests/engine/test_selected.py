@@ -64,6 +64,21 @@ def test_weights_of_blocks_that_their_own_queries_see(backend, heads, kv_heads):
         assert max(found.values()) <= reference.EXACT[torch.float32], found
 
 
+def test_a_weight_that_is_not_a_number_reaches_the_queries_that_see_its_block_alone():
+    q = torch.randn(1, 32, 2, 16)
+    blocks = torch.tensor([[0, -1], [1, 0], [2, 3], [3, 0]])[None, None]
+    weights = torch.zeros(1, 1, 4, 2)
+    pattern = Selected(blocks, 8, 8, log_weights=weights)
+    clean = attention(q, q, q, pattern, causal=True)
+    for row, slot in ((0, 1), (2, 1)):  # an empty slot; a block after the query
+        weights[0, 0, row, slot] = float("nan")
+    for backend in ("auto", "eager"):
+        out = attention(q, q, q, pattern, causal=True, backend=backend)
+        assert reference.error(out, clean, 1.0) <= 1e-6
+    weights[0, 0, 3, 1] = float("nan")
+    assert attention(q, q, q, pattern, causal=True)[:, 24:].isnan().all()
+
+
 def test_weights_that_do_not_fit_are_refused():
     indices = torch.zeros(1, 1, 8, 2, dtype=torch.int64)
     q = torch.randn(1, 8, 1, 8)

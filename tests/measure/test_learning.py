@@ -320,8 +320,9 @@ def masked(layer):
             size = layer.pattern.block_size
             picks = best_blocks(
                 q, k, layer.pattern, None, True
-            )  # (b, h, blocks, top_k)
-            chosen = torch.zeros(*picks.shape[:3], n // size).scatter_(3, picks, 1.0)
+            )  # (b, h, blocks, top_k), -1 for none
+            chosen = torch.zeros(*picks.shape[:3], n // size + 1)
+            chosen = chosen.scatter_(3, picks + 1, 1.0)[..., 1:]
             m = chosen.repeat_interleave(size, 2).repeat_interleave(size, 3)
         else:
             m = torch.stack(

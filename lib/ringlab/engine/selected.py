@@ -361,7 +361,8 @@ class Part:
 
     def weights(self, call: Call) -> Tensor:
         """What is added to the scores of the keys: (tiles, keys)."""
-        each = call.weights[self.slots]
+        none = self.blocks == call.blocks
+        each = call.weights[self.slots].masked_fill(none, 0.0)
         return each.repeat_interleave(call.pattern.granularity, 1)
 
     def weigh_(self, call: Call, k: Tensor, d: int, scale: float) -> None:
@@ -588,7 +589,8 @@ def parts(call: Call, kernel: Kernel, most: int) -> Iterator[Part]:
         rows = tile * call.sharing
         keys = min(length, slots * size * tile / step + beside + tile)
         one = cost.work(rows, keys) * cost.copied
-        if tile > 1 and not (tile == size and tile == step and not beside):
+        squares = tile == step == size and call.sharing == 1 and not beside
+        if tile > 1 and not squares:
             masked = keys if tile > step else beside + 2 * tile
             one += MASK * rows * min(keys, masked)
         return pairs / rows * one
