@@ -67,6 +67,21 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Choosing:
+    """A measured call of a method that chooses its keys by content: its ``name``, and
+    its time as a part of dense attention's, measured beside it. The others are those of
+    an ``Evidence``.
+    """
+
+    name: str
+    seq_len: int
+    shape: tuple
+    dtype: torch.dtype
+    passes: str
+    of_dense: float
+
+
+@dataclass(frozen=True)
 class Decision:
     """One setting: its ``value`` and ``why`` it was chosen."""
 
@@ -165,7 +180,9 @@ class Advice:
     that is less, ``longest`` is a length of this pattern that fits, near the longest,
     and ``enough_ranks`` a number of ranks that hold the sequence. ``cache_bytes``: what
     the caches of all layers take for generating up to this length, on the rank with
-    most (None: not causal, or not estimated).
+    most (None: not causal, or not estimated). ``choosing``: methods that choose their
+    keys by content and were measured to take less time than dense attention, a line
+    each; their memory is not estimated.
     """
 
     call: CallSpec  # its shape, passes, ranks and profile
@@ -182,6 +199,7 @@ class Advice:
     longest: int | None = None
     enough_ranks: int | None = None
     cache_bytes: int | None = None
+    choosing: tuple[str, ...] = ()
 
     def __getitem__(self, name: str):
         return self.choices[name].value
@@ -260,6 +278,8 @@ class Advice:
                 f"runs by  {self.settings}",
                 "",
                 *columns([HEADER, *map(self._figures, self.options)]),
+                *["", "keys chosen by content:"][: 2 * len(self.choosing)],
+                *self.choosing,
             ]
         )
 
@@ -379,6 +399,7 @@ def advise(
     memory_bytes: int | None = None,
     estimates: bool = True,
     rows: Iterable[Evidence] = (),
+    choosing: Iterable[Choosing] = (),
     trained: Mapping[str, str] | None = None,
 ) -> Advice:
     """Advise an attention for ``seq_len`` tokens on ``ranks`` of a profile, and the
@@ -395,7 +416,10 @@ def advise(
     ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``:
     of a rank (None: the profile's). ``rows``: measured calls on this hardware, which
     make times of rooflines, on one rank; on several, times stay lower bounds.
-    ``trained``: what small models learned with "dense", "far", "local", in words. A
+    ``choosing``: measured calls of methods that choose their keys by content; those of
+    this shape that were faster than dense attention are named beside the advice.
+    ``trained``: what small models learned with "dense", "far", "local" and with such
+    methods by name, in words. A
     ``dtype`` that is given is kept. ``estimates=False``: memory, which takes seconds to
     find, stays unknown.
 
@@ -452,12 +476,17 @@ def advise(
     rows = tuple(rows) if isinstance(rows, Iterable) else (rows,)
     if not all(isinstance(row, Evidence) for row in rows):
         raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
+    choosing = tuple(choosing)
+    if not all(isinstance(row, Choosing) for row in choosing):
+        got = short_repr(choosing)
+        raise TypeError(f"choosing must be ringlab.advise.Choosing, got {got}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
     return _Advisor(
         call,
         layers,
         budget,
         rows,
+        choosing,
         trained or {},
         dtype,
         estimates,
@@ -490,6 +519,7 @@ class _Advisor:
     layers: int
     budget: int | None
     rows: tuple[Evidence, ...]
+    choosing: tuple[Choosing, ...]
     trained: Mapping[str, str]
     given_dtype: torch.dtype | None
     estimates: bool
@@ -553,6 +583,7 @@ class _Advisor:
             ends,
             self.budget,
             **memory,
+            choosing=self._choosing(),
         )
 
     def _dtype(self) -> Decision:
@@ -675,6 +706,28 @@ class _Advisor:
         least = max((e.seconds for e in same if e.seq_len < n), default=0.0)
         most = min((e.seconds for e in same if e.seq_len > n), default=math.inf)
         return min(max(seconds, least), most), ABOUT
+
+    def _choosing(self) -> tuple[str, ...]:
+        """Methods that choose keys by content and are faster than dense attention in
+        calls of this shape, at the longest measured length up to this one.
+        """
+        c = self.call
+        asked = (c.batch, c.heads, c.kv_heads, c.head_dim, c.causal), c.dtype, c.passes
+        alike = [
+            x
+            for x in self.choosing
+            if c.ranks == 1
+            and (x.shape, x.dtype, x.passes) == asked
+            and x.seq_len <= c.seq_len
+        ]
+        longest = max((x.seq_len for x in alike), default=0)
+        faster = [x for x in alike if x.seq_len == longest and x.of_dense < 1]
+        unknown = "whether models learn with it is unknown"
+        return tuple(
+            f"{x.name}: {x.of_dense:.2g} of the time of dense attention at {longest:,}"
+            f" tokens, measured; {self.trained.get(x.name, unknown)}"
+            for x in sorted(faster, key=lambda x: x.of_dense)
+        )
 
     def _dense_until(self, dense: Option) -> tuple[int | None, str | None]:
         """The length up to which dense attention keeps within the time and the memory,

@@ -136,11 +136,11 @@ def attention(
     one that sends the fewest bytes; over a 2-D mesh a pair, as ("ring", "ulysses"). Each
     is the answer of one device, but for ``exchange_dtype``: see ``help(ringlab.ring)``.
 
-    Differentiable once, in q, k, v and sinks. ``torch.compile`` and ``torch.export`` take
-    a call on one device whole, but for ``Selected``, as the operator
-    ``ringlab::attention``. For callers of
-    torch's ``scaled_dot_product_attention``, ``is_causal`` is ``causal``, and
-    ``enable_gqa``, ``dropout_p=0.0`` and ``attn_mask=None`` change nothing.
+    Differentiable once, in q, k, v, sinks and the weights of a ``Selected``.
+    ``torch.compile`` and ``torch.export`` take a call on one device whole, but for
+    ``Selected``, as the operator ``ringlab::attention``. For callers of torch's
+    ``scaled_dot_product_attention``, ``is_causal`` is ``causal``, and ``enable_gqa``,
+    ``dropout_p=0.0`` and ``attn_mask=None`` change nothing.
 
     Warns of 256 heads or more that are more than the positions: such tensors may be in
     torch's layout. Raises ValueError for tensors or arguments that disagree, TypeError

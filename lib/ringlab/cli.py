@@ -571,7 +571,9 @@ def _estimate(args) -> None:
 
 
 def _advise(args) -> None:
-    profile, rows = stored(hardware.resolve(args.profile).on(hardware.detect()))
+    profile, rows, choosing = stored(
+        hardware.resolve(args.profile).on(hardware.detect())
+    )
     if args.seq_len is None:
         raise ValueError("advise needs --seq-len")
     advice = advise(
@@ -580,6 +582,7 @@ def _advise(args) -> None:
         pattern=_pattern_of(args),
         memory_bytes=args.memory,
         rows=rows,
+        choosing=choosing,
         trained=learned(),
         **_options(args, "layers", "dtype", "need", "seconds"),
     )

@@ -36,7 +36,8 @@ class Selected:
     keys after the query, selected or not; without it the window has as many keys after
     the query as before it. With documents, all count from a document's first key; the
     rows of packed documents follow each other, each document starts a new row. Rows of
-    padding are not read.
+    padding are not read. Over ranks, whose shards are contiguous and cut no row, a rank
+    gives the rows of its own queries, with indices of the whole sequence.
 
     Raises ValueError or TypeError for arguments that do not fit; and, once the sequence
     is known, for indices beyond its keys.

@@ -34,8 +34,9 @@ COLORS = {
 MIXED = [name for name in COLORS if ", " in name or " and window" in name]
 # Selected keys, and what readers set them beside.
 BESIDE = ["MoBA", "NSA", "DSA", "Dense", "Window", "LongNet"]
+ANSWERS = "Right answers of recall in 512 tokens (%)"
 JUDGED = {  # task, score, seq, scale
-    "Right answers of recall in 512 tokens (%)": ("recall", "accuracy", 512, 100),
+    ANSWERS: ("recall", "accuracy", 512, 100),
     "Bits a byte of text in 4,096 tokens": ("text", "bits", 4096, 1),
 }
 

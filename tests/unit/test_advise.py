@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import ringlab
 import torch
-from reporting import made, study_of
+from reporting import made, made_up, study_of
 from ringlab import (
     Dense,
     Dilated,
@@ -19,12 +19,13 @@ from ringlab import (
     cli,
     hardware,
 )
-from ringlab.advise import local
+from ringlab.advise import Choosing, local
 from ringlab.block_patterns import sliding_window
 from ringlab.cost import far_queries, format_bytes
 from ringlab.estimate import estimate, longest
+from ringlab.measure import suites
 from ringlab.presets import ladder
-from ringlab.report.evidence import evidence, learned, stored
+from ringlab.report.evidence import choosing, evidence, learned, stored
 from ringlab.ring import SCHEMES, Problem, contiguous, zigzag
 from ringlab.ring.layout import layout_named
 from ringlab.ring.volume import sent_bytes, unevenness
@@ -338,21 +339,58 @@ def test_stored_rows_become_evidence_and_bad_ones_do_not():
     assert evidence(study_of([replace(r, errors={}) for r in rows])) == ()
 
 
+def test_methods_that_choose_their_keys_are_named_where_rows_say_so():
+    shape, about = (1, 8, 8, 64, True), (torch.float32, "fwd")
+    rows = [
+        Choosing(name, n, shape, *about, part)
+        for n, parts in ((8192, (0.9, 1.5)), (16384, (0.75, 0.5)), (65536, (0.2, 0.1)))
+        for name, part in zip(("MoBA", "NSA"), parts)
+    ]
+    ask = partial(advise, "cpu", causal=True, estimates=False, choosing=rows)
+    said = ask(20_000, trained={"NSA": "it learned"}).choosing
+    assert said[0].startswith("NSA: 0.5 of the time") and said[0].endswith("it learned")
+    assert "at 16,384 tokens, measured" in said[1] and said[1].endswith("is unknown")
+    assert said[1] in ask(20_000).text()
+    assert [line[:4] for line in ask(8192).choosing] == ["MoBA"]
+    for other in ({"causal": False}, {"heads": 4}, {"passes": "fwd+bwd"}, {"ranks": 2}):
+        assert ask(20_000, **other).choosing == ()
+    assert ask(4096).choosing == () and "by content" not in ask(4096).text()
+    with pytest.raises(TypeError, match="choosing must be"):
+        ask(4096, choosing=[1])
+
+
+def test_rows_of_methods_stand_beside_dense_attention():
+    groups = suites.selection(hardware.get_profile("cpu"))
+    rows = [made_up(point, group) for group in groups for point in group.points]
+    found = choosing(study_of(rows))
+    by_point = {(r.group, r.point.id): r.median for r in study_of(rows).good}
+    parts = []
+    for r in study_of(rows).good:
+        if r.point.system in ("moba", "nsa", "dsa", "vertical_slash"):
+            if "choice" not in dict(r.point.options):
+                dense = r.point.but(system="ringlab", options={}).id
+                parts.append(r.median / by_point[r.group, dense])
+    assert parts and sorted(x.of_dense for x in found) == sorted(parts)
+    assert {x.name for x in found} == {"MoBA", "NSA", "DSA", "Vertical and slash"}
+    assert {x.passes for x in found} == {"fwd", "fwd+bwd"}
+
+
 def test_rows_of_another_cpu_are_no_evidence(monkeypatch, tmp_path):
     monkeypatch.setattr("ringlab.report.evidence.reports_folder", lambda: tmp_path)
     profile, mine = hardware.get_profile("cpu"), study_of(made("000"))
     monkeypatch.setattr("ringlab.report.evidence.read_study", lambda *_: mine)
     machines = {r.provenance["machine"] for r in mine.good}
     monkeypatch.setattr("ringlab.measure.machine_id", machines.pop)
-    assert stored(profile)[1] == evidence(mine)
+    assert stored(profile)[1:] == (evidence(mine), choosing(mine))
     monkeypatch.setattr("ringlab.measure.machine_id", lambda: "another")
-    assert stored(profile) == (profile, ())
+    assert stored(profile) == (profile, (), ())
     assert learned() == {}
 
 
 def test_what_small_models_learned_is_that_of_the_page(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("ringlab.report.evidence.reports_folder", lambda: tmp_path)
     facts = {"tokens": 512, "window": 48, "recalled": {"Dense": 508, "Window": 32}}
+    facts |= {"answered": {"Dense": "98.5", "MoBA": "45.7 ± 2.4"}}
     for name, reports in (
         ("a", "no list"),
         ("b", [{"name": "quality", "facts": facts}]),
@@ -361,7 +399,8 @@ def test_what_small_models_learned_is_that_of_the_page(monkeypatch, tmp_path, ca
         text = json.dumps({"reports": reports})
         (tmp_path / name / "data" / "manifest.json").write_text(text)
     said = learned()
-    assert said.keys() == {"dense", "local"} and "508 of 512" in said["dense"]
+    assert said.keys() == {"dense", "local", "MoBA"} and "508 of 512" in said["dense"]
+    assert "answers 45.7 ± 2.4 % of questions" in said["MoBA"]
     assert capsys.readouterr().err.count("\n") == 1, "the broken one is named"
     advice = advise(GTX, 131072, estimates=False, trained=said)
     assert said["local"] in advice.options[-1].evidence

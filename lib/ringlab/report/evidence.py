@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from .. import hardware, measure
-from ..advise import Evidence
+from ..advise import Choosing, Evidence
+from ..measure.suites import selecting_systems
 from ..measure.validity import roofline_s
 from .places import read_manifest, reports_folder
 from .study import Study, pattern_of, read_study, with_rates
@@ -40,9 +41,34 @@ def evidence(study: Study) -> tuple[Evidence, ...]:
     )
 
 
-def stored(profile: hardware.Profile) -> tuple[hardware.Profile, tuple[Evidence, ...]]:
-    """A profile and the evidence of its rows; none where there are none, or where they
-    are of another CPU.
+def choosing(study: Study) -> tuple[Choosing, ...]:
+    """Every quoted time of a method that chooses its keys by content beside that of
+    dense attention, as it is called by itself, in one group.
+    """
+    found = []
+    dense = {
+        (r.group, r.point.id): r.median
+        for r in study.good
+        if r.point.system == "ringlab" and not r.point.options
+    }
+    for name, (system, options) in selecting_systems(study.profile).items():
+        for r in study.good:
+            p = r.point
+            if (p.system, dict(p.options)) != (system, options):
+                continue
+            beside = dense.get((r.group, p.but(system="ringlab", options={}).id))
+            if beside and r.median:
+                shape = p.batch, p.heads, p.kv_heads, p.head_dim, p.causal
+                about = p.seq_len, shape, getattr(torch, p.dtype), p.passes
+                found.append(Choosing(name, *about, r.median / beside))
+    return tuple(found)
+
+
+def stored(
+    profile: hardware.Profile,
+) -> tuple[hardware.Profile, tuple[Evidence, ...], tuple[Choosing, ...]]:
+    """A profile, the evidence of its rows and what they say of keys chosen by content;
+    none where there are none, or where they are of another CPU.
 
     This machine's CPU has the rates of its rows: a probe beside other work would find
     lower ones.
@@ -52,21 +78,29 @@ def stored(profile: hardware.Profile) -> tuple[hardware.Profile, tuple[Evidence,
     if profile.kind == "cpu" and any(
         r.provenance.get("machine") != here for r in study.good
     ):
-        return profile, ()
-    return with_rates(study), evidence(study)
+        return profile, (), ()
+    return with_rates(study), evidence(study), choosing(study)
 
 
 def learned(reports: Sequence[dict] = ()) -> dict[str, str]:
-    """What small models recalled with each attention of ``TRAINED``, in words: from the
+    """What small models recalled with each attention of ``TRAINED``, and what they
+    answered with methods that choose keys by content, in words: from the
     page of quality among these ``reports`` of a manifest, else from a stored manifest;
     empty where there is none.
     """
     for facts in (r["facts"] for r in reports if r.get("facts")):
-        return {
+        said = {
             kind: f"trained small, with windows of {facts['window']}: recalls "
             f"{facts['recalled'][name]:,} of {facts['tokens']:,} tokens back"
             for kind, name in TRAINED.items()
             if name in facts["recalled"]
+        }
+        answered = facts.get("answered", {})
+        return said | {
+            name: f"trained small, it answers {right} % of questions about"
+            f" {facts['tokens']:,} tokens, dense attention {answered['Dense']} %"
+            for name, right in answered.items()
+            if name != "Dense"
         }
     if reports:
         return learned()
