@@ -48,7 +48,9 @@ from .checks import (
 from .engine.autograd import outside_graphs, without_autocast
 from .kernels import device_of
 from .kernels.base import accumulation_dtype
+from .ring.exchange import Problem
 from .ring.group import Group
+from .ring.layout import contiguous
 from .ring.selected import gather_means
 from .selected import Selected
 
@@ -134,17 +136,41 @@ def best_blocks(
     return choose(logits(q, k, pattern, scale, causal, ranks), pattern, causal, ranks)
 
 
-def block_counts(q: Tensor, pattern: Adaptive, ranks: Group | None) -> tuple[int, int]:
-    """How many blocks of queries are here, and how many there are; ValueError unless
-    the pattern fits all shards.
+def check_blocks(
+    q: Tensor,
+    k: Tensor,
+    z: Tensor | None,
+    pattern: Adaptive,
+    causal: bool,
+    ranks: Group | None,
+) -> None:
+    """Raise ValueError unless the pattern fits q, k and z; on all ranks where it does
+    not on one, or where they differ.
     """
     size, here = (1, 1) if ranks is None else (ranks.size, len(ranks.here))
     n = q.shape[1] * size // here
-    if size > 1 and n % (size * pattern.block_size):
-        expected = f"every rank needs equally many whole blocks of {pattern.block_size}"
-        raise ValueError(f"{expected}, got n = {n} on {size} ranks")
-    count = pattern.count(n)
-    return count // size * here, count
+    problem = None
+    try:
+        if q.shape[1] != k.shape[1]:
+            got = f"{q.shape[1]} and {k.shape[1]}"
+            raise ValueError(f"q and k must agree in seq, got {got}")
+        if size > 1 and n % (size * pattern.block_size):
+            wanted = (
+                f"every rank needs equally many whole blocks of {pattern.block_size}"
+            )
+            raise ValueError(f"{wanted}, got n = {n} on {size} ranks")
+        count = pattern.count(n)
+        if z is not None:
+            axes = "(batch, heads, blocks, blocks)"
+            shape = q.shape[0], q.shape[2], count // size * here, count
+            check_floats("z", z, axes, shape, q.device)
+    except ValueError as error:
+        problem = error
+    if ranks is not None:
+        asked = Problem(pattern, contiguous(n, size), causal, q.shape[2], k.shape[2])
+        ranks.agree("choice", asked, q, z=z is not None, refused=str(problem))
+    if problem is not None:
+        raise problem
 
 
 def block_means(t: Tensor, size: int) -> Tensor:
@@ -184,7 +210,7 @@ def logits(
     Every rank computes all rows and takes its own: a product of fewer rows may round
     otherwise, and choose otherwise.
     """
-    block_counts(q, pattern, ranks)  # raises where the pattern does not fit
+    outside_graphs(check_blocks)(q, k, None, pattern, causal, ranks)
     size, scale = pattern.block_size, q.shape[3] ** -0.5 if scale is None else scale
 
     def product(
@@ -298,9 +324,7 @@ def adaptive_attention(
         picks = best_blocks(q, k, pattern, scale, causal, ranks)
         log_m = None
     else:
-        shape = (q.shape[0], q.shape[2], *block_counts(q, pattern, ranks))
-        axes = "(batch, heads, blocks, blocks)"
-        check_floats("z", z, axes, shape, q.device)
+        outside_graphs(check_blocks)(q, k, z, pattern, causal, ranks)
         picks = choose(z.detach(), pattern, causal, ranks)
         z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
         log_m = log_multiplicity(z, picks)

@@ -403,9 +403,7 @@ class KVCache:
             total = int(call.spans[0, 1])
             if rows is None:
                 rows = [t[one, :, :total].transpose(1, 2) for t in (part.k, part.v)]
-            o, l = results(call, q[one, :new], *rows, False)
-            if sinks is not None:
-                o, l = add_sinks_(o, l, sinks)
+            o, l = results(call, q[one, :new], *rows, sinks, False)
             out[one, :new], lse[one, :, :new] = o, l
         return out, lse
 

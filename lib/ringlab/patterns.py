@@ -243,7 +243,8 @@ def as_pattern(pattern, kinds=Pattern):
     if not isinstance(pattern, kinds):
         known = "ringlab.Dense(), ringlab.Dilated(...) or one of ringlab.blocks"
         if isinstance(pattern, Selected):
-            raise TypeError(f"pattern must be {known}: Selected is for attention alone")
+            alone = "Selected is for attention alone, with a cache of Dense()"
+            raise TypeError(f"pattern must be {known}: {alone}")
         raise TypeError(f"pattern must be {known}, got {short_repr(pattern)}")
     return pattern
 

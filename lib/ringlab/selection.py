@@ -125,7 +125,10 @@ def dsa(index_q: Tensor, index_k: Tensor, weights: Tensor, *, top_k: int) -> Sel
     >>> dsa(x, x, torch.ones(1, 4, 1), top_k=1).indices.flatten().tolist()
     [0, 1, 2, 3]
     """
-    _check(index_q, index_k)
+    try:
+        _check(index_q, index_k)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"index_q and index_k as q and k: {error}") from None
     top_k = check_int("top_k", top_k, most=LARGEST)
     if index_k.shape[2] != 1:
         raise ValueError(f"index_k must have one head, got {index_k.shape[2]}")

@@ -13,7 +13,7 @@ from ringlab import (
     reference,
 )
 from ringlab.engine import selected
-from selected_cases import errors, random_call, weighed_call
+from selected_cases import errors, random_call, reference_of, weighed_call
 
 ORDERS = {
     "chosen": selected.parts,
@@ -79,6 +79,29 @@ def test_a_weight_that_is_not_a_number_reaches_the_queries_that_see_its_block_al
     assert attention(q, q, q, pattern, causal=True)[:, 24:].isnan().all()
 
 
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_weights_far_below_the_largest_of_a_row_are_none(backend):
+    """Whatever the dtypes and the scale, and with gradients."""
+    indices = torch.arange(4).expand(1, 1, 32, 4)
+    for dtype in (torch.float32, torch.float16):
+        q = torch.randn(1, 32, 2, 16).to(dtype)
+        for scale in (1.0, None, 1e-3):
+            weights = torch.zeros(1, 1, 32, 4, dtype=torch.float64)
+            weights[..., 1:3] = torch.tensor([-torch.inf, -torch.inf])
+            results = []
+            for low in (-torch.inf, -1e300, -1e9):
+                weights[..., 3] = low
+                pattern = Selected(indices, 8, log_weights=weights)
+                given = [q.clone().requires_grad_() for _ in range(3)]
+                out = attention(*given, pattern, scale=scale, backend=backend)
+                grads = torch.autograd.grad(out.square().sum(), given)
+                results.append((out, *grads))
+            for result in results[1:]:
+                for got, want in zip(result, results[0]):
+                    assert reference.error(got, want, 1.0) <= 2e-3
+                    assert got.isfinite().all()
+
+
 def test_weights_that_do_not_fit_are_refused():
     indices = torch.zeros(1, 1, 8, 2, dtype=torch.int64)
     q = torch.randn(1, 8, 1, 8)
@@ -90,6 +113,13 @@ def test_weights_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=why):
             Selected(indices, **fields)
+    for large in (2e4, -2e4, 1e300, torch.inf):
+        each = torch.full_like(weights[..., :1], large, dtype=torch.float64)
+        with pytest.raises(ValueError, match="^the largest log_weight of a row"):
+            attention(q, q, q, Selected(indices[..., :1], log_weights=each))
+    small = Selected(indices[..., :1], log_weights=weights[..., :1] + 8.0)
+    with pytest.raises(NotImplementedError, match="need a larger scale than 1e-09"):
+        attention(*[q.half()] * 3, small, scale=1e-9)
     twice = Selected(indices, log_weights=weights)
     with pytest.raises(ValueError, match="no block may be listed twice"):
         attention(q, q, q, twice)
@@ -150,6 +180,59 @@ def test_sinks_and_a_soft_cap_count():
             o.backward(dout)
         for t, e in zip(tensors, exact):
             assert reference.error(t.grad, e.grad, 1.0) <= 1e-12
+
+
+@pytest.mark.parametrize("group", [None, Simulated(3)])
+def test_sinks_of_padded_sequences(group):
+    """Padding has no sink; a row that sees nothing has one. lse and all gradients."""
+    generator = torch.Generator().manual_seed(0)
+    made = {"dtype": torch.float64, "generator": generator}
+    lengths = [48, 20]
+    indices = torch.randint(-1, 3, (2, 2, 48, 2), generator=generator)
+    pattern = Selected(indices, granularity=8)
+    tensors = [torch.randn(2, 48, h, 8, **made) for h in (4, 2, 2)]
+    tensors.append(torch.randn(4, **made))
+    dout, dlse = torch.randn(2, 48, 4, 8, **made), torch.randn(2, 4, 48, **made)
+    results = []
+    for exact in (False, True):
+        *qkv, sinks = given = [t.clone().requires_grad_() for t in tensors]
+        if exact:
+            out, lse = reference_of(*qkv, pattern, {"causal": True, "scale": None})
+            weight = torch.sigmoid(lse - sinks[:, None])
+            out = out * weight.transpose(1, 2).unsqueeze(3)
+            lse = torch.logaddexp(lse, sinks[:, None])
+            beyond = torch.arange(48) >= torch.tensor(lengths)[:, None]
+            out = out.masked_fill(beyond[:, :, None, None], 0.0)
+            lse = lse.masked_fill(beyond[:, None], -torch.inf)
+        else:
+            options = {"causal": True, "lengths": lengths, "group": group}
+            options |= {"sinks": sinks, "return_lse": True}
+            out, lse = attention(*qkv, pattern, **options)
+        scores = lse.masked_fill(lse == -torch.inf, 0.0)
+        grads = torch.autograd.grad((out * dout).sum() + (scores * dlse).sum(), given)
+        results.append((out, lse, *grads))
+    for got, want in zip(*results):
+        assert reference.error(got, want, 1.0) <= 1e-12
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "cpu_flash"])
+@pytest.mark.parametrize("step", [1, 8])
+def test_a_short_list_reads_no_key_that_is_not_its_own(monkeypatch, backend, step):
+    """Beside longer lists, and in a last block that is short."""
+    monkeypatch.setattr(selected, "parts", ORDERS["by list"])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 61, 2, 16, generator=generator) for _ in range(3))
+    indices = torch.full((1, 1, -(-61 // step), 3), -1)
+    indices[0, 0, :, 0] = 7  # the short block
+    indices[0, 0, ::3] = torch.tensor([7, 2, 0])
+    pattern = Selected(indices, granularity=8, query_block=step)
+    clean = attention(q, k, v, pattern, backend=backend)
+    at = torch.arange(61)
+    hidden = ~pattern.multiplicity(at, at, head=0, heads=2)[0, :, 0]
+    k[:, 0] = v[:, 0] = float("nan")
+    out = attention(q, k, v, pattern, backend=backend)
+    assert reference.error(out[:, hidden], clean[:, hidden], 1.0) <= 1e-6
+    assert out[:, ~hidden].isnan().all()
 
 
 def test_a_key_that_is_not_finite_changes_no_query_that_it_is_hidden_from():

@@ -651,16 +651,14 @@ def warnings_of_bsr():
 
 
 def content_disagreed(cases):
-    """What this rank is told in each case; every rank passes its own number of blocks
-    and top_k, and z or none.
+    """What this rank is told in each case; every rank passes its own number of blocks,
+    pattern, and shape of z or None.
     """
-    rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
-    for blocks, top_k, weighed in (each[rank] for each in cases):
-        q, z = (
-            torch.randn(1, 8 * blocks, 2, 8),
-            torch.zeros(1, 2, blocks, blocks * ranks),
-        )
-        given = q, q, q, Adaptive(8, top_k), z if weighed else None
+    rank, found = dist.get_rank(), []
+    for blocks, pattern, shape in (each[rank] for each in cases):
+        q = torch.randn(1, 8 * blocks, 2, 8)
+        z = None if shape is None else torch.zeros(shape)
+        given = q, q, q, pattern, z
         found.append(told(adaptive_attention, *given, group=dist.group.WORLD))
     return found
 

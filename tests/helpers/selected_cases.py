@@ -187,16 +187,20 @@ def of_this_rank(seed: int, weighed: bool):
 
 
 def refused_on_one_rank(_):
-    """What a rank is told where the list of rank 1 is wrong, then the next result."""
-    q = torch.ones(1, 4, 1, 8)
-    own = torch.full((1, 1, 4, 1), 9 * dist.get_rank())
-    told = ""
-    try:
-        attention(q, q, q, Selected(own), group=dist.group.WORLD)
-    except (ValueError, RuntimeError) as error:
-        told = f"{type(error).__name__}: {error}"
+    """What a rank is told where the list of rank 1 is wrong, where its lists are of two
+    groups, then the next result.
+    """
+    rank = dist.get_rank()
+    q = torch.ones(1, 4, 2, 8)
+    own = torch.full((1, 1, 4, 1), 9 * rank)
     right = Selected(torch.zeros_like(own))
-    return told, attention(q, q, q, right, group=dist.group.WORLD)
+    said = []
+    for wrong in (own, right.indices.expand(1, 1 + rank, 4, 1)):
+        try:
+            attention(q, q, q, Selected(wrong), group=dist.group.WORLD)
+        except (ValueError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said, attention(q, q, q, right, group=dist.group.WORLD)
 
 
 def weights_of(out, start: int = 0):

@@ -158,17 +158,28 @@ def test_gloo_ranks_are_the_simulated_ones():
 
 
 def test_ranks_that_disagree_are_told():
-    cases = [  # (blocks, top_k, whether z is given) by rank
-        ((2, 2, True), (2, 3, True)),
-        ((2, 2, False), (3, 2, False)),
-        ((2, 2, False), (2, 2, True)),
+    two, three = Adaptive(8, 2), Adaptive(8, 3)
+    half = Adaptive(8, 2, top_p=0.5)
+    z, wrong = (1, 2, 2, 4), (1, 2, 2, 5)
+    cases = [  # by rank
+        ((2, two, z), (2, three, z)),
+        ((2, two, z), (2, half, z)),
+        ((2, half, None), (2, two, None)),
+        ((2, two, z), (2, two, wrong)),
+        ((2, two, None), (3, two, None)),
+        ((2, two, None), (2, two, z)),
     ]
+    best = "blocks of 8: the best 2 by content"
+    say = f"{best}, up to a share of 0.5"
     said = (
-        "pattern is 2 selected blocks of 8, for 8 queries each, weighed on rank 0, 3 selected blocks of 8, for 8"
-        " queries each, weighed on rank 1",
+        f"pattern is {best} on rank 0, blocks of 8: the best 3 by content on rank 1",
+        f"pattern is {best} on rank 0, {say} on rank 1",
+        f"pattern is {say} on rank 0, {best} on rank 1",
+        "refused is None on rank 0, z must be (batch, heads, blocks, blocks) = (1, 2, 2, 4), floats on cpu; got (1, 2,"
+        " 2, 5), torch.float32 on cpu on rank 1",
         "layout is contiguous:0,16,32 on rank 0, contiguous:0,24,48 on rank 1; shards of unequal sizes need a"
         " ringlab.ring.Layout",
-        "pattern is means of blocks of 8 on rank 0, 2 selected blocks of 8, for 8 queries each, weighed on rank 1",
+        "z is False on rank 0, True on rank 1",
     )
     assert (
         launch(content_disagreed, 2, cases)
@@ -198,6 +209,8 @@ def test_differentiable_once():
 
 def test_shards_and_logits_that_do_not_fit_are_one_line():
     q = torch.zeros(1, 48, 2, 8)
+    with pytest.raises(ValueError, match="^q and k must agree in seq, got 48 and 40$"):
+        adaptive_attention(q, q[:, :40], q[:, :40], Adaptive(8, 2))
     for group, z, why in (
         (
             Simulated(5),

@@ -123,11 +123,13 @@ def test_processes_give_the_answer_of_one_device(weighed):
 
 def test_all_ranks_are_told_where_one_of_them_is_refused():
     """And the next call runs."""
+    differ = "PlanMismatch: ranks disagree about what is computed: "
     for told, out in launch(refused_on_one_rank, 2, None):
-        assert told == (
-            "PlanMismatch: ranks disagree about what is computed: refused is None on rank"
-            " 0, indices must be below the 8 blocks of 1 keys, got 9 in row 0 on rank 1"
-        )
+        assert told == [
+            f"{differ}refused is None on rank 0, indices must be below the 8 blocks of 1"
+            " keys, got 9 in row 0 on rank 1",
+            f"{differ}groups is 1 on rank 0, 2 on rank 1",
+        ]
         assert torch.equal(out, torch.ones_like(out))
 
 
@@ -139,6 +141,15 @@ def test_shards_that_cut_a_list_or_do_not_fit_are_refused():
         attention(q, q, q, lists, **options)
     with pytest.raises(ValueError, match="the layout has 16 positions here, q has 24"):
         attention(q, q, q, lists, group=Simulated(2), layout=contiguous(16, 2))
+
+
+def test_transforms_over_a_group_are_refused():
+    q = torch.ones(1, 8, 1, 8)
+    lists = Selected(torch.zeros(1, 1, 8, 1, dtype=torch.int64))
+    with pytest.raises(NotImplementedError, match="does not support torch.func"):
+        torch.func.grad(lambda x: attention(x, x, x, lists, group=Simulated(2)).sum())(
+            q
+        )
 
 
 def _all(calls):

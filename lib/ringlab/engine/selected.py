@@ -42,6 +42,7 @@ PIECE = 1 << 25  # elements of masks and copies at a time
 # query and a block that it sees, sorted by blocks.
 MASK = 6
 PLANNED = 40
+LARGEST_WEIGHT = 1e4  # the largest of a row: its key holds it, in float16 as well
 WHOLE, SOME, BESIDE = range(3)  # a block is seen whole; in part; for the window alone
 
 
@@ -133,13 +134,14 @@ class Call:
 
     def keys_of(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The positions and rows (..., c * granularity) of blocks (..., c). Beyond the
-        end of a block positions are beyond all, and rows are its first.
+        end of a block positions are beyond all, and rows those of the first block's
+        first key: a value elsewhere that is not finite must not be read.
         """
         within = torch.arange(self.pattern.granularity, device=blocks.device)
         first, end, _, held = self.by_block[:, blocks].unsqueeze(-1)
         beyond = first + within >= end
         positions = (first + within).masked_fill(beyond, int(self.by_block[0, -1]))
-        rows = (held + within).masked_fill(beyond, 0)
+        rows = torch.where(beyond, held[..., :1, :], held + within)
         return positions.flatten(-2), rows.flatten(-2)
 
     def visible(self, queries: Tensor, keys: Tensor, listed: Tensor) -> Tensor:
@@ -278,6 +280,19 @@ def call_of(
         weights = pattern.log_weights.detach().to(accumulation_dtype(q.dtype))
         weights = F.pad(weights, (0, listed.shape[2] - weights.shape[3]))
         weights = weights.transpose(0, 1).flatten(1, 2).gather(2, order)
+        _, scale = positive_scale(options.scale)
+        lowest = -4 * LARGEST_WEIGHT  # no share, beside the largest
+        if -lowest > torch.finfo(q.dtype).max * scale * _unit(scale):
+            what = f"log_weights with {q.dtype} need a larger scale than {scale:g}"
+            raise NotImplementedError(what)
+        none = listed == call.blocks
+        largest = weights.masked_fill(none, -torch.inf).amax(2)[~none.all(2)]
+        beyond = largest[largest.abs() > LARGEST_WEIGHT]
+        if len(beyond):
+            limits = f"from {-LARGEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
+            what = f"the largest log_weight of a row must be {limits}"
+            raise ValueError(f"{what}, got {float(beyond[0]):g}")
+        weights = weights.clamp(min=lowest)
     times = max(1, kv_heads // groups)
     lists, weights, order = (
         None if t is None else t.repeat_interleave(times, 0)
@@ -371,8 +386,6 @@ class Part:
         rounded, and the remainder.
         """
         column = self.weights(call) / (scale * _unit(scale))
-        # Finite, as a product must be.
-        column = column.clamp(min=max(-1e30, torch.finfo(k.dtype).min))
         high = column.to(k.dtype)
         k[:, :, 0, d] = high
         k[:, :, 0, d + 1] = (column - high.to(column.dtype)).to(k.dtype)
@@ -612,13 +625,13 @@ def forward(
     the pattern's: torch then notices where they are written to before the backward.
     """
     call = call_of(weighed_by(options, log_weights), q, k)
-    out, lse = results(call, q, k, v, requires_grad(q, k, v, sinks, log_weights))
-    return (out, lse) if sinks is None else add_sinks_(out, lse, sinks)
+    followed = requires_grad(q, k, v, sinks, log_weights)
+    return results(call, q, k, v, sinks, followed)
 
 
-def results(call: Call, q, k, v, differentiable: bool) -> tuple[Tensor, Tensor]:
+def results(call: Call, q, k, v, sinks, differentiable: bool) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d), lse (b, h, n) for q (b, n, h, d) and the rows of k and v (any,
-    any, h_kv, d), which together are those of the call.
+    any, h_kv, d), which together are those of the call. ``sinks``: (h,) or None.
     """
     kernel, masked = kernels_of(call, q, differentiable)
     in_place = hasattr(kernel, "backward_into")  # it reads and writes rows there
@@ -661,7 +674,12 @@ def results(call: Call, q, k, v, differentiable: bool) -> tuple[Tensor, Tensor]:
             merge_(*had, o, l)
             out[index], lse[index] = had[0].squeeze(2), had[1].squeeze(1)
     out = out[:-1, :d].reshape(q.shape).to(q.dtype)
-    return out, lse[:-1].view(q.shape[:3]).transpose(1, 2)
+    lse = lse[:-1].view(q.shape[:3]).transpose(1, 2)
+    if sinks is not None:
+        out, lse = add_sinks_(out, lse, sinks)
+        padding = (call.by_row[1, :-1] == 0).view(len(q), 1, -1)
+        lse = lse.masked_fill(padding, -torch.inf)
+    return out, lse
 
 
 def backward(

@@ -45,7 +45,7 @@ def choosing(study: Study) -> tuple[Choosing, ...]:
     """Every quoted time of a method that chooses its keys by content beside that of
     dense attention, as it is called by itself, in one group.
     """
-    found = []
+    compared = []
     dense = {
         (r.group, r.point.id): r.median
         for r in study.good
@@ -60,8 +60,8 @@ def choosing(study: Study) -> tuple[Choosing, ...]:
             if beside and r.median:
                 shape = p.batch, p.heads, p.kv_heads, p.head_dim, p.causal
                 about = p.seq_len, shape, getattr(torch, p.dtype), p.passes
-                found.append(Choosing(name, *about, r.median / beside))
-    return tuple(found)
+                compared.append(Choosing(name, *about, r.median / beside))
+    return tuple(compared)
 
 
 def stored(

@@ -19,8 +19,10 @@ from torch.autograd.function import once_differentiable
 from ..checks import short_repr
 from ..engine import selected
 from ..engine.selected import Call, weighed_by
+from ..engine.sinks import sinks_gradient
 from ..engine.ways import LocalCall
 from ..selected import Selected
+from ..torch_private import is_transformed
 from .comm import Steps, all_to_all, drive
 from .exchange import Problem, digest
 from .group import Group, length_of
@@ -46,24 +48,25 @@ def attend(
     layout = layout_named(layout, length_of(q, group, layout), ranks.size)
     lists = pattern.indices, pattern.counts
     local = LocalCall(replace(pattern, log_weights=None), **options)
-    tensors = q, k, v, pattern.log_weights, *lists
-    out, lse = _Attention.apply(*tensors, ranks, layout, local)
-    if sinks is None:
-        return out, lse
-    logits = sinks.to(lse.dtype).unsqueeze(1)  # (h, 1)
-    weight = torch.sigmoid(lse - logits).masked_fill(lse == -torch.inf, 0.0)
-    out = out * weight.transpose(1, 2).unsqueeze(3).to(out.dtype)
-    return out, torch.logaddexp(lse, logits)
+    tensors = q, k, v, sinks, pattern.log_weights, *lists
+    if is_transformed(*tensors):
+        what = "torch.func or forward-mode derivatives"
+        raise NotImplementedError(f"attention over a group does not support {what}")
+    return _Attention.apply(*tensors, ranks, layout, local)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, log_weights, indices, counts, group, layout, local):
+    def forward(
+        ctx, q, k, v, sinks, log_weights, indices, counts, group, layout, local
+    ):
         local = weighed_by(local, log_weights)
         heads = q.shape[2], k.shape[2]
         problem = Problem(str(local.pattern), layout, local.causal, *heads)
         options = {"scale": local.scale, "backend": local.backend}
         options["softcap"] = local.softcap
+        options["sinks"] = sinks is not None
+        options["groups"] = local.pattern.indices.shape[1]
         if local.documents is not None:
             borders = [span[1:] for span in local.documents.spans]
             options["borders"] = f"{short_repr(borders)} ({digest(borders)})"
@@ -79,14 +82,14 @@ class _Attention(torch.autograd.Function):
         differentiable = any(ctx.needs_input_grad)
         shards = zip(*(group.split(t, 1, layout) for t in (q, k, v)))
         steps = [
-            _forward(layout, rank, *tensors, call, differentiable)
+            _forward(layout, rank, *tensors, sinks, call, differentiable)
             for rank, tensors, call in zip(group.here, shards, calls)
         ]
         outs, lses, ks, vs, moves = zip(*drive(steps, group.process_group))
         out = group.join(outs, 1, layout)
         lse = group.join(lses, 2, layout)
         ctx.set_materialize_grads(False)
-        tensors = q, k, v, log_weights, indices, counts, out, lse
+        tensors = q, k, v, sinks, log_weights, indices, counts, out, lse
         ctx.save_for_backward(*tensors, *ks, *vs)
         ctx.rest = group, problem, number, options, moves
         return out, lse
@@ -94,7 +97,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, log_weights, _, _, out, lse, *held = ctx.saved_tensors
+        q, k, v, sinks, log_weights, _, _, out, lse, *held = ctx.saved_tensors
         group, problem, number, options, moves = ctx.rest
         # Without a cotangent too: the other ranks go through their backward.
         group.agree("backward", problem, q, number, **options)
@@ -110,8 +113,9 @@ class _Attention(torch.autograd.Function):
         *grads, dweights = zip(*drive(steps, group.process_group))
         joined = [group.join(parts, 1, problem.layout) for parts in grads]
         dweights = None if log_weights is None else torch.cat(dweights, 2)
+        dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
         grads = (g.to(t.dtype) for g, t in zip(joined, (q, k, v)))
-        return *grads, dweights, *[None] * 5
+        return *grads, dsinks, dweights, *[None] * 5
 
 
 def _calls(group: Group, layout: Layout, q, k, local: LocalCall) -> list[Call]:
@@ -240,7 +244,7 @@ def _ask(layout: Layout, rank: int, call: Call) -> Steps:
     ), max(1, int(kept.sum())) * size
 
 
-def _forward(layout, rank, q, k, v, call: Call, differentiable: bool) -> Steps:
+def _forward(layout, rank, q, k, v, sinks, call: Call, differentiable: bool) -> Steps:
     """out, lse, the rows of k and v that are held, (1, rows, h_kv, d), and what moved."""
     moves, rows = yield from _ask(layout, rank, call)
     send = torch.stack([t[moves.there] for t in (k, v)], 1)  # (rows sent, 2, d)
@@ -248,7 +252,7 @@ def _forward(layout, rank, q, k, v, call: Call, differentiable: bool) -> Steps:
     held = [t.new_zeros(1, rows, *t.shape[2:]) for t in (k, v)]
     for t, values in zip(held, came.unbind(1)):
         t[0][moves.here] = values
-    out, lse = selected.results(moves.call, q, *held, differentiable)
+    out, lse = selected.results(moves.call, q, *held, sinks, differentiable)
     return out, lse, *held, moves
 
 
@@ -277,10 +281,9 @@ def gather_means(
     heads = [t.shape[1] for t in parts[0]]
     layout = contiguous(parts[0][0].shape[2] * size * group.size, group.size)
     problem = Problem(f"means of blocks of {size}", layout, False, *heads)
-    found = _Gather.apply(
-        group, problem, *(torch.cat(pair, 1) for pair in parts)
-    )  # (b, h + h_kv, blocks, d) each
-    return [tuple(t.contiguous() for t in each.split(heads, 1)) for each in found]
+    pairs = (torch.cat(pair, 1) for pair in parts)  # (b, h + h_kv, own blocks, d)
+    every = _Gather.apply(group, problem, *pairs)  # (b, h + h_kv, blocks, d) each
+    return [tuple(t.contiguous() for t in each.split(heads, 1)) for each in every]
 
 
 class _Gather(torch.autograd.Function):
