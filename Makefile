@@ -55,7 +55,7 @@ ifneq ($(filter gpu=% Gpu=% profile=% PROFILE=%,$(MAKEOVERRIDES)),)
 endif
 
 ifneq ($(and $(filter compare,$(MAKECMDGOALS)),$(if $(and $(strip $(A)),$(strip $(B))),,missing)),)
-  $(error usage: make compare A=cpu B=h200, each a profile, a folder, a samples.jsonl or REVISION:PROFILE)
+  $(error usage: make compare A=cpu B=HEAD~1:cpu, each a profile, a folder, a samples.jsonl or REVISION:PROFILE)
 endif
 ifneq ($(and $(filter check,$(MAKECMDGOALS)),$(if $(strip $(BASE)),,missing)),)
   $(error usage: make check BASE=HEAD~1:cpu [AGAINST=cpu] [TOLERANCE=0.10])
@@ -79,7 +79,7 @@ report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=a
 	@$(if $(filter-out 0,$(QUALITY)),$(PY) notebooks/quality/trainings.py $(PROFILE_ARG) $(if $(MINUTES),--minutes "$(MINUTES)"))
 	@$(PY) -m ringlab report $(PROFILE_ARG) $(if $(filter-out 0,$(STRICT)),--strict) $(ARGS)
 
-compare: $(READY)  ## two runs side by side, A=cpu B=h200: ratios with intervals, geometric mean
+compare: $(READY)  ## two runs side by side, A=cpu B=HEAD~1:cpu: ratios with intervals, geometric mean
 	$(call needs,[report],torch scipy)
 	@$(PY) -m ringlab compare "$(strip $(A))" "$(strip $(B))" $(ARGS)
 

@@ -113,6 +113,8 @@ def rejected(row) -> str:
     """What a rejected row is of."""
     if row.point.system in PEERS:
         return "of other packages"
+    if status(row) == "timeout":
+        return "beyond the time limit"
     superlinear = reason(row).startswith("superlinear")
     return "faster than so many ranks can be" if superlinear else "of this library"
 

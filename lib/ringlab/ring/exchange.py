@@ -129,12 +129,6 @@ class Problem:
             for r in (queries, keys)
         )
 
-    def needs(self, rank: int, source: int) -> tuple[StridedRows, ...]:
-        """The rows that ``rank`` needs from ``source``, each once, in the order in
-        which they are sent.
-        """
-        return self.needed(rank, source).strided()
-
     def host_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks of the host of ``rank``, itself among them; it alone where hosts
         change nothing.
@@ -378,7 +372,7 @@ class RankPlan:
 @outside_modes()
 def rows_needed(problem: Problem) -> list[list[int]]:
     """The number of rows that each rank needs from each other, [rank][source], as
-    ``Problem.needs`` lists them.
+    ``Problem.needed`` has them.
 
     >>> from ringlab.ring.layout import contiguous
     >>> rows_needed(Problem(Dense(), contiguous(8, 2), True, 1, 1))
