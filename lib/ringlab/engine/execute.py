@@ -273,10 +273,8 @@ class Call:
                 yield altered(self, q=q, k=k, repeats=count)
             start += count
 
-    def bias_operand(self, q: Tensor) -> Operand | None:
-        """The bias, if there is one: (b', query rows or 1, heads, key rows)."""
-        if self.bias is None:
-            return None
+    def bias_operand(self, q: Tensor) -> Operand:
+        """The bias, which there is: (b', query rows or 1, heads, key rows)."""
         bias = self.bias.to(q.device).expand(len(q), -1, -1, -1)
         return Operand(View(len(self.bias)), (bias,))
 
@@ -529,7 +527,8 @@ def forward(
         read = Operand(keys, (k, v))
         if keys.index is not None:
             read = _copies(read, call.heads, repeats)
-        operands = queries, result, read, call.bias_operand(q), index
+        bias = None if call.bias is None else call.bias_operand(q)
+        operands = queries, result, read, bias, index
         head_bytes = rows.rows * q.shape[3] * target.tensor.element_size()
         fresh = call.first and into is None  # nothing was written there yet
         shared = len(repeats) > 1 and rows.shared  # several results for the same rows
@@ -722,7 +721,8 @@ def _call_backward(
     if keys.index is not None:
         key_read = _copies(key_read, call.heads, repeats)
         key_into = _zeros(key_into, call.heads, repeats)
-    operands = [read, key_read, call.bias_operand(q), into]
+    bias = None if call.bias is None else call.bias_operand(q)
+    operands = [read, key_read, bias, into]
     if width == rows:
         parts = (slice(None),)
         operands.append(key_into)
