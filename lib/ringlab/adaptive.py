@@ -21,8 +21,9 @@ first rows choose fewer. Inside the block itself the mask is exact. Logits of bl
 may then use blocks 0 .. i-1 alone: ``block_logits`` asks with the mean q of block i-1,
 and a block's logit for itself is 0.
 
-Across ranks shards are contiguous, equal and of whole blocks. Every rank gets the means
-of all blocks, chooses for its own rows, and receives the blocks that it chose.
+Across ranks shards are contiguous, equal and of whole blocks. Every rank chooses for its
+own rows, without z by the means of all blocks, which it gets, and receives the blocks
+that it chose.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ def best_blocks(
     >>> best_blocks(x, x, Adaptive(1, 1)).flatten().tolist()
     [0, 1, 2, 3]
     """
-    return choose(logits(q, k, pattern, scale, causal, ranks), pattern, causal, ranks)
+    return choose_blocks(
+        logits(q, k, pattern, scale, causal, ranks), pattern, causal, ranks
+    )
 
 
 def check_blocks(
@@ -239,17 +242,19 @@ def logits(
         )
 
 
-def choose(z: Tensor, pattern: Adaptive, causal: bool, ranks: Group | None) -> Tensor:
+def choose_blocks(
+    z: Tensor, pattern: Adaptive, causal: bool, ranks: Group | None
+) -> Tensor:
     """S as indices (b, h, rows, top_k) for the rows here of z (b, h, rows, blocks), the
     best first; -1 where there are fewer.
 
     Causal: the block itself, then the best before it.
     """
     itself = rows_here(z, ranks)  # (rows, 1)
-    z = z.clamp(min=torch.finfo(z.dtype).min)  # the hidden come after all others
+    z = z.clamp(min=torch.finfo(z.dtype).min)
     if causal:
         hidden = torch.arange(z.shape[3], device=z.device) >= itself
-        z = z.masked_fill(hidden, -torch.inf)
+        z = z.masked_fill(hidden, -torch.inf)  # after all others
     best, picks = z.topk(pattern.top_k - causal, -1)
     dropped = best == -torch.inf
     if pattern.top_p < 1:
@@ -325,7 +330,7 @@ def adaptive_attention(
         log_m = None
     else:
         outside_graphs(check_blocks)(q, k, z, pattern, causal, ranks)
-        picks = choose(z.detach(), pattern, causal, ranks)
+        picks = choose_blocks(z.detach(), pattern, causal, ranks)
         z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
         log_m = log_multiplicity(z, picks)
     size = pattern.block_size

@@ -33,7 +33,7 @@ from .checks import (
     short_repr,
 )
 from .engine import DEFAULT, Execution
-from .engine import selected as selection
+from .engine import selected as selected_engine
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
 from .kv_cache import KVCache
@@ -241,7 +241,7 @@ def attention(
             "exchange_dtype": exchange_dtype,
         }
     if selected is not None and cache is None:
-        attend = selection.attend
+        attend = selected_engine.attend
         if group is not None:
             for name in ("group", "scheme", "layout", "exchange_dtype"):
                 del options[name]

@@ -2,10 +2,9 @@
 DSA, MInference. Each gives a ``Selected``, which ``ringlab.attention`` takes with
 ``causal=True``; ``nsa`` attends itself.
 
-All choices are causal: a query's own depends on no later key; that of
-``vertical_slash`` is for a prompt that is known whole. Of equal scores any may be chosen.
-A choice has no gradient. Memory grows with the queries times the blocks of keys; for
-single keys, as in DSA, with the queries times ``top_k``.
+A query's choice depends on no later position, but for ``vertical_slash``, which is for a
+prompt that is known whole. Of equal scores any may be chosen. A choice has no gradient.
+Its memory grows with the queries times ``top_k``; scores are computed in pieces.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .selected import Selected
 PIECE = 1 << 21  # scores at a time, as the caches of a CPU hold; on a GPU 32 times
 
 
-def block_means(t: Tensor, size: int) -> Tensor:
+def padded_block_means(t: Tensor, size: int) -> Tensor:
     """Means of t (b, n, h, d) over blocks of ``size`` positions, (b, h, blocks, d) in
     fp32 or wider, differentiable. The last block counts positions that it lacks as 0:
     only its own queries see it, and they see it in any case.
@@ -104,7 +103,7 @@ def moba(q: Tensor, k: Tensor, *, block_size: int = 128, top_k: int = 8) -> Sele
     _check(q, k)
     size = min(check_int("block_size", block_size, most=LARGEST), q.shape[1])
     top_k = check_int("top_k", top_k, most=LARGEST)
-    means = block_means(k.detach(), size)  # (b, kv_heads, blocks, d)
+    means = padded_block_means(k.detach(), size)  # (b, kv_heads, blocks, d)
 
     def score(queries: slice, count: int) -> Tensor:
         return _products(q[:, queries], means[:, :, :count])
@@ -208,7 +207,7 @@ def nsa_blocks(
     size = min(check_int("block_size", block_size, most=LARGEST), q.shape[1])
     if check_int("top_k", top_k, most=LARGEST) < 3:
         raise ValueError(f"top_k counts three blocks that are always seen, got {top_k}")
-    means = block_means(k.detach(), size)
+    means = padded_block_means(k.detach(), size)
     kv_heads = k.shape[2]
 
     def score(queries: slice, count: int) -> Tensor:
@@ -237,7 +236,9 @@ def nsa_compressed(q: Tensor, k: Tensor, v: Tensor, block_size: int = 64) -> Ten
     if not count:
         return q.new_zeros(*q.shape[:3], v.shape[3])
     pooled = [
-        block_means(t[:, : count * block_size], block_size).to(q.dtype).transpose(1, 2)
+        padded_block_means(t[:, : count * block_size], block_size)
+        .to(q.dtype)
+        .transpose(1, 2)
         for t in (k, v)
     ]
     # The queries that see the same blocks are heads of one position.

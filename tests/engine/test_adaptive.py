@@ -14,7 +14,7 @@ from ringlab import (
     adaptive_attention,
     reference,
 )
-from ringlab.adaptive import choose
+from ringlab.adaptive import choose_blocks
 
 SIZE, TOP_K = 8, 3
 ONE = Case(
@@ -200,7 +200,7 @@ def test_top_p_keeps_the_best_blocks_whose_shares_reach_it(causal):
     counts = []
     for top_p in (0.2, 0.6, 0.9, 1.0):
         pattern = Adaptive(SIZE, 5, top_p)
-        picks = choose(z, pattern, causal, None)
+        picks = choose_blocks(z, pattern, causal, None)
         assert all(
             kept_by_share(z[b, h], picks[b, h], top_p, causal)
             for b in range(2)

@@ -42,7 +42,7 @@ def chosen(given, kind, causal):
         if kind == "z"
         else adaptive.logits(q, k, Adaptive(SIZE, TOP_K), None, causal, None, more)
     )
-    return adaptive.choose(z, Adaptive(SIZE, TOP_K), causal, None)
+    return adaptive.choose_blocks(z, Adaptive(SIZE, TOP_K), causal, None)
 
 
 def forward(leaves, kind, causal, group, backend="auto"):

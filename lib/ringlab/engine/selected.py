@@ -38,12 +38,15 @@ from .ways import LocalCall
 
 TILE = 512  # queries that share the keys that one of them sees, where lists differ
 PIECE = 1 << 25  # elements of masks and copies at a time
-# In pairs of a long call by the compiled kernel, measured on a CPU: a pair of a mask; a
-# query and a block that it sees, sorted by blocks.
+# What takes time beside products, as so many pairs of a query and a key in a long call of
+# the compiled kernel; measured on a CPU. MASK: to make and add a mask, a pair. PLANNED:
+# to sort a query and a block that it sees by blocks.
 MASK = 6
 PLANNED = 40
 LARGEST_WEIGHT = 1e4  # the largest of a row: its key holds it, in float16 as well
-WHOLE, SOME, BESIDE = range(3)  # a block is seen whole; in part; for the window alone
+# A block is seen whole; it is listed and seen in part; it is not listed, and in part in
+# the window or among the first keys.
+WHOLE, SOME, BESIDE = range(3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +109,7 @@ class Call:
         one row more, which see nothing.
         """
         table = self.spans.new_zeros(5, self.rows + 1)
-        document, within = counted(self.queries[:, 1])
+        document, within = place_of_each(self.queries[:, 1])
         before = self.block_counts.cumsum(0) - self.block_counts
         first, _, at = self.queries[document].unbind(1)
         lists = self.lists_before[document] + within // self.pattern.query_block
@@ -123,7 +126,7 @@ class Call:
         """
         beyond = int(self.spans.max()) if len(self.spans) else 0
         table = self.spans.new_full((4, self.blocks + 1), beyond)
-        document, within = counted(self.block_counts)
+        document, within = place_of_each(self.block_counts)
         start, end = self.spans[document].unbind(1)
         first = start + within * self.pattern.granularity
         end = end.minimum(first + self.pattern.granularity)
@@ -195,7 +198,7 @@ class Call:
         return code.masked_fill(hidden, 2 * self.blocks)
 
 
-def counted(number: Tensor) -> tuple[Tensor, Tensor]:
+def place_of_each(number: Tensor) -> tuple[Tensor, Tensor]:
     """For each of so many things of each document: its document, and how many of that
     come before it.
     """
@@ -213,7 +216,8 @@ def call_of(
     """The call for q (b, n, h, d), the last positions, and k (b, m, h_kv, d).
     ``shard``: (the first position, m) where q and k are a part.
 
-    ValueError where the pattern does not fit.
+    Raises ValueError where the pattern does not fit, NotImplementedError for weights with
+    a soft cap or a scale that is too small for them.
     """
     (b, n, heads, _), (m, kv_heads) = q.shape, k.shape[1:3]
     documents = options.documents
@@ -251,11 +255,11 @@ def call_of(
         kv_heads,
         torch.tensor(places, **made),
         torch.tensor(queries, **made),
-        pattern.indices,
+        pattern.indices,  # until they are blocks of all documents, below
         list_rows.cumsum(0) - list_rows,
     )
     listed = pattern.listed().transpose(0, 1).flatten(1, 2)  # (groups, rows, slots)
-    document, within = counted(list_rows)
+    document, within = place_of_each(list_rows)
     used = -(-call.queries[:, 1] // step)[document]
     listed = listed.masked_fill((within >= used).unsqueeze(-1), -1)  # of padding
     number = call.block_counts
@@ -307,7 +311,7 @@ class Part:
 
     ``queries`` (tiles, t): rows of q, ``call.rows`` for none; ``streams`` (tiles,).
     ``blocks``: one of keys, for all, or (tiles, c), ``call.blocks`` for none. ``keys``:
-    their rows of k and v, a range or (tiles, c * granularity). ``hidden``: (tiles, t,
+    their rows of k and v, a slice or (tiles, c * granularity). ``hidden``: (tiles, t,
     keys), or None where all see all, but for keys after the query if ``causal``.
     ``slots``: where ``call.weights`` has those of the blocks.
     """
@@ -381,9 +385,9 @@ class Part:
         return each.repeat_interleave(call.pattern.granularity, 1)
 
     def weigh_(self, call: Call, k: Tensor, d: int, scale: float) -> None:
-        """Write the weights to the columns from ``d`` on of the keys (tiles, keys, 1, d
-        + LSE_COLUMNS): what times those of ``_weighed`` queries and the scale they are,
-        rounded, and the remainder.
+        """Write weights to the columns from ``d`` on of the keys (tiles, keys, 1, d +
+        LSE_COLUMNS), so that products with ``_weighed`` queries, times the scale, add
+        them to the scores: one column rounded, the next the remainder.
         """
         column = self.weights(call) / (scale * _unit(scale))
         high = column.to(k.dtype)
@@ -407,13 +411,13 @@ def _weighed(q: Tensor, d: int, scale: float) -> Tensor:
 
 def parts_by_queries(call: Call, tile: int, most: int = PIECE) -> Iterator[Part]:
     """Tiles of ``tile`` queries with all keys that one of them sees, at most ``most``
-    keys in a part.
+    keys in a part unless one tile has more.
     """
     if not call.blocks:  # all documents are empty
         return
     alike = tile == call.pattern.query_block  # all queries of a tile have one list
     if alike:
-        document, within = counted(-(-call.queries[:, 1] // tile))
+        document, within = place_of_each(-(-call.queries[:, 1] // tile))
         first, count, _ = call.queries[document].unbind(1)
         place = within.unsqueeze(1) * tile + torch.arange(tile, device=first.device)
         queries = (first.unsqueeze(1) + place).masked_fill(
@@ -515,7 +519,9 @@ def _part(
 
 
 def parts_by_keys(call: Call) -> Iterator[Part]:
-    """Each block of keys with the queries that see it, for all streams at once."""
+    """Each block of keys with the queries that see it, for all streams at once: those
+    that see it whole, and those that see it in part, listed or not.
+    """
     kinds = 3 * call.blocks + 1  # three of each block, and pairs that are hidden
     kind = _kinds(call)  # (streams, rows * c)
     candidates = kind.shape[1] // call.rows
@@ -640,7 +646,7 @@ def results(call: Call, q, k, v, sinks, differentiable: bool) -> tuple[Tensor, T
     made = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
     with without_autocast(q):
         rows = flip(q).reshape(-1, d).contiguous()  # (rows * heads, d)
-        k, v = _by_keys(k, v)  # (rows, h_kv, d)
+        k, v = _rows_of_keys(k, v)  # (rows, h_kv, d)
         if call.weights is not None and not in_place:
             rows = _weighed(rows, d, scale)
             k, v = (F.pad(t, (0, LSE_COLUMNS)) for t in (k, v))
@@ -717,7 +723,7 @@ def gradients(
         reads = [t.to(q.dtype).reshape(-1, d).contiguous() for t in (dout, q, out)]
         lse = F.pad(lse.transpose(1, 2).flatten(), (0, 1), value=-torch.inf)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # no probability
-        k, v = _by_keys(k, v)
+        k, v = _rows_of_keys(k, v)
         dq = torch.zeros(len(lse), d, **made)  # (rows * heads + 1, d)
         blocks = call.blocks + 1, call.kv_heads, call.pattern.granularity, d
         dk, dv = (torch.zeros(blocks, **made) for _ in range(2))
@@ -827,7 +833,7 @@ def _in_place(call: Call, part: Part, k: Tensor, v: Tensor):
     return held, index.unsqueeze(1)
 
 
-def _by_keys(k: Tensor, v: Tensor) -> list[Tensor]:
+def _rows_of_keys(k: Tensor, v: Tensor) -> list[Tensor]:
     """k and v (b, m, h_kv, d) as (rows, h_kv, d), which a cache may hold head by head;
     of equal strides, in whole rows.
     """
@@ -841,7 +847,7 @@ def _by_keys(k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def weighed_by(options: LocalCall, log_weights: Tensor | None) -> LocalCall:
-    """The options with these weights, in place of the ones that autograd follows."""
+    """The options with these weights, which autograd follows apart from them."""
     pattern = replace(options.pattern, log_weights=log_weights)
     return options._replace(pattern=pattern)
 

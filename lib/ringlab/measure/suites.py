@@ -722,10 +722,12 @@ def selecting_systems(profile: hardware.Profile) -> dict[str, tuple[str, dict]]:
     """The methods of the page by the names that readers see: (system of a point, its
     options). Blocks and their number are those of the papers.
     """
-    moba, nsa, dsa, lines = ((x, options) for x, (_, options) in CHOICES.items())
+    names = {"MoBA": "moba", "NSA": "nsa", "DSA": "dsa"}
+    names |= {"Vertical and slash": "vertical_slash"}
+    systems = {name: (system, CHOICES[system][1]) for name, system in names.items()}
     if profile.kind == "cpu":
-        dsa = "dsa", dsa[1] | {"top_k": 512}
-    return {"MoBA": moba, "NSA": nsa, "DSA": dsa, "Vertical and slash": lines}
+        systems["DSA"] = "dsa", CHOICES["dsa"][1] | {"top_k": 512}
+    return systems
 
 
 def selection(

@@ -1,5 +1,5 @@
-"""Attention to selected keys across ranks: queries stay, and only rows of K/V heads that
-a rank's queries see move, each once.
+"""Attention to selected keys across ranks: queries stay, and only blocks of K/V heads of
+which a rank's queries see something move, each once.
 
 Shards are contiguous. A rank asks each owner by a byte for each block of keys that lies
 there, whole or in part, and K/V head. The rows come in one all-to-all, and their
@@ -127,8 +127,8 @@ def _calls(group: Group, layout: Layout, q, k, local: LocalCall) -> list[Call]:
         raise ValueError(
             f"Selected needs contiguous shards, none of them empty, not {layout}"
         )
-    alone = group.process_group is not None
-    rows = layout.size(group.here[0]) if alone else layout.n
+    one_rank = group.process_group is not None
+    rows = layout.size(group.here[0]) if one_rank else layout.n
     if q.shape[1] != rows:
         raise ValueError(f"the layout has {rows} positions here, q has {q.shape[1]}")
     spans = [(0, 0, layout.n)]
@@ -141,7 +141,7 @@ def _calls(group: Group, layout: Layout, q, k, local: LocalCall) -> list[Call]:
                 f"shards must begin where {step} queries with one list do, not at {start}"
             )
     patterns = [local.pattern]
-    if not alone:
+    if not one_rank:
         numbers = [_list_rows(layout, rank, local, q) for rank in group.here]
         given = local.pattern.indices.shape[2]
         if given != sum(numbers):
@@ -204,7 +204,7 @@ def _rows(part: Tensor, asked: Tensor) -> Tensor:
     """
     block, head = asked.nonzero().unbind(1)
     entry, start, stop = part[:, block]
-    item, within = selected.counted(stop - start)
+    item, within = selected.place_of_each(stop - start)
     rows = entry[item], start[item] + within, head[item], block[item]
     return torch.stack(rows)
 
