@@ -152,7 +152,7 @@ def check_blocks(
     """
     size, here = (1, 1) if ranks is None else (ranks.size, len(ranks.here))
     n = q.shape[1] * size // here
-    problem = None
+    refused = None
     try:
         if q.shape[1] != k.shape[1]:
             got = f"{q.shape[1]} and {k.shape[1]}"
@@ -168,12 +168,12 @@ def check_blocks(
             shape = q.shape[0], q.shape[2], count // size * here, count
             check_floats("z", z, axes, shape, q.device)
     except ValueError as error:
-        problem = error
+        refused = error
     if ranks is not None:
         asked = Problem(pattern, contiguous(n, size), causal, q.shape[2], k.shape[2])
-        ranks.agree("choice", asked, q, z=z is not None, refused=str(problem))
-    if problem is not None:
-        raise problem
+        ranks.agree("choice", asked, q, z=z is not None, refused=str(refused))
+    if refused is not None:
+        raise refused
 
 
 def block_means(t: Tensor, size: int) -> Tensor:

@@ -29,7 +29,7 @@ class Selected:
 
     ``log_weights``, of the shape of ``indices`` and any float dtype, are added to the
     scores of the keys of each slot, after ``scale``; -inf is an empty slot. The largest
-    of a row is from -10,000 to 10,000. They are differentiable, take no window, first
+    that a query sees is from -1,000 to 1,000. They are differentiable, take no window, first
     keys or soft cap, and no block may be listed twice.
 
     A key that is listed twice, or also lies in the window, is seen once. ``causal`` hides

@@ -115,8 +115,15 @@ def test_weights_that_do_not_fit_are_refused():
             Selected(indices, **fields)
     for large in (2e4, -2e4, 1e300, torch.inf):
         each = torch.full_like(weights[..., :1], large, dtype=torch.float64)
-        with pytest.raises(ValueError, match="^the largest log_weight of a row"):
+        with pytest.raises(ValueError, match="^the largest log_weight that a"):
             attention(q, q, q, Selected(indices[..., :1], log_weights=each))
+    hidden = torch.tensor([-5e4, -6e4, 0.0]).expand(1, 1, 8, 3)
+    for step in (1, 2):
+        some = torch.arange(3).mul(2).expand(1, 1, 8 // step, 3)
+        fields = {"query_block": step, "log_weights": hidden[:, :, ::step]}
+        with pytest.raises(ValueError, match="^the largest log_weight that a"):
+            attention(q, q, q, Selected(some, 1, **fields), causal=True)
+        attention(q, q, q, Selected(some, 1, **fields))
     small = Selected(indices[..., :1], log_weights=weights[..., :1] + 8.0)
     with pytest.raises(NotImplementedError, match="need a larger scale than 1e-09"):
         attention(*[q.half()] * 3, small, scale=1e-9)

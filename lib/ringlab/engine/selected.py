@@ -43,7 +43,9 @@ PIECE = 1 << 25  # elements of masks and copies at a time
 # to sort a query and a block that it sees by blocks.
 MASK = 6
 PLANNED = 40
-LARGEST_WEIGHT = 1e4  # the largest of a row: its key holds it, in float16 as well
+LARGEST_WEIGHT = (
+    1e3  # the largest of a row: its key holds it, in half precision as well
+)
 # A block is seen whole; it is listed and seen in part; it is not listed, and in part in
 # the window or among the first keys.
 WHOLE, SOME, BESIDE = range(3)
@@ -285,17 +287,23 @@ def call_of(
         weights = F.pad(weights, (0, listed.shape[2] - weights.shape[3]))
         weights = weights.transpose(0, 1).flatten(1, 2).gather(2, order)
         _, scale = positive_scale(options.scale)
-        lowest = -4 * LARGEST_WEIGHT  # no share, beside the largest
-        if -lowest > torch.finfo(q.dtype).max * scale * _unit(scale):
+        lowest = -min(1e30, torch.finfo(q.dtype).max * scale * _unit(scale))
+        if -lowest < 40 * LARGEST_WEIGHT:  # has no share, beside the largest
             what = f"log_weights with {q.dtype} need a larger scale than {scale:g}"
             raise NotImplementedError(what)
         none = listed == call.blocks
-        largest = weights.masked_fill(none, -torch.inf).amax(2)[~none.all(2)]
-        beyond = largest[largest.abs() > LARGEST_WEIGHT]
-        if len(beyond):
-            limits = f"from {-LARGEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
-            what = f"the largest log_weight of a row must be {limits}"
-            raise ValueError(f"{what}, got {float(beyond[0]):g}")
+        seen = ~none
+        if options.causal:  # by the first query; others see more of the ascending list
+            at = call.queries[document, 2] + within * step
+            seen &= call.by_block[0, listed] <= at.unsqueeze(1)
+            seen[..., 0] = ~none[..., 0]
+        for some in (~none, seen):
+            largest = weights.masked_fill(~some, -torch.inf).amax(2)[~none.all(2)]
+            beyond = largest[largest.abs() > LARGEST_WEIGHT]
+            if len(beyond):
+                limits = f"from {-LARGEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
+                what = f"the largest log_weight that a query sees must be {limits}"
+                raise ValueError(f"{what}, got {float(beyond[0]):g}")
         weights = weights.clamp(min=lowest)
     times = max(1, kv_heads // groups)
     lists, weights, order = (
