@@ -15,7 +15,7 @@ from importlib import import_module
 
 NAMES = {  # by the module where they are documented
     "report.study": "source listed measured",
-    "report.tables": "table Text Code Cell number percent size interval counted",
+    "report.tables": "table Text Code Cell number span percent size interval counted",
     "report.cells": "time roofline rate peak error times significance calls on_ranks "
     "peak_bytes sent_bytes density pair_cost",
     "report.figures": "in_ms palette lines show",

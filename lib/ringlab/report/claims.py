@@ -13,7 +13,7 @@ from ..measure import Ratio
 from ..measure.validity import shown, status
 from .cells import peak_bytes, sent_bytes, timed, times
 from .study import Study, best
-from .tables import number
+from .tables import span
 
 WORDS = (  # the strongest first
     "impossible as printed",
@@ -21,7 +21,8 @@ WORDS = (  # the strongest first
     "does not hold",
     "holds",
     "holds as an upper limit",
-    "not reproduced here",
+    "not reproduced here",  # this and what follows decide nothing
+    "hidden by noise",
     "untested",
 )
 # What a pair of rows shares, unless a query names it for one of the two.
@@ -65,12 +66,13 @@ def verdict(study: Study, claim: dict) -> Verdict:
         word = "not reproduced here" if claim.get("theirs") else "does not hold"
         results = [x for x, inside in zip(results, met) if inside is False]
     elif None in met:
-        word = "untested"
+        complete = all(measured for _, measured in results)
+        word = "hidden by noise" if complete else "untested"
     else:
         word = "holds as an upper limit" if claim.get("limit") else "holds"
     results = [(query, measured) for query, measured in results if measured]
     why = [in_words(*x) for x in results] + [claim.get("why", "")]
-    here = [amounts(*x) for x in results]
+    here = [f"{query['what']} {amounts(query, x)}" for query, x in results]
     return Verdict(
         word, *("; ".join(filter(None, dict.fromkeys(x))) for x in (why, here))
     )
@@ -161,10 +163,8 @@ def amounts(query: dict, measured: list[Ratio | float]) -> str:
     ('1.31 to 2.00×', '0.0674 GB')
     """
     sizes = [x.value if isinstance(x, Ratio) else x for x in measured]
-    low = number(min(sizes))
-    high = number(max(sizes))
     unit = f" {query['unit']}" if "unit" in query else "×"
-    return (low if low == high else f"{low} to {high}") + unit
+    return span(sizes) + unit
 
 
 def in_words(query: dict, measured: list[Ratio | float]) -> str:
@@ -172,17 +172,17 @@ def in_words(query: dict, measured: list[Ratio | float]) -> str:
     met; rows that only had to pass say no more.
 
     >>> in_words({"what": "peak", "low": 1.8, "high": 2.2}, [1.31, 2.0])
-    'peak: 1.31 to 2.00×, claimed 1.8 to 2.2'
+    'peak: 1.31 to 2.00×, accepted 1.8 to 2.2'
     """
     text = amounts(query, measured)
     if len(measured) == 1 and isinstance(measured[0], Ratio):
         text = times(measured[0]).plain
     if query.get("quantity") == "passed":
-        claimed = ""
+        accepted = ""
     elif "low" not in query:
-        claimed = f", claimed at most {query['high']:,}"
+        accepted = f", accepted at most {query['high']:,}"
     elif "high" not in query:
-        claimed = f", claimed at least {query['low']:,}"
+        accepted = f", accepted at least {query['low']:,}"
     else:
-        claimed = f", claimed {query['low']:,} to {query['high']:,}"
-    return f"{query['what']}: {text}{claimed}"
+        accepted = f", accepted {query['low']:,} to {query['high']:,}"
+    return f"{query['what']}: {text}{accepted}"

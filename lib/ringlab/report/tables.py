@@ -270,6 +270,16 @@ def number(x: float, digits: int = 3) -> str:
     )
 
 
+def span(values: Iterable[float], digits: int = 3) -> str:
+    """The least and the most as text, once where they read alike.
+
+    >>> span([1.31, 2.0, 1.5]), span([0.0674])
+    ('1.31 to 2.00', '0.0674')
+    """
+    values = [*values]
+    return " to ".join(dict.fromkeys(number(f(values), digits) for f in (min, max)))
+
+
 def percent(share: float, digits: int = 3) -> str:
     """A share as text.
 
