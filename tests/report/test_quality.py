@@ -29,7 +29,6 @@ ORIGIN = {
     "utc": "2026-01-01T00:00:00Z",
     "text": {"train": "a", "held out": "b"},
     "threads": 2,
-    "load_average": 0.1,
 }
 FAR = {
     "Dense": 508,

@@ -330,6 +330,11 @@ def test_a_verdict_changes_when_the_rows_under_it_change(
     assert word(name, profile) != word(name, profile, change) == expected
 
 
+def test_what_noise_hides_is_told_from_what_has_no_rows():
+    assert word("000 pool", "cpu") == "hidden by noise"
+    assert word("000 pool", "cpu", fails(lambda r: True)) == "untested"
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_claim_about_all_lengths_fails_at_one_length_or_number_of_ranks(ranks):
     short = lambda r: r.point.world_size == ranks and r.point.seq_len <= 2048  # noqa: E731

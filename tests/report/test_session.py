@@ -8,6 +8,7 @@ import pytest
 import torch
 from reporting import (
     Shown,
+    longer,
     made,
     made_up,
     page,
@@ -55,6 +56,26 @@ def test_rows_without_operator_calls_are_shown():
     found = shown("002", older)
     assert "operator calls become" not in found.text and found.tables
     assert words(page("002", older), "002")["launches"] == "untested"
+
+
+def test_the_steps_are_compared_among_the_rows_that_took_turns():
+    first = {"blocks": "rows", "cache": False}
+
+    def slow(r):
+        return longer(r, 3.0) if dict(r.point.options) == first else r
+
+    found = shown("002", slow)
+    factors = [row[4] for row in found.table("The steps").rows]
+    assert factors[0] is None and len(factors) == 4
+    before = [row[4].text for row in shown("002").table("The steps").rows[1:]]
+    assert [x.text for x in factors[1:]] != before
+    assert f"{factors[-1].text} (" in found.texts[0]
+
+    def original(r):  # another group: no step
+        return longer(r, 3.0) if r.point.system == suites.ORIGINAL else r
+
+    told = [row[4].text for row in shown("002", original).table("The steps").rows[1:]]
+    assert told == before
 
 
 def test_the_printed_factor_is_below_the_work_of_what_is_stated():
