@@ -29,6 +29,7 @@ from ringlab.measure import (
     run,
     session,
     store,
+    workers,
 )
 from ringlab.measure.points import ANCHOR, ANCHORS
 from ringlab.measure.timing import FEWEST_LONG
@@ -392,7 +393,7 @@ def test_a_point_that_never_ends_is_timed_out(tmp_path):
 
 
 def test_a_server_of_processes_that_cannot_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "_server", None)
+    monkeypatch.setattr(launch, "server", launch.server.__wrapped__)
     resource_tracker.ensure_running()
     false = os.fsencode(shutil.which("false"))
     monkeypatch.setattr(spawn, "get_executable", lambda: false)
@@ -406,14 +407,15 @@ def test_a_server_of_processes_that_cannot_start(tmp_path, monkeypatch):
 
 def test_a_server_of_processes_that_is_killed_is_started_again(tmp_path, monkeypatch):
     """Its workers live on."""
-    monkeypatch.setattr(launch, "_server", None)
+    forks = launch.server(-1, workers.__name__)
+    monkeypatch.setattr(launch, "server", lambda *_: forks)
     begun = []
 
     def kill(command):
         begun.append(command)
         if command in ("start", "sample") and begun.count(command) == 2:
-            os.kill(server := launch._server._forkserver_pid, signal.SIGKILL)
-            assert gone([server], 10.0)
+            os.kill(forks._forkserver_pid, signal.SIGKILL)
+            assert gone([forks._forkserver_pid], 10.0)
 
     class Mortal(OneProbe):
         def __init__(self, *settings):

@@ -41,8 +41,8 @@ def test_ranks_of_one_host(kind, scheme, ranks, culprit):
 
 def test_a_process_that_is_stopped_is_seen_so(tmp_path):
     file = tmp_path / "beat"
-    with open(file, "w+b") as opened, subprocess.Popen(["sleep", "100"]) as other:
-        beat = watch.Beat(opened)
+    beat = watch.Beat(file)
+    with subprocess.Popen(["sleep", "100"]) as other:
         beat.begins()
         beat.does("waits")
         assert watch.Progress.read(file, other.pid) == watch.Progress(0, "waits")

@@ -3,6 +3,7 @@ nothing is left running.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from ringlab.ring import launch
 from ringlab.ring.launch import RankFailed
 from started import gone
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 DIFFERS = "rank 1 differs: PlanMismatch: ranks disagree about"
 FAULTS = {
     "raise": "rank 1 raised ValueError: a bad day",
@@ -89,15 +91,24 @@ def test_as_many_ranks_as_memory_and_open_files_allow(monkeypatch):
         assert launch.most_ranks() == most
 
 
-def test_the_server_of_processes_ends_after_its_user(monkeypatch):
-    """A process has the environment of its time, from that server and the next one."""
-    launch.launch(dist.get_rank, 1)
-    server = launch._server._forkserver_pid
+def test_a_process_has_the_environment_of_its_time(monkeypatch):
     monkeypatch.setenv("SET_LATER", "yes")
-    monkeypatch.setattr(launch, "IDLE_S", 0.0)
     assert launch.launch(os.getenv, 1, "SET_LATER") == ["yes"]
-    assert gone([server], 60.0)
-    assert launch.launch(os.getenv, 1, "SET_LATER") == ["yes"]
+
+
+def test_nothing_is_left_of_ranks_whose_caller_is_killed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("t")  # a short path: a socket lies below it
+    command = "import time; from ringlab.ring.launch import launch; launch(time.sleep, 2, 999.0)"
+    env = ENVIRONMENT | {"TMPDIR": str(folder)}
+    with subprocess.Popen([sys.executable, "-c", command], env=env) as process:
+        while process.poll() is None and not list(folder.glob("ringlab-*/1.beat")):
+            time.sleep(0.05)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while (left := list(folder.glob("ringlab-*"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
 
 
 BARE = "import torch.distributed as dist\nfrom ringlab.ring.launch import launch\nprint(launch(dist.get_rank, 2))\n"
@@ -105,10 +116,9 @@ BARE = "import torch.distributed as dist\nfrom ringlab.ring.launch import launch
 
 def test_a_script_needs_no_guard(tmp_path):
     (tmp_path / "script.py").write_text(BARE)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py"],
-        env=env,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
     )
@@ -196,10 +206,9 @@ def test_a_group_that_is_destroyed_is_gone(tmp_path):
         "assert 'torch._dynamo' in sys.modules, 'operators import it, and it what holds the group'\n"
         "assert group() is None\n"
     )
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py", tmp_path / "store"],
-        env=env,
+        env=ENVIRONMENT,
         capture_output=True,
     )
     assert done.returncode == 0, done.stderr.decode()

@@ -10,12 +10,12 @@ hangs, the session's side makes the reply and names the rank.
 import gc
 import math
 import pickle
+import shutil
 import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .. import hardware, reference
 from ..ring import launch
-from ..ring.launch import Ended, Process, end_of, last_line
+from ..ring.launch import Ended, Process, end_of
 from ..ring.watch import End, culprit, signal_name
 from ..tracking import OUT_OF_MEMORY, is_out_of_memory
 from .points import Point
@@ -58,6 +58,13 @@ def died(code: int, message: str) -> dict:
     }
 
 
+def last_line(file) -> str:
+    """The last line of a file that a process wrote to."""
+    file.seek(0)
+    lines = file.read().decode(errors="replace").split("\n")
+    return next((x.strip()[:300] for x in reversed(lines) if x.strip()), "")
+
+
 class Workers(ExitStack):
     """The processes of one point, one for each rank. If they cannot be started, every
     reply says why.
@@ -70,10 +77,11 @@ class Workers(ExitStack):
         self.settings = settings
         self.failed = None
         self.processes = []
-        self.folder = self.enter_context(tempfile.TemporaryDirectory(prefix="ringlab-"))
-        paths = [Path(self.folder, f"{rank}.stderr") for rank in range(ranks)]
-        self.stderrs = [self.enter_context(open(path, "w+b")) for path in paths]
-        modules = (__name__, launch.COMPILER) if ranks > 1 else (__name__,)
+        self.folder = tempfile.mktemp(prefix="ringlab-")
+        self.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        files = [tempfile.TemporaryFile() for _ in range(ranks)]
+        self.stderrs = [self.enter_context(file) for file in files]
+        modules = launch.MODULES if ranks > 1 else (__name__,)
         try:
             for rank, stderr in enumerate(self.stderrs):
                 own = settings | {"rank": rank, "folder": self.folder}
@@ -82,6 +90,7 @@ class Workers(ExitStack):
                     own,
                     modules=modules,
                     output=(stderr.fileno(), stderr.fileno()),
+                    folder=self.folder,
                 )
                 self.callback(process.end)
                 self.processes.append(process)
@@ -97,8 +106,7 @@ class Workers(ExitStack):
         for process in self.processes:
             process.send((command, arguments))
         several = len(self.processes) > 1
-        ends = launch.collect(self.processes, timeout_s)
-        progress = launch.progress_of(self.folder, self.processes)
+        ends, progress = launch.collect(self.processes, self.folder, timeout_s)
         cause = culprit(ends, progress)
         if cause is None:
             return _merged([ends[rank].value for rank in range(len(ends))])

@@ -1,10 +1,10 @@
 """Functions in other processes of this machine: single ones, and the ranks of a group.
 
 A server process of multiprocessing imports torch once and forks all others, within
-milliseconds; it ends when none has been there for IDLE_S. A ``Process`` has a channel
-for messages. It ends when the channel closes, however its caller ended. ``launch`` runs
-a function on p ranks and returns what each returned, or raises which rank failed, and
-how. ``measure`` runs its workers by the same parts.
+milliseconds; it ends with its caller. A ``Process`` has a channel for messages. It ends
+when the channel closes, however its caller ended. ``launch`` runs a function on p ranks
+and returns what each returned, or raises which rank failed, and how. ``measure`` runs
+its workers by the same parts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import pickle
 import resource
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -22,12 +23,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -46,12 +48,12 @@ from .watch import (
     RankFailed,
     culprit,
     describe,
-    how_ended,
+    signal_name,
 )
 
-IDLE_S = 30.0  # that the server of processes waits for another one
 JOIN_S = 60.0  # for all ranks to join; the time of the call begins after that
 LONGEST_S = 1_000_000  # poll(2), with which processes are waited for, counts milliseconds in 32 bits
+MODULES = (COMPILER, __name__)  # what ranks need
 # What each rank needs at least: its memory, and open files of the caller.
 RANK_BYTES = 8 << 20
 RANK_FILES = 3
@@ -69,71 +71,28 @@ class Ended(RuntimeError):
     """
 
     def __init__(self, code: int, last_line: str = ""):
-        super().__init__(how_ended(code) + (f": {last_line}" if last_line else ""))
+        how = (
+            f"was ended by {signal_name(-code)}"
+            if code < 0
+            else f"left with exit code {code}"
+        )
+        said = f": {last_line}" if last_line else ""
+        super().__init__(f"{how} before it was done{said}")
         self.code = code
         self.last_line = last_line
 
 
-class Server(forkserver.ForkServer):
-    """multiprocessing's server of forks, which ends IDLE_S after the last of ``users``.
+@cache
+def server(caller: int, *modules: str) -> forkserver.ForkServer:
+    """The server of forks for the process ``caller``, which imports ``modules`` first.
+    No operator is run there: threads and CUDA survive no fork.
 
-    An own one, for what multiprocessing has for all is not to be ended, and its
-    ``Process`` runs the caller's script once more in each fork. ``modules`` are imported
-    once, and no operator is run: threads and CUDA survive no fork.
+    An own one: multiprocessing's ``Process`` runs the caller's script once more in each
+    fork.
     """
-
-    def __init__(self, modules: set[str]):
-        super().__init__()
-        self.modules = modules
-        self.owner = os.getpid()
-        self.users: WeakSet[Process] = WeakSet()
-        self.idle = threading.Timer(0, self.stop)
-        self.set_forkserver_preload(sorted(modules))
-
-    def ensure_running(self) -> None:
-        path = os.environ.get("PYTHONPATH")
-        # Before Python 3.12.8 the server does not take over ``sys.path``.
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        try:
-            super().ensure_running()
-        finally:
-            del os.environ["PYTHONPATH"]
-            if path is not None:
-                os.environ["PYTHONPATH"] = path
-
-    def leave(self, process: Process) -> None:
-        """``process`` is over."""
-        with _lock:
-            self.users.discard(process)
-            if not self.users:
-                self.idle = threading.Timer(IDLE_S, self.stop)
-                self.idle.daemon = True
-                with suppress(RuntimeError):  # the caller ends, and the server with it
-                    self.idle.start()
-
-    def stop(self) -> None:
-        """End, unless it has users."""
-        global _server
-        with _lock:
-            if self.users:
-                return
-            if _server is self:
-                _server = None
-        self._stop()
-
-
-_server: Server | None = None
-_lock = threading.RLock()
-
-
-def _server_with(modules: set[str]) -> Server:
-    """A server of this process that has imported ``modules``."""
-    global _server
-    known = _server.modules if _server else set()
-    if not _server or _server.owner != os.getpid() or not modules <= known:
-        _server = Server(known | modules)
-    _server.idle.cancel()
-    return _server
+    forks = forkserver.ForkServer()
+    forks.set_forkserver_preload(list(modules))
+    return forks
 
 
 class Process:
@@ -141,31 +100,31 @@ class Process:
     environment and folder.
 
     ``target`` and ``args`` are pickled. ``modules`` are imported by the server, once
-    for all processes. ``output``: where stdout and stderr go. Raises Ended where no
-    process can be started.
+    for all processes with these. ``output``: where stdout and stderr go. ``folder`` is
+    removed if the caller ends first. Raises Ended where no process can be started.
     """
 
     def __init__(
         self,
         target: Callable,
         *args,
-        modules: tuple[str, ...] = (),
+        modules: tuple[str, ...] = MODULES,
         output: tuple[int, int] = (1, 2),
+        folder: str = "",
     ):
-        job = {"sys_path": sys.path, "dir": os.getcwd()}, Forked(target, args)
+        forked = Forked(pickle.dumps((target, args)), dict(os.environ), folder)
+        job = {"sys_path": sys.path, "dir": os.getcwd()}, forked
         self.channel, other_end = Pipe()
-        with other_end, _lock:
-            self.server = _server_with({__name__, *modules})
+        with other_end:
             try:
-                self.status, write = self.server.connect_to_new_process(
-                    [other_end.fileno(), *output]
-                )
+                self.status, write = server(
+                    os.getpid(), *modules
+                ).connect_to_new_process([other_end.fileno(), *output])
                 with suppress(BrokenPipeError), open(write, "wb") as file:
                     file.writelines(map(pickle.dumps, job))
                 self.pid = forkserver.read_signed(self.status)
             except (OSError, EOFError):
                 raise Ended(1, "the server of processes could not run") from None
-            self.server.users.add(self)
 
     def send(self, message) -> None:
         with suppress(
@@ -195,18 +154,19 @@ class Process:
             # Nobody knows its code where the server was killed.
             with suppress(EOFError), open(self.status, "rb") as status:
                 self.code = forkserver.read_signed(status.fileno())
-            self.server.leave(self)
         return self.code
 
 
+@dataclass
 class Forked:
-    """A function and its arguments, for multiprocessing's server: it calls
-    ``_bootstrap`` in the process that it has forked, and leaves with what it returns.
+    """A pickled function with its arguments, for multiprocessing's server: it calls
+    ``_bootstrap`` in the process that it has forked, prints what that raises, and leaves
+    with what it returns.
     """
 
-    def __init__(self, target: Callable, args: tuple):
-        self.environment = dict(os.environ)
-        self.job = pickle.dumps((target, args))
+    job: bytes
+    environment: dict[str, str]
+    folder: str
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         gc.freeze()  # collecting what was imported takes 0.1 s and copies its pages
@@ -214,39 +174,28 @@ class Forked:
         channel, *output = forkserver.get_inherited_fds()
         for source, target in zip(output, (1, 2)):
             os.dup2(source, target)
-        threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
+        ending = threading.Thread(target=_end_with, args=(channel, self.folder))
+        ending.daemon = True
+        ending.start()
+        os.environ.clear()
+        os.environ.update(self.environment)
         try:
-            os.environ.clear()
-            os.environ.update(self.environment)
             target, args = pickle.loads(self.job)
             target(Connection(channel), *args)
-            return 0
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else stop.code is not None
-        except BaseException:  # noqa: BLE001  the server reports no failure to its caller
-            traceback.print_exc()
-            return 1
         finally:
             sys.stdout.flush()
-            sys.stderr.flush()
+        return 0
 
 
-def last_line(file) -> str:
-    """The last line of a file that a process wrote to."""
-    file.seek(0)
-    lines = [
-        line.strip()
-        for line in file.read().decode(errors="replace").splitlines()
-        if line.strip()
-    ]
-    return lines[-1][:300] if lines else ""
-
-
-def _end_with(channel: int) -> None:
-    """End this process when the other end of its channel closes."""
+def _end_with(channel: int, folder: str) -> None:
+    """End this process when the other end of its channel closes, and remove ``folder``."""
     hangup = select.poll()
     hangup.register(channel, 0)
     hangup.poll()
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -274,20 +223,19 @@ def end_of(error: BaseException) -> End:
     return End("error", message, "".join(traceback.format_exception(error)), named)
 
 
-def collect(processes: list[Process], timeout_s: float) -> dict[int, End]:
+def collect(
+    processes: list[Process], folder: str, timeout_s: float
+) -> tuple[dict[int, End], list[Progress]]:
     """The next message of each process, an End, by rank: until all came, the time is
-    up, or one has failed and a grace is over.
+    up, or one has failed and a grace is over. And how far each rank is, as it wrote to
+    ``folder``.
     """
     ends: dict[int, End] = {}
     deadline = time.monotonic() + timeout_s
-    while len(ends) < len(processes) and (left := deadline - time.monotonic()) > 0:
-        channels = {
-            process.channel: rank
-            for rank, process in enumerate(processes)
-            if rank not in ends
-        }
-        for channel in wait(list(channels), left):
-            rank = channels[channel]
+    ranks = {process.channel: rank for rank, process in enumerate(processes)}
+    while ranks and (left := deadline - time.monotonic()) > 0:
+        for channel in wait(list(ranks), left):
+            rank = ranks.pop(channel)
             try:
                 ends[rank] = processes[rank].receive()
             except Ended as ended:
@@ -298,7 +246,11 @@ def collect(processes: list[Process], timeout_s: float) -> dict[int, End]:
                 )
             if ends[rank].kind != "ok":
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-    return ends
+    progress = [
+        Progress.read(Path(folder, f"{rank}.beat"), process.pid)
+        for rank, process in enumerate(processes)
+    ]
+    return ends, progress
 
 
 # --------------------------------------------------------------------------------------
@@ -321,21 +273,18 @@ def launch(
     [0, 1]
     """
     _check(function, args, ranks, timeout_s, threads)
-    processes: list[Process] = []
-    with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
-        try:
-            for rank in range(ranks):
-                job = rank, ranks, folder, timeout_s, threads, function, args
-                processes.append(Process(_rank, *job, modules=(COMPILER, __name__)))
-            ends = collect(
-                processes, JOIN_S
-            )  # a rank's first message: it has joined. Then the time begins.
-            if not culprit(ends, progress_of(folder, processes)):
-                ends = collect(processes, timeout_s)
-            progress = progress_of(folder, processes)
-        finally:
-            for process in processes:
-                process.end()
+    with ExitStack() as stack:
+        folder = tempfile.mktemp(prefix="ringlab-")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        processes: list[Process] = []
+        for rank in range(ranks):
+            job = rank, ranks, folder, timeout_s, threads, function, args
+            processes.append(Process(_rank, *job, folder=folder))
+            stack.callback(processes[-1].end)
+        # A rank's first message: it has joined. Then the time begins.
+        ends, progress = collect(processes, folder, JOIN_S)
+        if not culprit(ends, progress):
+            ends, progress = collect(processes, folder, timeout_s)
     if blamed := culprit(ends, progress):
         rank, _ = blamed
         if rank is not None and progress[rank].begun < 0 and rank not in ends:
@@ -400,44 +349,29 @@ def _rank(
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  whatever a rank raises is reported to the caller
         message = pickle.dumps(end_of(error))
     channel.send_bytes(message)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def join_group(
     folder: str, rank: int, ranks: int, timeout_s: float, backend: str = "gloo"
 ) -> None:
-    """Join the default group when all ranks are there; ``timeout_s`` for each exchange
-    from then on.
+    """Join the default group when all ranks are there; an exchange may take longer than
+    ``timeout_s``, which the caller watches.
 
-    The ranks find each other in ``folder``, where each also writes its ``Progress``.
+    The ranks find each other in ``folder``, which they make, and where each also writes
+    its ``Progress``.
     """
-    comm.beat = Beat(open(Path(folder, f"{rank}.beat"), "wb"))
+    os.makedirs(folder, 0o700, exist_ok=True)
+    comm.beat = Beat(Path(folder, f"{rank}.beat"))
     # The loopback interface, where none is asked for. gloo else looks up the host's
     # name, which may lead nowhere.
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     store = dist.FileStore(str(Path(folder, "store")), ranks)
-
-    def wait_for_all(step: str) -> None:
-        store.set(f"{step}/{rank}", "")
-        store.wait(
-            [f"{step}/{other}" for other in range(ranks)], timedelta(seconds=JOIN_S)
-        )
-
-    wait_for_all("here")
-    group = dist.PrefixStore("group", store)
-    limit = timedelta(seconds=timeout_s)
+    limit = timedelta(seconds=JOIN_S + timeout_s)  # the caller's own time is up first
     dist.init_process_group(
-        backend, store=group, rank=rank, world_size=ranks, timeout=limit
+        backend, store=store, rank=rank, world_size=ranks, timeout=limit
     )
-    wait_for_all("joined")  # none goes on, and may leave, while another still joins
+    store.set(f"joined/{rank}", "")
+    # None goes on, and may leave, while another still joins.
+    store.wait([f"joined/{other}" for other in range(ranks)], limit)
     comm.beat.begins()
-
-
-def progress_of(folder: str, processes: list[Process]) -> list[Progress]:
-    """How far each rank is."""
-    return [
-        Progress.read(Path(folder, f"{rank}.beat"), process.pid)
-        for rank, process in enumerate(processes)
-    ]

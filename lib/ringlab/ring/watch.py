@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import struct
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
+from statistics import mode
 
 GRACE_S = 0.4  # for the others to report what they saw, once one rank has failed
 PROGRESS = struct.Struct("=qq")  # exchanges begun, and an index of DOING
@@ -61,36 +61,26 @@ class Progress:
         with suppress(OSError):
             data = file.read_bytes()
         begun, doing = PROGRESS.unpack(data) if data else (-2, 0)
-        return cls(
-            begun, "is stopped" if stat(pid)[:1] in (["T"], ["t"]) else DOING[doing]
-        )
+        state = ""
+        with suppress(OSError):  # no such process, or no /proc
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
+        return cls(begun, "is stopped" if state[:1] in ("T", "t") else DOING[doing])
 
 
 class Beat:
-    """Writes the progress of this rank to a file, a few microseconds at a time."""
+    """Writes the progress of this rank to a file: to memory that it shares with it."""
 
-    def __init__(self, file):
-        self.file = file
-        self.now = [-1, 0]
-        self.does("computes")
+    def __init__(self, file: Path):
+        file.write_bytes(PROGRESS.pack(-1, 0))
+        with open(file, "r+b") as opened:
+            self.now = memoryview(mmap(opened.fileno(), 0)).cast("q")
 
     def begins(self) -> None:
         """An exchange, or a step that all ranks take together."""
         self.now[0] += 1
-        os.pwrite(self.file.fileno(), PROGRESS.pack(*self.now), 0)
 
     def does(self, doing: str) -> None:
         self.now[1] = DOING.index(doing)
-        os.pwrite(self.file.fileno(), PROGRESS.pack(*self.now), 0)
-
-
-def stat(pid: int | None) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; [] where there is no such
-    process, or no /proc.
-    """
-    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()
-    return []
 
 
 def signal_name(number: int) -> str:
@@ -99,20 +89,6 @@ def signal_name(number: int) -> str:
         if number in set(signal.Signals)
         else f"signal {number}"
     )
-
-
-def how_ended(code: int) -> str:
-    """What an exit code, or minus a signal, says of a process that ended without a
-    message.
-
-    >>> how_ended(-9), how_ended(0)
-    ('was ended by SIGKILL before it was done', 'left with exit code 0 before it was done')
-    """
-    return (
-        f"was ended by {signal_name(-code)}"
-        if code < 0
-        else f"left with exit code {code}"
-    ) + " before it was done"
 
 
 def culprit(
@@ -131,29 +107,25 @@ def culprit(
     >>> culprit({}, [waits, Progress(5, "waits"), waits]), culprit({}, [waits, Progress(3, "is done")])
     ((1, 'silent'), (None, 'differ'))
     """
-    died = [rank for rank, end in ends.items() if end.kind == "died"]
-    if died:
-        return died[0], "died"
-    if errors := sorted(rank for rank, end in ends.items() if end.kind == "error"):
-        named = ends[errors[0]].culprit
-        return errors[0] if named is None else None if named < 0 else named, "error"
+    for rank, end in ends.items():
+        if end.kind == "died":
+            return rank, "died"
+    if errors := [rank for rank, end in ends.items() if end.kind == "error"]:
+        named = ends[min(errors)].culprit
+        return min(errors) if named is None else None if named < 0 else named, "error"
     silent = [rank for rank in range(len(progress)) if rank not in ends]
     if not silent and all(end.kind == "ok" for end in ends.values()):
         return None
-    if stopped := [rank for rank in silent if progress[rank].doing == "is stopped"]:
-        return stopped[0], "stopped"
-    idle = [rank for rank in silent if progress[rank].doing == "computes"]
-    if len(idle) == 1:
-        return idle[0], "silent"
-    begun = [rank_progress.begun for rank_progress in progress]
-    (usual, times), *_ = Counter(begun).most_common()
-    outliers = [rank for rank, count in enumerate(begun) if count != usual]
-    if (
-        2 * times > len(begun) and len(outliers) == 1
-    ):  # one that is ahead of all others differs as much as one behind
-        return outliers[0], "silent"
-    if idle:
+    for rank in silent:
+        if progress[rank].doing == "is stopped":
+            return rank, "stopped"
+    begun = [each.begun for each in progress]
+    if idle := [rank for rank in silent if progress[rank].doing == "computes"]:
         return min(idle, key=lambda rank: begun[rank]), "silent"
+    outliers = [rank for rank, count in enumerate(begun) if count != mode(begun)]
+    # One that is ahead of all others differs as much as one behind.
+    if len(outliers) == 1 and len(begun) > 2:
+        return outliers[0], "silent"
     return None, "differ"
 
 
@@ -165,42 +137,29 @@ def describe(
 ) -> RankFailed:
     """What ``culprit`` found, in a line."""
     rank, kind = blamed
-    reports = [
-        f"rank {i} {rank_progress.doing} after {rank_progress.begun} exchanges"
-        for i, rank_progress in enumerate(progress)
-    ]
-    if kind == "differ":
-        lost = next(
-            (f"; {end.value}" for end in ends.values() if end.kind == "network"), ""
-        )
-        return RankFailed(
-            None,
-            f"ranks differ, nobody knows which is right: {', '.join(reports[:8])}{lost}",
-        )
-    if kind == "error":
-        end = next(
-            end
-            for end in (ends.get(rank), *ends.values())
-            if end and end.kind == "error"
-        )
-        who = (
-            "ranks differ, nobody knows which is right:"
-            if rank is None
-            else (f"rank {rank} {'raised' if end.culprit is None else 'differs:'}")
-        )
-        failure = RankFailed(rank, f"{who} {end.value}")
-        if end.trace:
-            failure.add_note(end.trace)
-        return failure
     if kind == "died":
         return RankFailed(rank, f"rank {rank} {ends[rank].value}")
-    most = max(
-        rank_progress.begun
-        for i, rank_progress in enumerate(progress)
-        if i != rank or len(progress) == 1
-    )
+    texts = {end.kind: end.value for end in reversed(ends.values())}
+    unknown = "ranks differ, nobody knows which is right:"
+    if kind == "differ":
+        reports = [
+            f"rank {i} {each.doing} after {each.begun} exchanges"
+            for i, each in enumerate(progress[:8])
+        ]
+        lost = f"; {texts['network']}" if "network" in texts else ""
+        return RankFailed(None, f"{unknown} {', '.join(reports)}{lost}")
+    if kind == "error":
+        errors = {i: end for i, end in ends.items() if end.kind == "error"}
+        end = errors.get(rank) or next(iter(errors.values()))
+        verb = "raised" if end.culprit is None else "differs:"
+        who = unknown if rank is None else f"rank {rank} {verb}"
+        failure = RankFailed(rank, f"{who} {end.value}")
+        failure.add_note(end.trace)
+        return failure
+    others = [each.begun for i, each in enumerate(progress) if i != rank]
     state = {"computes": "hangs", "is stopped": "is stopped"}.get(
         progress[rank].doing, "made other calls"
     )
-    message = f"{state}: after {timeout_s:g} s it has begun {progress[rank].begun} exchanges, others {most}"
-    return RankFailed(rank, f"rank {rank} {message}")
+    begun = progress[rank].begun
+    counts = f"it has begun {begun} exchanges, others {max(others, default=begun)}"
+    return RankFailed(rank, f"rank {rank} {state}: after {timeout_s:g} s {counts}")
