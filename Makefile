@@ -14,6 +14,7 @@ TORCH_INDEX ?=
 PEERS       ?=
 QUALITY     ?=
 MINUTES     ?=
+CASES       ?=
 
 WITH_PEERS := $(if $(filter-out 0,$(PEERS)),peers)
 
@@ -67,11 +68,11 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help report compare check test lab profiles env lint clean
+.PHONY: help report compare check test test-all lab profiles env lint clean
 
 help:  ## list the targets
-	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [PEERS=1] [QUALITY=1] [ARGS=...]"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
+	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [PEERS=1] [QUALITY=1] [CASES=...] [ARGS=...]"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
 
 # Reports are no make targets: an unfinished one must neither be deleted nor look up to date, so the driver decides.
 report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=auto: this machine; STRICT=1: only measured, none computed; PEERS=1: other packages too; QUALITY=1: train small models first, MINUTES=45 at most)
@@ -88,9 +89,15 @@ check: $(READY)  ## fail where this machine's rows are worse than earlier ones, 
 	@$(PY) -m ringlab check "$(strip $(BASE))" --against "$(strip $(AGAINST))" --tolerance "$(strip $(TOLERANCE))" $(ARGS)
 
 # Tests side by side, a thread each: threads of one process that wait for those of another cost more than they gain.
-test: $(READY)  ## run the tests and the examples in the docstrings (RINGLAB_SWEEP=1: every tile size of the GPU kernels too)
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4
+
+test: $(READY)  ## run the short tests and the examples in the docstrings, few random cases: in five minutes on two cores
 	$(call needs,[report$(COMMA)test],torch papermill nbconvert pandas pytest xdist)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 $(ARGS)
+	@RINGLAB_CASES="$(or $(CASES),1)" $(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(READY)  ## run all tests, CASES=10 times as many random cases: in fifteen minutes
+	$(call needs,[report$(COMMA)test],torch papermill nbconvert pandas pytest xdist)
+	@RINGLAB_CASES="$(or $(CASES),10)" $(PYTEST) $(ARGS)
 
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(call needs,[report$(COMMA)lab],torch pandas jupyterlab)

@@ -5,7 +5,11 @@ other's measurements.
 import functools
 import os
 import sys
+import tempfile
+import time
+from pathlib import Path
 
+import durations
 import pytest
 
 # jsonschema, which nbformat loads, takes two seconds for the grammar of addresses in
@@ -35,54 +39,24 @@ MEASURED_ONCE = (
     "test_session.py",
     "test_triton.py",
 )
-# Files that take over ten seconds: `-m "not slow"` leaves them out.
-SLOW = (
-    "test_attention.py",
-    "test_blocks.py",
-    "test_compare.py",
-    "test_compiled.py",
-    "test_decode.py",
-    "test_device_code.py",
-    "test_exchange_dtype.py",
-    "test_explore.py",
-    "test_faults.py",
-    "test_first_screen.py",
-    "test_fused_merge.py",
-    "test_gluon.py",
-    "test_gpu_adapters.py",
-    "test_kv_cache.py",
-    "test_landscape.py",
-    "test_launch.py",
-    "test_learning.py",
-    "test_longnet.py",
-    "test_matrix.py",
-    "test_models.py",
-    "test_nccl.py",
-    "test_nn.py",
-    "test_optimization.py",
-    "test_packed.py",
-    "test_quality.py",
-    "test_rank_pages.py",
-    "test_ranks.py",
-    "test_report.py",
-    "test_report_driver.py",
-    "test_ring_cache.py",
-    "test_ring_documents.py",
-    "test_ring_hosts.py",
-    "test_runs.py",
-    "test_session.py",
-    "test_sharded_training.py",
-    "test_systems.py",
-    "test_transformers.py",
-    "test_triton.py",
-    "test_tutorials.py",
-)
+
+
+def pytest_addoption(parser):
+    text = "write what each test took to tests/durations.json"
+    parser.addoption("--store-durations", action="store_true", help=text)
 
 
 def pytest_collection_modifyitems(items):
+    known = durations.stored()
     for item in items:
-        if item.path.name in SLOW:
+        if durations.seconds(known, item.nodeid) > durations.LONG_S:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("store_durations"):
+        every = [x for some in terminalreporter.stats.values() for x in some]
+        durations.store(x for x in every if hasattr(x, "duration"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -137,6 +111,22 @@ def beside_other_tests():
         patch.setattr(session, "MORE_S", 0.0)
         patch.setattr(provenance, "code_hash", once)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_is_left(tmp_path_factory):
+    """No test leaves a folder of the library in the temporary directory."""
+    folder = tmp_path_factory.mktemp("t")
+    compiled = Path(tempfile.gettempdir(), "torchinductor_tests")  # is kept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+    deadline = time.monotonic() + 10  # processes whose caller was killed remove theirs
+    while (left := list(folder.glob("ringlab-*"))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
 
 
 @pytest.fixture

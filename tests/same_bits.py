@@ -75,7 +75,7 @@ def calls() -> dict:
         )
 
     for pattern in matrix.PATTERNS:
-        for case in matrix.paths(
+        for case in matrix.every_path(
             Case(pattern, 101, some(dtypes), some(no_yes), **some(heads))
         ):
             add(case)

@@ -11,6 +11,7 @@ import matrix
 import pytest
 import torch
 from matrix import BF16, F32, F64, Case, all_wrong
+from random_cases import seeds
 from ringlab import Dense, Dilated, Execution, attention, cost, reference
 from ringlab.cache import PatternCache
 from ringlab.engine import folding
@@ -95,15 +96,13 @@ def drawn(seed: int) -> Case:
 
 
 def test_random_patterns_equal_the_reference(folded, monkeypatch):
-    """500 of them; squares on the diagonal are so small that causal calls are split,
-    too.
-    """
+    """Squares on the diagonal are so small that causal calls are split, too."""
     monkeypatch.setattr(folding, "SQUARE", 8)
     folding._pieces.cache_clear()
-    for seed in range(500):
+    for seed in (some := seeds(50)):
         assert not all_wrong([drawn(seed)])
     folding._pieces.cache_clear()
-    assert folded() > 300  # forward and backward share a plan
+    assert folded() > 0.6 * len(some)  # forward and backward share a plan
 
 
 @pytest.mark.parametrize("causal", [False, True])

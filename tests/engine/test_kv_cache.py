@@ -10,6 +10,7 @@ import pytest
 import torch
 from document_cases import EXACT, PATTERNS
 from matrix import BLOCK_SPARSE, DILATED, F32, F64
+from random_cases import seeds
 from ringlab import (
     Dense,
     Dilated,
@@ -108,15 +109,15 @@ def test_long_pieces_see_a_window_of_tokens(window, dtype):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_pieces_give_the_rows_of_full_attention(seed, monkeypatch):
-    """Fifty random cases of patterns, heads, dtypes, lengths and pieces; live rows by
-    brute force at every stop.
+    """Random patterns, heads, dtypes, lengths and pieces; live rows by brute force at
+    every stop.
     """
     rng = random.Random(seed)
     if seed % 2:
         monkeypatch.setattr(
             live_rows, "WASTE", 0
         )  # what sees alike is read apart, as it is from a long cache
-    for _ in range(50):
+    for _ in seeds(5):
         pattern, n = (
             rng.choice([*PATTERNS, BLOCK_SPARSE[0]]),
             rng.randint(1, rng.choice([30, 80])),
@@ -195,7 +196,7 @@ def test_sequences_of_a_batch_are_each_what_they_are_alone(seed, monkeypatch):
     rng = random.Random(seed)
     if seed % 2:
         monkeypatch.setattr(live_rows, "WASTE", 0)
-    for _ in range(12):
+    for _ in seeds(2):
         pattern, n = (
             rng.choice([*PATTERNS, BLOCK_SPARSE[0]]),
             rng.randint(1, rng.choice([30, 80])),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from document_cases import EXACT, drawn_case, spans_of, wanted
 from matrix import BLOCK_SPARSE, DILATED, F32, Case, drawn, errors
+from random_cases import seeds
 from ringlab import Dense, Execution, Simulated, attention, reference
 from ringlab.block_patterns import bigbird, sliding_window
 from ringlab.cache import PatternCache
@@ -17,13 +18,13 @@ from ringlab.ring import contiguous
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_document_is_attended_as_if_it_stood_alone(seed, monkeypatch):
-    """Fifty random cases of patterns, borders, heads, dtypes and ways to run; short
-    documents copied or not.
+    """Random patterns, borders, heads, dtypes and ways to run; short documents copied
+    or not.
     """
     rng = random.Random(seed)
     monkeypatch.setattr(documents, "COPIED", 1024 if seed % 2 else 0)
     documents._documents.cache_clear()
-    for i in range(50):
+    for i in seeds(5):
         case = replace(drawn_case(rng), sinks=i % 3 == 0)
         inputs, dout, dlse = drawn(case)
         apart = errors(

@@ -11,6 +11,12 @@ from ringlab.kernels import triton_config
 pytest.importorskip("triton")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def interpreted():
+    """Computed for the whole file, not for its first test."""
+    printed("generated")
+
+
 def test_random_generations_are_the_oracles():
     """Patterns, heads, head_dims, lengths, ranks; NaN where no row is."""
     cases = [found for found in printed("generated").values() if "bound" in found]

@@ -28,6 +28,13 @@ needs_triton = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def interpreted():
+    """Computed for the whole file, not for its first test."""
+    if find_spec("triton"):
+        printed("plain")
+
+
 @needs_triton
 def test_values_equal_the_oracle_forward_and_backward():
     within_bounds({name: printed("plain")[name] for name in PLAIN})

@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from matrix import NAMES, Case, differentiated, errors, judged
+from random_cases import seeds
 from ringlab import (
     Dense,
     Dilated,
@@ -47,7 +48,7 @@ from ringlab.torch_private import IN_GRAPHS
 from ringlab.tracking import LiveStorageTracker
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-SEEDS = 40  # of generations
+SEEDS = len(seeds(4))  # of generations
 CHOSEN = triton_config.chosen
 FOLDED = Dilated([32, 64], [1, 2])
 BLIND = block_patterns.from_mask(

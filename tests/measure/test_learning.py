@@ -389,7 +389,8 @@ def test_a_model_learns_to_recall_and_a_window_does_not_see_beyond_its_layers():
     )  # 2 layers of 48 keys: at most 96 back
 
 
-SPAWN = multiprocessing.get_context("spawn")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch"])
 
 
 def test_a_training_that_is_killed_three_times_ends_with_the_same_numbers(tmp_path):
@@ -414,9 +415,9 @@ def test_a_training_that_is_killed_three_times_ends_with_the_same_numbers(tmp_pa
 
 def started(run, folder):
     """(channel of its result, process) of a training."""
-    ours, theirs = SPAWN.Pipe(duplex=False)
+    ours, theirs = FORKS.Pipe(duplex=False)
     job = theirs, run, folder
-    process = SPAWN.Process(target=trained.with_checkpoints, args=job, daemon=True)
+    process = FORKS.Process(target=trained.with_checkpoints, args=job, daemon=True)
     process.start()
     theirs.close()
     return ours, process

@@ -326,6 +326,7 @@ ADVICE = "[...document.querySelectorAll('.jp-OutputArea pre')].map((t) => t.inne
 WRONG = "document.querySelectorAll('.jp-OutputArea [data-mime-type*=error], [data-mime-type*=stderr]').length"
 
 
+@pytest.mark.slow
 def test_the_explorer_in_a_browser(tmp_path):
     """JupyterLab as `make lab` opens it: run all cells, change controls, make a
     mistake, mend it, ask for advice.

@@ -61,6 +61,7 @@ def test_a_process_that_is_stopped_is_seen_so(tmp_path):
 LINE = re.compile(r"step (\d+) on (\d) ranks: loss ([0-9.]+)")
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_fewer_ranks_from_its_checkpoint(tmp_path):
     """Two launchers of two ranks; the second is killed, and the first goes on with two
     ranks to the same losses.

@@ -7,6 +7,7 @@ import pytest
 import torch
 from document_cases import EXACT, drawn_case, wanted
 from matrix import BLOCK_SPARSE, DILATED, Case, drawn, errors
+from random_cases import seeds
 from ring_cases import as_simulated, borders_disagreed
 from ringlab import BlockSparse, Dense, Execution, Simulated, attention
 from ringlab.ring import SCHEMES, Layout, contiguous, counting, uneven, zigzag
@@ -34,7 +35,7 @@ def split_case(rng: random.Random, ranks: int) -> Case:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_document_is_attended_as_if_it_stood_alone(ranks):
     rng = random.Random(ranks)
-    for i in range(60):
+    for i in seeds(6):
         case = replace(split_case(rng, ranks), sinks=i % 3 == 0)
         inputs, dout, dlse = drawn(case)
         apart = errors(
@@ -85,7 +86,7 @@ def test_a_document_inside_a_shard_moves_nothing_and_one_that_is_cut_what_it_mov
 
 def test_gloo_ranks_are_the_simulated_ones():
     rng = random.Random(0)
-    as_simulated([split_case(rng, 3) for _ in range(12)])
+    as_simulated([split_case(rng, 3) for _ in seeds(2)])
 
 
 def test_ranks_whose_borders_differ_are_told():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_cases import seeds
 from ringlab import Selected, Simulated, attention, reference
 from ringlab.ring import contiguous, counting
 from ringlab.ring.launch import launch
@@ -68,9 +69,10 @@ def bytes_sent(q, k, blocks, seen, layout, rank: int) -> tuple[int, int]:
 def test_ranks_give_the_answer_of_one_device_for_the_bytes_of_the_closed_form(
     ranks, weighed
 ):
-    cases = [case for seed in range(120) if (case := rank_call(seed, ranks, weighed))]
+    some = seeds(12)
+    cases = [case for seed in some if (case := rank_call(seed, ranks, weighed))]
     documents = [case for case in cases if {"cu_seqlens", "lengths"} & {*case[2]}]
-    assert len(cases) >= 40 and len(documents) >= 15
+    assert len(cases) >= len(some) // 3 and len(documents) >= len(some) // 8
     for tensors, pattern, options, layout in cases:
         parts, whole = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
         patterns, weights = [pattern, pattern], []
