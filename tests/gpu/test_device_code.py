@@ -16,6 +16,7 @@ from ringlab.kernels import fused_merge
 from ringlab.kernels.triton_config import GLUON
 
 pytest.importorskip("triton.experimental.gluon")
+pytestmark = pytest.mark.slow
 
 TRITON = "3.7.1"  # which made the PTX of these hashes
 # By pass, head_dim and causal, in bfloat16.

@@ -20,12 +20,6 @@ TARGET = Dilated([2048, 4096, 8192], [1, 2, 4])
 EAGER, CPU = Execution(merge="eager"), torch.device("cpu")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def interpreted():
-    """Computed for the whole file, not for its first test."""
-    printed("joined")
-
-
 def test_bytes_of_the_target_are_those_that_were_planned():
     """bf16, 65,536 rows of 16 heads of 128: 1.25 and 0.5 times as many rows are read
     and written as out has.
