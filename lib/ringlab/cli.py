@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -20,10 +19,9 @@ from .advise import NEEDS, SECONDS, advise, columns, dtype_name
 from .checks import check_choice, parse_bytes, parse_count, parse_counts, parse_dtype
 from .cost import PASSES, format_bytes, format_seconds
 from .estimate import SHAPE, estimate, longest
-from .kernels import triton_config
 from .measure import suites
 from .patterns import Pattern, from_dict
-from .presets import NAMED, ladder, named
+from .presets import NAMED, named
 from .report import templates
 from .report.evidence import learned, stored
 from .report.places import ReportError, UsageError, reports_folder, run_target
@@ -275,14 +273,6 @@ def _parser() -> argparse.ArgumentParser:
         help="what to print (default: text and code)",
     )
 
-    add = command(
-        "tune",
-        _tune,
-        "time the Triton kernels' tile sizes on this GPU and keep the fastest",
-        CALL,
-    )
-    _add_dtype(add)
-
     command(
         "profiles",
         _profiles,
@@ -319,17 +309,13 @@ def _add_call(add, pattern: str) -> None:
         kv_heads=None,
         head_dim=64,
     )
-    _add_dtype(add)
+    text = "float32 or fp32, bfloat16 or bf16, float16 or fp16, float64 or fp64 (default: the profile's policy)"
+    add("--dtype", type=reads(parse_dtype), metavar="D", help=text)
     add("--causal", action="store_true", help="hide what comes after (default: no)")
     add("--passes", default="fwd", choices=list(PASSES), help="(default: fwd)")
     _add_counts(add, ranks=1)
     text = "of a rank, as 8GiB (default: the profile's)"
     add("--memory", type=reads(parse_bytes), metavar="SIZE", help=text)
-
-
-def _add_dtype(add) -> None:
-    text = "float32 or fp32, bfloat16 or bf16, float16 or fp16, float64 or fp64 (default: the profile's policy)"
-    add("--dtype", type=reads(parse_dtype), metavar="D", help=text)
 
 
 def _add_counts(add, **defaults: int | None) -> None:
@@ -591,29 +577,3 @@ def _advise(args) -> None:
         if args.show
         else f"{advice.text()}\n\n{advice.code()}"
     )
-
-
-def _tune(args) -> None:
-    from ringlab.kernels.triton_tune import tune
-
-    profile = hardware.resolve(args.profile).on(hardware.detect())
-    here, why = (
-        profile.runnable(hardware.detect())
-        if profile.kind == "cuda"
-        else (False, f"{profile.name} has none")
-    )
-    if not here:
-        raise ValueError(f"tune times kernels on a GPU: {why}")
-    if profile.capability in triton_config.MEASURED:
-        raise ValueError(
-            f"the tile sizes for {profile.name} were measured: no need to tune"
-        )
-    dtype = args.dtype or profile.default_dtype()
-    pattern = ladder(16384)
-    form = {"device": "cuda", "dtype": dtype}
-    for head_dim, causal, group in product((64, 128), (False, True), (1, 2, 4, 8)):
-        q = torch.randn(1, 16384, 16, head_dim, **form)
-        k, v = torch.randn(2, 1, 16384, 16 // group, head_dim, **form)
-        for line in tune(q, k, v, pattern, causal=causal):
-            print(line, flush=True)
-    print(triton_config.path(q.device))

@@ -22,7 +22,7 @@ from ringlab import (
     kernels,
     reference,
 )
-from ringlab.kernels import fused_merge, triton, triton_config, triton_tune
+from ringlab.kernels import fused_merge, triton, triton_config
 from ringlab.memory import MemoryPool
 from ringlab.nn import DecoderBlock
 from ringlab.ring import contiguous, zigzag
@@ -242,30 +242,21 @@ def test_every_default_size_is_right(monkeypatch, causal, head_dim):
     q, k, v = (
         draw(1, 2048, heads, head_dim, dtype=BF16, seed=0) for heads in (4, 2, 2)
     )
+    default = triton_config.sizes
     for name in triton_config.TILE_PASSES:
-        kind = triton.kind_of_launch(name, q, k, causal)
-        for size in {triton_config.sizes(kind), triton_config.pointer_sizes(kind)}:
+        kind = triton.kind_of_launch(name, q)
+        for size in {default(kind), triton_config.pointer_sizes(kind)}:
+            of = {name: size}
             monkeypatch.setattr(
                 triton_config,
-                "chosen",
-                lambda kind, _, of={name: size}: of.get(kind.name),
+                "sizes",
+                lambda kind, of=of: of.get(kind.name) or default(kind),
             )
             (one,) = kernel.launches(name, (q, k, v), pattern, causal)
             assert one.size == size
             assert not missed(
                 pattern=pattern, n=2048, d=head_dim, causal=causal, backend="triton"
             )
-
-
-@gpu_only
-def test_what_is_tuned_here_is_kept_and_taken(monkeypatch, tmp_path):
-    kernel_for("triton", BF16, 64)
-    monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path))
-    q, k, v = (draw(1, 4096, 4, 64, dtype=BF16, seed=i) for i in range(3))
-    (found,) = triton_tune.tune(q, k, v, Dilated([2048], [1]), passes=("forward",))
-    assert found.refused == {} and min(found.seconds.values()) > 0
-    kind = triton.kind_of_launch("forward", q, k, causal=False)
-    assert triton.tuned(kind, q.device) == found.best
 
 
 # --------------------------------------------------------------------------------------

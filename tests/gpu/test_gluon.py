@@ -8,7 +8,7 @@ import torch
 from gluon_machine import SOURCE, Hazard, running
 from matrix import NAMES, Case, errors, judged
 from ringlab import Dense, Dilated, block_patterns
-from ringlab.kernels import gluon, tile_schedule, triton
+from ringlab.kernels import gluon, tile_schedule, triton, triton_config
 from ringlab.kernels.triton import TritonKernel
 from ringlab.kernels.triton_config import LOG2E, TILE_PASSES, Sizes
 
@@ -82,7 +82,9 @@ def run(monkeypatch, case, change=lambda source: source, seed=0):
     monkeypatch.setattr(triton, "row_sums", row_sums)
     (q, k, v), dout, dlse, want, bound = judged(replace(case, seed=seed % 2))
     call = case.pattern, case.causal
-    kernel = TritonKernel(lambda *_: Sizes(128, cols, 4, stages, "gluon"))
+    size = Sizes(128, cols, 4, stages, "gluon")
+    monkeypatch.setattr(triton_config, "sizes", lambda kind: size)
+    kernel = TritonKernel()
     for name in TILE_PASSES:
         (launch,) = kernel.launches(
             name, (q, k, v) if name == "forward" else (dout, q, k, v), *call
@@ -211,8 +213,8 @@ def test_what_the_kernels_cannot_serve_is_refused_and_pointers_are_read(monkeypa
         monkeypatch.setattr(
             gluon, "unfit", lambda *call: reasons.append(unfit(*call)) or reasons[-1]
         )
-        kernel = TritonKernel(lambda *_: size)
-        launches = kernel.launches("forward", (q, q, q), pattern, False)
+        monkeypatch.setattr(triton_config, "sizes", lambda kind: size)
+        launches = TritonKernel().launches("forward", (q, q, q), pattern, False)
         reads = ["gluon" if reason is None else "pointers" for reason in reasons]
         assert [launch.size.reads for launch in launches] == reads
         return reasons[-1]

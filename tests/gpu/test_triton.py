@@ -1,10 +1,9 @@
 """The Triton kernels without a GPU: values by the interpreter, device code by the
-compiler, tuning and refusals.
+compiler, and refusals.
 
 No test here can say how fast they are. The Gluon kernels are in test_gluon.
 """
 
-import os
 import random
 import sys
 from dataclasses import replace
@@ -14,12 +13,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from compiled import SHARED, fed, fits, resources
+from compiled import fits, resources
 from interpreted import PLAIN, printed, within_bounds
-from ringlab import Dense, Dilated, cli
+from ringlab import Dense, Dilated
 from ringlab.block_patterns import sliding_window
 from ringlab.cache import PatternCache
-from ringlab.kernels import gluon, triton, triton_config, triton_tune
+from ringlab.kernels import gluon, triton, triton_config
 from ringlab.kernels.base import HALF, DeviceSpec
 from ringlab.kernels.triton_config import TILE_PASSES, LaunchKind
 
@@ -73,57 +72,10 @@ def test_what_the_interpreter_gets_wrong_is_refused():
 def test_default_sizes_fit_every_architecture(
     name, capability, head_dim, tmp_path, monkeypatch
 ):
-    """A sample; RINGLAB_SWEEP=1 compiles every default."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kind = LaunchKind(name, head_dim, torch.bfloat16, divmod(capability, 10))
     size = triton_config.pointer_sizes(kind)
     assert fits(resources(name, capability, head_dim, size)[0], capability)
-
-
-@needs_triton
-@pytest.mark.skipif(
-    os.environ.get("RINGLAB_SWEEP") != "1",
-    reason="minutes: RINGLAB_SWEEP=1 asks for it",
-)
-@pytest.mark.parametrize("capability", SHARED)
-def test_every_default_fits_its_architecture(capability, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    wrong = []
-    for name, head_dim, join, causal in product(
-        TILE_PASSES, (64, 128, 256), (False, True), (True, False)
-    ):
-        compute = divmod(capability, 10)
-        kind = LaunchKind(name, head_dim, torch.bfloat16, compute, joins=join)
-        for size in {triton_config.sizes(kind), triton_config.pointer_sizes(kind)}:
-            found, _ = resources(
-                name, capability, head_dim, size, causal=causal, join=join
-            )
-            good = fits(found, capability) and (
-                capability != 90 or fed(name, found, size)
-            )
-            wrong += [] if good else [(name, head_dim, str(size), join, causal, found)]
-    assert not wrong, "\n".join(map(str, wrong))
-
-
-# --------------------------------------------------------------------------------------
-# tuning
-
-CPU = torch.device("cpu")
-KIND = LaunchKind("forward", 64, torch.float16, (9, 0), causal=True, group=3)
-DEFAULT, OTHER = triton_config.candidates(KIND)[:2]
-
-
-def test_candidates_start_with_the_default():
-    shapes = (*zip((32, 64, 96, 256), HALF * 2), (128, torch.float32))
-    for name, capability, (head_dim, dtype), joins in product(
-        TILE_PASSES, SHARED, shapes, (False, True)
-    ):
-        compute = divmod(capability, 10)
-        kind = LaunchKind(name, head_dim, dtype, compute, joins=joins)
-        found = triton_config.candidates(kind)
-        assert found[0] == triton_config.sizes(kind)
-        assert len(set(found)) == len(found)
-        assert {x.reads for x in found[1:]} <= {"pointers"}
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -144,14 +96,15 @@ def test_gluon_is_the_default_where_it_was_measured(name, joins):
                 assert size.reads == "pointers"
 
 
-def test_a_launch_that_adds_to_an_earlier_one_has_sizes_of_its_own():
+def test_a_launch_that_adds_to_an_earlier_one_has_sizes_of_its_own(monkeypatch):
     """The default holds fewer registers; the kernel asks for each launch's own."""
     first = LaunchKind("forward", 128, torch.bfloat16, (9, 0))
     later, older = replace(first, joins=True), replace(first, capability=(8, 6))
     assert triton_config.pointer_sizes(later) == triton_config.pointer_sizes(older)
     assert triton_config.pointer_sizes(later) != triton_config.pointer_sizes(first)
     sizes = triton_config.Sizes(64, 64, 4, 1), triton_config.Sizes(32, 32, 4, 1)
-    kernel = triton.TritonKernel(lambda kind, device: sizes[kind.joins])
+    monkeypatch.setattr(triton_config, "sizes", lambda kind: sizes[kind.joins])
+    kernel = triton.TritonKernel()
     q = torch.zeros(1, 512, 2, 64)
     launches = kernel.launches("forward", (q, q, q), Dilated([256, 512], [1, 2]), False)
     assert tuple(launch.size for launch in launches) == sizes
@@ -200,112 +153,6 @@ def test_without_gluon_pointers_are_read_and_the_log_says_so_once(monkeypatch, c
     assert (record.name, record.levelname) == ("ringlab", "WARNING")
     assert "slower Triton kernels run instead" in record.getMessage()
     assert "is not installed" in record.getMessage()
-
-
-@needs_triton
-def test_choices_are_kept_and_found_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path / "new"))
-    assert triton_config.chosen(KIND, CPU) is None
-    file = triton_config.keep({KIND: OTHER}, CPU)
-    triton_config.keep({replace(KIND, head_dim=128, group=1): DEFAULT}, CPU)
-    assert [file] == list((tmp_path / "new").iterdir()) and file == triton_config.path(
-        CPU
-    )
-    assert triton_config.chosen(KIND, CPU) == OTHER
-    assert triton_config.chosen(replace(KIND, group=2), CPU) == OTHER
-    assert triton_config.chosen(replace(KIND, group=1), CPU) is None
-    monkeypatch.delenv("RINGLAB_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert (
-        triton_config.folder() == tmp_path / "ringlab"
-        and triton_config.chosen(KIND, CPU) is None
-    )
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    "old, new, said",
-    [
-        ("{", "", "JSONDecodeError"),
-        ('"interpreter"', '"another GPU"', "it is of .*another GPU"),
-        ('"choices"', '"chosen"', "KeyError"),
-        (f'"{OTHER}"', "3", "3 is no candidate for forward"),
-        (
-            str(OTHER),
-            "7 x 7",
-            "7 x 7 is no candidate for forward, head_dim 64, float16, causal, groups of 2",
-        ),
-    ],
-)
-def test_a_file_of_choices_that_is_none_is_told_of_and_ignored(
-    tmp_path, monkeypatch, old, new, said
-):
-    monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path))
-    file = triton_config.keep({KIND: OTHER}, CPU)
-    assert old in file.read_text()
-    file.write_text(file.read_text().replace(old, new))
-    triton_config._read.cache_clear()
-    with pytest.warns(
-        RuntimeWarning, match=f"are ignored, {file.name}: .*{said}"
-    ) as told:
-        assert triton_config.chosen(KIND, CPU) is None
-    assert len(told) == 1 and "\n" not in str(told[0].message)
-
-
-@needs_triton
-def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path))
-    file = triton_config.keep({KIND: OTHER}, CPU)
-    before = file.read_text()
-    monkeypatch.setattr("os.replace", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        triton_config.keep({KIND: DEFAULT}, CPU)
-    assert file.read_text() == before
-
-
-@needs_triton
-def test_the_fastest_right_candidate_is_kept_and_attention_takes_it():
-    found = printed("plain")["tuned"]
-    default, quick = (f"16 x {cols}, 4 warps, 1 stages, pointers" for cols in (16, 32))
-    assert (found["before"], found["after"]) == (default, quick)
-    assert (
-        sorted(found["seconds"].values()) == [2.0, 3.0, 4.0]
-        and found["seconds"][quick] == 2.0
-    )
-    wrong, short, failing = found["refused"].values()
-    assert (
-        wrong.startswith("wrong result: off by ")
-        and "shorter than tiles of 256 x 16" in short
-    )
-    assert failing.startswith("InterpreterError: ")
-
-
-def test_the_default_wins_where_nothing_is_faster():
-    assert (
-        triton_tune.Timed(KIND, DEFAULT, {OTHER: 1.0, DEFAULT: 1.0}, {}).best == DEFAULT
-    )
-    assert triton_tune.Timed(KIND, DEFAULT, {}, {OTHER: "wrong"}).best == DEFAULT
-    right, nothing = (
-        torch.tensor([1.0, -torch.inf]),
-        torch.tensor([torch.nan, -torch.inf]),
-    )
-    assert triton_tune.differs((right,), (right,), 0.1) is None
-    assert triton_tune.differs((nothing,), (right,), 0.1) == "wrong result: off by nan"
-
-
-def test_tuning_without_a_gpu_is_one_line(capsys):
-    for profile, said in (("h200", "needs NVIDIA H200"), ("cpu", "cpu has none")):
-        assert cli.main(["tune", "--profile", profile]) == 2
-        assert said in (line := capsys.readouterr().err) and line.count("\n") == 1
-    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
-        triton_tune.tune(*[torch.randn(1, 8, 1, 16)] * 3, Dilated([8], [1]))
-    with pytest.raises(
-        ValueError,
-        match="unknown pass 'backward'; known: forward, backward_q, backward_kv",
-    ):
-        triton_tune.tune(
-            *[torch.randn(1, 8, 1, 16)] * 3, Dilated([8], [1]), passes=("backward",)
-        )
 
 
 # --------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager
@@ -38,9 +37,7 @@ from ringlab.kernels import (
     KERNELS,
     fused_merge,
     tile_schedule,
-    triton,
     triton_config,
-    triton_tune,
 )
 from ringlab.kernels.torch_kernels import Eager
 from ringlab.kernels.triton_config import Sizes
@@ -49,7 +46,6 @@ from ringlab.tracking import LiveStorageTracker
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SEEDS = len(seeds(4))  # of generations
-CHOSEN = triton_config.chosen
 FOLDED = Dilated([32, 64], [1, 2])
 BLIND = block_patterns.from_mask(
     torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]]) > 0, block_size=16
@@ -269,8 +265,8 @@ def inside_inf(t: torch.Tensor) -> torch.Tensor:
 
 
 def run(pattern, n, heads, kv_heads, d, causal, dtype, scale, tile, batch=1):
-    """The results' errors of attention with this tile, as if it were tuned."""
-    triton_config.chosen = lambda *_: Sizes(*tile, 4, 1)
+    """The results' errors of attention with this tile, whatever its size."""
+    triton_config.sizes = lambda kind: Sizes(*tile, 4, 1)
     return checked(
         pattern,
         n,
@@ -320,7 +316,6 @@ def main(part: str):
             show(name, **run(*case, batch=2 if "batch" in name else 1))
         with schedules(once):
             show("each pair once", **run(*PLAIN["folded, causal, grouped"]))
-        tuning()
         compiled(Dilated([8, 16], [1, 2]), 18, 1, 1, 16)
         show(
             "bfloat16",
@@ -354,49 +349,6 @@ def once(schedule):
         min=0
     ) << 9
     return schedule
-
-
-def tuning():
-    """Tune a forward: candidates are wrong, do not fit or fail. Attention takes the
-    fastest right one.
-    """
-    quick, slow, wrong = Sizes(16, 32, 4, 1), Sizes(32, 16, 4, 1), Sizes(32, 32, 4, 1)
-    short, failing = Sizes(256, 16, 4, 1), Sizes(24, 16, 4, 1)
-    triton_config.chosen, times = CHOSEN, iter([3.0, 2.0, 4.0])
-
-    def spoiled(schedule):
-        if (schedule.rows, schedule.cols) == (wrong.rows, wrong.cols):
-            schedule.entries[:, 0] = 0
-        return schedule
-
-    def tuned(n, rate, default, *others):
-        triton_config.sizes = lambda *_: default
-        q, k, v = (torch.randn(1, n, 1, 16).half() for _ in range(3))
-        every = (default, *others)
-        with (
-            mock.patch.object(triton_config, "candidates", lambda *_: every),
-            schedules(spoiled),
-        ):
-            kind = triton.kind_of_launch("forward", q, k, causal=False)
-            before = triton.tuned(kind, q.device)
-            pattern, timer = Dilated([128], [rate]), lambda call: call() and next(times)
-            (found,) = triton_tune.tune(
-                q, k, v, pattern, passes=("forward",), timer=timer
-            )
-            after = triton.tuned(kind, q.device)
-        return {
-            "before": str(before),
-            "after": str(after),
-            "seconds": {str(x): t for x, t in found.seconds.items()},
-            "refused": {str(x): why for x, why in found.refused.items()},
-        }
-
-    cache = mock.patch.dict(os.environ, RINGLAB_CACHE=tempfile.mkdtemp())
-    with cache:
-        show(
-            "tuned",
-            **tuned(129, 2, Sizes(16, 16, 4, 1), quick, slow, wrong, short, failing),
-        )
 
 
 def joined():

@@ -344,12 +344,11 @@ def test_hashes_see_code_and_nothing_else(tmp_path):
         {"ring/group": ""},
     ]
     method = [{"measure/timing": ""}, {"measure/systems": ""}, {"cost": ""}]
-    neither = [{"patterns": same}]  # and what only starts, tunes or shows
+    neither = [{"patterns": same}]  # and what only starts or shows
     neither += [
         {"measure/session": ""},
         {"report/driver": ""},
         {"ring/launch": ""},
-        {"kernels/triton_tune": ""},
     ]
 
     def hashes(files) -> tuple[str, str]:
@@ -403,15 +402,6 @@ def test_every_module_is_on_a_side(tmp_path):
         assert (provenance.PACKAGE / name).is_dir() or (
             provenance.PACKAGE / f"{name}.py"
         ).exists(), name
-
-
-def test_rows_of_other_tuned_sizes_do_not_count(tmp_path, monkeypatch):
-    monkeypatch.setenv("RINGLAB_CACHE", str(tmp_path))
-    assert provenance.tuning() is None and provenance.collect("cpu")["tuning"] is None
-    (tmp_path / "triton-lists-0123.json").write_text("a")
-    found = {"tuning": provenance.tuning()}
-    (tmp_path / "triton-lists-0123.json").write_text("b")
-    assert provenance.differs(found, {"tuning": provenance.tuning()}) == ["tuning"]
 
 
 @pytest.mark.parametrize(

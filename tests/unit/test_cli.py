@@ -163,7 +163,7 @@ def test_an_absurd_number_is_refused_in_one_line(capsys, command, name):
 
 @pytest.mark.parametrize(
     "command",
-    ["report", "measure", "compare", "check", "estimate", "tune"],
+    ["report", "measure", "compare", "check", "estimate"],
 )
 def test_help_shows_the_default_of_every_option(capsys, command):
     with pytest.raises(SystemExit):

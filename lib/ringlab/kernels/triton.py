@@ -6,10 +6,9 @@ Rows are read in place by strides; nothing is gathered. The branches of a patter
 launches, each adds to the results of the one before. Only results are allocated, one
 row sum per query and, for half precision in several launches, fp32 results.
 
-Tile sizes are those that ``triton_tune`` stored for this GPU, else the defaults: on
-compute capability 9.0 the Gluon kernels where they can run (see ``gluon``), elsewhere
-kernels that read by pointers. Values are tested by Triton's interpreter, and the
-defaults compile for compute capability 8.0 to 12.0 without spills. Measured on an H200
+On compute capability 9.0 the Gluon kernels run where they can (see ``gluon``),
+elsewhere kernels that read by pointers. Values are tested by Triton's interpreter, and
+the sizes compile for compute capability 8.0 to 12.0 without spills. Measured on an H200
 (2026-11-26, tree 8f63b8c): right, and in half precision 2.6 to 71 times as fast as a
 call for each branch or block; in fp32 torch's efficient kernel is 2.2 times as fast.
 """
@@ -17,7 +16,6 @@ call for each branch or block; in fp32 torch's efficient kernel is 2.2 times as 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -31,10 +29,9 @@ from . import gluon, jit, tile_schedule, triton_config
 from .base import HALF, capability, needs_cuda, wants_dtype
 from .external import missing
 from .tile_schedule import Source, TileSchedule
-from .triton_config import LOG2E, LaunchKind, Sizes, early, padded, precision, tuned
+from .triton_config import LOG2E, LaunchKind, Sizes, early, padded, precision
 
 MAX_HEAD_DIM = 256
-Pick = Callable[[LaunchKind, torch.device], Sizes]
 
 
 def interpreted() -> bool:
@@ -57,27 +54,17 @@ class Launch:
     descriptors: list = field(default_factory=list)
 
 
-def kind_of_launch(
-    name: str, q: Tensor, k: Tensor, causal: bool, joins: bool = False
-) -> LaunchKind:
-    """The kind of a launch of the pass ``name``, for q (b, n, h, d) and k (b, m, h_kv,
-    d).
-    """
-    group = q.shape[2] // k.shape[2]
-    return LaunchKind(name, q.shape[3], q.dtype, compute_of(q), causal, joins, group)
+def kind_of_launch(name: str, q: Tensor, joins: bool = False) -> LaunchKind:
+    """Return the kind of a launch of the pass ``name``, for q (b, n, h, d)."""
+    return LaunchKind(name, q.shape[3], q.dtype, compute_of(q), joins)
 
 
 class TritonKernel:
     """A dense kernel like the others, and whole patterns by ``attend`` and
     ``gradients``.
-
-    ``pick(kind, device)`` chooses the sizes of a launch.
     """
 
     name = "triton"
-
-    def __init__(self, pick: Pick = tuned) -> None:
-        self._pick = pick
 
     def refuses(self, device, dtype, head_dim):
         why = None if interpreted() else needs_cuda(device, (8, 0))
@@ -174,7 +161,8 @@ class TritonKernel:
         that it reads.
         """
         q, k = read[-3:-1]
-        sizes = (self._sizes(name, q, k, causal, joins) for joins in (False, True))
+        kinds = (kind_of_launch(name, q, joins) for joins in (False, True))
+        sizes = map(triton_config.sizes, kinds)
         key = "launches", name, pattern, causal, *sizes, *map(layout, read), q.device
         return cached(key, lambda: self.launches(name, read, pattern, causal, cached))
 
@@ -186,20 +174,17 @@ class TritonKernel:
         """
         (q, k), launches = read[-3:-1], []
         by = "key" if name == "backward_kv" else "query"
-        rows = self._sizes(name, q, k, causal, False).rows
+        rows = triton_config.sizes(kind_of_launch(name, q)).rows
         sources = tile_schedule.split(pattern, *q.shape[1:3], k.shape[2], rows)
         for i, source in enumerate(sources):
-            size = self._sizes(name, q, k, causal, i > 0)
+            kind = kind_of_launch(name, q, i > 0)
+            size = triton_config.sizes(kind)
             schedule = _schedule(source, size, q, k, causal, by, cached)
             if size.reads == "gluon" and gluon.unfit(size, schedule, read, i > 0):
-                kind = kind_of_launch(name, q, k, causal, i > 0)
                 size = triton_config.pointer_sizes(kind)
                 schedule = _schedule(source, size, q, k, causal, by, cached)
             launches.append(Launch(size, schedule))
         return launches
-
-    def _sizes(self, name, q: Tensor, k: Tensor, causal: bool, joins: bool) -> Sizes:
-        return self._pick(kind_of_launch(name, q, k, causal, joins), q.device)
 
 
 def compute_of(t: Tensor) -> tuple[int, int]:

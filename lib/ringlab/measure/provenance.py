@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 
 from .. import __version__, hardware
-from ..kernels import triton_config
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # What a measured call runs, by folder or module of the package, and what of these only
-# starts or tunes it.
+# starts it.
 ENGINE = (
     "patterns",
     "block_patterns",
@@ -38,7 +37,7 @@ ENGINE = (
     "native",
     "torch_private",
 )
-NOT_RUN = ("kernels/triton_tune", "ring/launch", "ring/watch")
+NOT_RUN = ("ring/launch", "ring/watch")
 # What decides how a call is timed and checked; in measure/ the others name the points,
 # run them and keep the rows.
 METHOD = (
@@ -65,7 +64,6 @@ KEY = (
     "device_name",
     "machine",
     "threads",
-    "tuning",
 )
 
 
@@ -186,16 +184,6 @@ def threads() -> int:
     return max(1, min(len(siblings), int(quota) if quota else len(siblings)))
 
 
-def tuning() -> str | None:
-    """12 hex digits over the tile sizes that ``ringlab tune`` keeps for list kernels;
-    None where it has kept none.
-    """
-    files = sorted(triton_config.folder().glob(triton_config.FILES))
-    if not files:
-        return None
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:12]
-
-
 def collect(device: str) -> dict:
     """Everything that stays the same during a run on ``device`` ("cpu" or "cuda")."""
     machine = hardware.detect()
@@ -219,7 +207,6 @@ def collect(device: str) -> dict:
         "cpu_capability": machine.cpu_capability,
         "threads": threads(),
         "machine": machine_id(),
-        "tuning": tuning() if on_gpu else None,
     }
 
 
