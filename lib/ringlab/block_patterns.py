@@ -85,14 +85,18 @@ class Window(Part):
     before: int
     after: int | None = None
 
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The blocks before, and those after."""
+        return self.before, self.before if self.after is None else self.after
+
     def seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
-        after = self.before if self.after is None else self.after
-        return (rows - cols <= self.before) & (cols - rows <= after)
+        before, after = self.sides
+        return (rows - cols <= before) & (cols - rows <= after)
 
     def near(self, first, last, count):
-        return first - self.before, last + 1 + (
-            self.before if self.after is None else self.after
-        )
+        before, after = self.sides
+        return first - before, last + 1 + after
 
     def __str__(self) -> str:
         return f"window {self.before}" + (
@@ -491,6 +495,9 @@ class BlockSparse:
         """
         check_bool("causal", causal)
         count, n = self.count(n), int(n)
+        if (window := window_of_tokens(self, causal)) is not None:
+            reached = (min(side, n - 1) for side in window)
+            return n + sum(far * n - far * (far + 1) // 2 for far in reached)
         lengths = torch.full((count,), self.block_size)
         lengths[-1] = n - (count - 1) * self.block_size
         total, missing = 0, self.block_size - int(lengths[-1])
@@ -563,6 +570,17 @@ class BlockSparse:
 
     def __str__(self) -> str:
         return f"blocks of {self.block_size}: {', '.join(map(str, self.parts))}"
+
+
+def window_of_tokens(pattern: BlockSparse, causal: bool) -> tuple[int, int] | None:
+    """Return how many tokens before and after itself a query sees, of a window of tokens;
+    None for another pattern.
+    """
+    part = pattern.parts[0]
+    if len(pattern.parts) > 1 or pattern.block_size > 1 or not isinstance(part, Window):
+        return None
+    before, after = part.sides
+    return before, 0 if causal else after
 
 
 @dataclass(frozen=True)

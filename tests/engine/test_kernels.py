@@ -246,7 +246,7 @@ def test_every_rule_names_its_measurement_and_every_pass_has_a_rule():
         for dtype, kind, causal in product(DTYPES, rules.KINDS, (True, False)):
             rule = rules.rule_for(have, dtype, 64, kind, causal, False)
             dilated = have == (9, 0) and dtype in DTYPES[2:] and not causal
-            listed = rules.BLOCKS if not dilated else rules.KINDS[1:]
+            listed = rules.LISTED if not dilated else rules.KINDS[1:]
             assert rule.way == (
                 "lists" if have >= (8, 0) and kind in listed else "calls"
             )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from matrix import any_dilated
 from ringlab import Dense, Dilated, block_patterns, cost
+from ringlab.block_patterns import BlockSparse, Global, Segment, Window
 from ringlab.kernels.tile_schedule import (
     BASE,
     COUNT,
@@ -21,14 +22,16 @@ from ringlab.kernels.tile_schedule import (
 
 
 def visits(schedule, tile: int):
-    """(first position, rows, M, member, whether it is masked) of each tile that a tile
-    visits, from its description.
+    """(first position, rows, M, member, whether it is masked, whether by the band) of
+    each tile that a tile visits, from its description.
     """
     *_, base, start, partial, full, masked = schedule.tiles[tile].tolist()
     for at in range(start, start + full + masked):
         first, packed = schedule.entries[at].tolist()
         mask = not partial <= at - start < partial + full
-        yield base + first, packed & 511, packed >> 9 & 255, packed >> 17, mask
+        near = schedule.band is not None and at - start >= partial + full
+        first = -1 - first if schedule.band and first < 0 else base + first
+        yield first, packed & 511, packed >> 9 & 255, packed >> 17, mask, near
 
 
 def multiplicity(
@@ -38,7 +41,7 @@ def multiplicity(
     found = torch.zeros(heads, n, m, dtype=torch.int64)
     for tile, (head, first, count, stride, *_) in enumerate(schedule.tiles.tolist()):
         mine = first + stride * torch.arange(count)
-        for begin, rows, times, member, masked in visits(schedule, tile):
+        for begin, rows, times, member, masked, near in visits(schedule, tile):
             other = begin + stride * torch.arange(rows)
             q, k = (mine, other) if by == "query" else (other, mine)
             seen = (
@@ -46,6 +49,11 @@ def multiplicity(
                 if causal
                 else torch.ones(len(q), len(k), dtype=torch.bool)
             )
+            if near:
+                before, after = schedule.band
+                apart = other[None, :] - mine[:, None]
+                near = (-before <= apart) & (apart <= after)
+                seen = seen & (near if by == "query" else near.T)
             assert masked or (rows == schedule.cols and seen.all()), (
                 "a full tile in which something is hidden"
             )
@@ -53,6 +61,21 @@ def multiplicity(
             h = head if by == "query" else head * (heads // kv_heads) + member
             found[h][q[:, None], k[None, :]] += times * seen
     return found
+
+
+def of_tokens(rng: random.Random) -> BlockSparse:
+    """Windows, first tokens and segments of tokens, in any union."""
+    parts = [
+        Window(rng.randint(0, 40), rng.choice([None, 0, 9])),
+        Window(rng.randint(0, 5), 30),
+        Global(
+            rng.randint(1, 20),
+            *rng.choice([(True, True), (False, True), (True, False)]),
+        ),
+        Segment(rng.randint(1, 30)),
+        Segment(rng.choice([2, 8])),
+    ]
+    return BlockSparse(rng.sample(parts, rng.randint(1, 4)), 1)
 
 
 def random_pattern(rng: random.Random, n: int):
@@ -65,6 +88,8 @@ def random_pattern(rng: random.Random, n: int):
         )
     if rng.random() < 0.3:
         return Dense()
+    if rng.random() < 0.5:
+        return of_tokens(rng)
     size = rng.randint(1, min(n, 20))
     count = -(-n // size)
     if rng.random() < 0.3:
@@ -82,7 +107,7 @@ def test_schedules_visit_each_pair_as_often_as_the_pattern_says():
     rng = random.Random(0)
     torch.manual_seed(0)
     folded = 0
-    for _ in range(30):
+    for _ in range(60):
         kv_heads, n, causal = rng.randint(1, 3), rng.randint(1, 90), rng.random() < 0.5
         heads = kv_heads * rng.choice([1, 2, 3])
         pattern, x = random_pattern(rng, n), torch.arange(n)

@@ -39,6 +39,11 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FOLDED = Dilated([256, 512, 1024], [1, 2, 4])
 
 
+FIRST_TOKENS = block_patterns.BlockSparse(
+    [block_patterns.Window(255), block_patterns.Global(4, rows=False)], 1
+)
+
+
 def kernel_for(name: str, dtype, head_dim: int) -> kernels.Kernel:
     """The kernel of this name, or a skipped test that says why it does not serve these
     here.
@@ -197,6 +202,7 @@ def test_a_kernels_log_sum_exp_and_its_backward_with_the_final_one(name):
         Dilated([200, 700], [3, 5]),
         block_patterns.local_global(1, 1, block_size=128),
         block_patterns.bigbird(1, 1, 1, block_size=64),
+        FIRST_TOKENS,
     ],
     ids=str,
 )
@@ -213,6 +219,17 @@ def test_patterns_whose_tiles_are_full_are_the_oracles(backend, pattern, causal)
         lse_cotangent=True,
         batch=2,
     )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "efficient", "triton"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_window_of_tokens_of_a_model_is_the_oracles(d, backend, causal):
+    if backend != "auto":
+        kernel_for(backend, BF16, d)
+    window = block_patterns.sliding_window(tokens=1024)
+    case = {"pattern": window, "n": 4096, "heads": 2, "kv_heads": 1, "d": d}
+    assert not missed(**case, causal=causal, backend=backend)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,7 @@ def test_what_the_kernels_cannot_serve_is_refused_and_pointers_are_read(monkeypa
         why(pattern=Dilated([128, 256], [1, 2]))
         == "the Gluon kernels start from nothing"
     )
+    assert "no band" in why(pattern=block_patterns.sliding_window(tokens=300))
     assert "are no block" in why(q[:, :511])
     assert "are no block" in why(pattern=Dilated([256, 256], [1, 2], "head_groups"))
     assert "shorter than tiles of 128 x 64" in why(pattern=Dilated([64], [1]))

@@ -59,23 +59,24 @@ def test_what_the_interpreter_gets_wrong_is_refused():
 
 @needs_triton
 @pytest.mark.parametrize(
-    "name, capability, head_dim",
+    "name, capability, head_dim, band",
     [
-        ("forward", 80, 128),
-        ("backward_q", 86, 64),
-        ("backward_kv", 89, 64),
-        ("forward", 90, 128),
-        ("forward", 100, 64),
-        ("backward_q", 120, 64),
+        ("forward", 80, 128, True),
+        ("backward_q", 86, 64, False),
+        ("backward_kv", 89, 64, True),
+        ("forward", 90, 128, False),
+        ("forward", 100, 64, True),
+        ("backward_q", 120, 64, True),
     ],
 )
 def test_default_sizes_fit_every_architecture(
-    name, capability, head_dim, tmp_path, monkeypatch
+    name, capability, head_dim, band, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kind = LaunchKind(name, head_dim, torch.bfloat16, divmod(capability, 10))
     size = triton_config.pointer_sizes(kind)
-    assert fits(resources(name, capability, head_dim, size)[0], capability)
+    found, _ = resources(name, capability, head_dim, size, band=band)
+    assert fits(found, capability)
 
 
 @pytest.mark.parametrize("joins", [False, True])
@@ -130,6 +131,7 @@ def test_a_hopper_gpu_takes_gluon_unless_the_call_does_not_suit_it(monkeypatch):
     assert reads(2047) == reads(2048, 96) == reads(2048, 256) == ["pointers"] * 3
     assert set(reads(2048, dtype=torch.float32)) == {"pointers"}
     assert reads(2048, pattern=Dilated([16], [1])) == ["pointers"] * 3
+    assert reads(2048, pattern=sliding_window(tokens=512)) == ["pointers"] * 3
     monkeypatch.setattr(
         triton.tile_schedule, "MIN_TILES", 64
     )  # a launch for each branch

@@ -33,6 +33,7 @@ def resources(
     *,
     causal: bool = True,
     join: bool = False,
+    band: bool = False,
 ) -> tuple[dict[str, int], str]:
     """What a program takes: registers, stack, local and shared bytes, warps; and how
     often some instructions occur. Then its PTX.
@@ -66,6 +67,7 @@ def resources(
             "DIM": head_dim,
             "PAD": triton_config.padded(head_dim),
             "CAUSAL": causal,
+            "BAND": band,
             "JOIN": join,
             "PRECISION": triton_config.precision(head_dim, kind),
             "EARLY": triton_config.early(divmod(capability, 10)),

@@ -7,7 +7,8 @@ and no larger node has taken, hence every pair is computed once. Only those leve
 the tree are used that make the calls cheapest. Equal nodes in arithmetic progression
 are one call over a strided view; scattered blocks of keys are copied together first.
 
-A window of tokens needs no tree where the kernel takes a bias, which cuts its edges.
+A window of tokens needs no tree: a bias cuts its edges, where the kernel takes one;
+else squares of 1, 2, 4, ... tokens make them up.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..block_patterns import AT_ONCE, BlockSparse, Random, Window
+from ..block_patterns import AT_ONCE, BlockSparse, Random, window_of_tokens
 from ..kernels.base import Cost, Kernel, cost_of, supports_lower_right_causal
 from .dilated import even_runs, first_and_step
 from .execute import Call, HeadBlock, Plan, Planner, View, altered, anew
@@ -207,7 +208,7 @@ def plan_between(
     mask on the diagonal.
     """
 
-    if way == "views" and hasattr(kernel, "takes_bias"):
+    if way == "views":
         window = window_of_tokens(pattern, causal)
         rows = (queries.span, keys.span)
         if window and all(rows):
@@ -253,15 +254,6 @@ def plan_between(
     )
 
 
-def window_of_tokens(pattern: BlockSparse, causal: bool) -> tuple[int, int] | None:
-    """How many tokens before and after itself a query sees, of a window of tokens."""
-    part = pattern.parts[0]
-    if len(pattern.parts) > 1 or pattern.block_size > 1 or not isinstance(part, Window):
-        return None
-    after = part.before if part.after is None else part.after
-    return part.before, 0 if causal else after
-
-
 def window_plan(
     before: int,
     after: int,
@@ -277,18 +269,24 @@ def window_plan(
     """The plan of a window of tokens. ``causal``: the keys are those of the queries,
     and the first of these see all before them.
 
-    Others are taken EDGE at a time, with the keys that one of them sees; a bias hides
-    from each what it does not see.
+    Others are taken EDGE at a time, with the keys that one of them sees, and a bias
+    hides from each what it does not see; without a bias with those that all of them see.
     """
     before = min(before, max(0, queries.stop - keys.start))
     after = min(after, max(0, keys.stop - queries.start))
     first = min(len(queries), before + 1) if causal else 0
     calls = [_call(first, first, 1, (0, 0), (0, 0), causal=True)] if causal else []
-    by_shape: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     seeing = range(  # queries that see a key
         max(queries.start + first, keys.start - after),
         min(queries.stop, keys.stop + before),
     )
+    if not hasattr(kernel, "takes_bias"):
+        apart = queries.start - keys.start
+        rows = seeing.start - queries.start, seeing.stop - queries.start
+        sides = before - apart, after + apart
+        calls += _squares_of_window(*sides, *rows, len(keys), causal)
+        return _plan(calls, [], len(queries), heads, kv_heads)
+    by_shape: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for at in seeing[::EDGE]:
         rows = min(EDGE, seeing.stop - at)
         begin = at - before
@@ -313,6 +311,37 @@ def window_plan(
         seen = slice(skipped, None)
         calls.append(altered(call, bias=bias[:rows, :, seen][..., :count]))
     return _plan(calls, [], len(queries), heads, kv_heads)
+
+
+def _squares_of_window(
+    before: int, after: int, first: int, stop: int, keys: int, causal: bool
+) -> Iterator[Call]:
+    """The calls, without a bias, of the queries first .. stop - 1 on the first ``keys``
+    keys: each pair of a window once. ``causal``: as of ``window_plan``.
+
+    ``edge`` queries have a run of keys in common. What one of them alone sees before it
+    and behind it are triangles: squares of half the edge, of a quarter, and so on.
+    """
+    half = edge = 1 << min(EDGE, before + after + 1).bit_length() - 1
+    common = before + after + 2 - edge - causal
+    # Rows, keys, where both begin in each step, the step, whether causal.
+    shapes = [(edge, common, 0, edge - 1 - before, edge, False)]
+    if causal:
+        shapes.append((edge, edge, 0, 0, edge, True))
+    while half := half // 2:
+        shapes.append((half, half, 0, half - 1 - before, 2 * half, False))
+        if not causal:
+            shapes.append((half, half, half, after + 1, 2 * half, False))
+    for rows, count, q, k, step, square in shapes:
+        at = torch.arange(first, max(first, stop - q), step)  # (repeats,)
+        start, end = (at + k).clamp(min=0), (at + k + count).clamp(max=keys)
+        cut = torch.stack([(stop - q - at).clamp(max=rows), end - start], 1)
+        new = F.pad((cut.diff(dim=0) != 0).any(1), (1, 0), value=True)[: len(at)]
+        begins = new.nonzero().flatten().tolist()
+        pairs = torch.stack([at + q, start], 1)  # (repeats, 2)
+        for shape, run in zip(cut[begins].tolist(), pairs.tensor_split(begins[1:])):
+            if shape[1] > 0:
+                yield _call(*shape, len(run), *first_and_step(run[:2].tolist()), square)
 
 
 def chains(queries: Cuts) -> Iterator[tuple[range, int]]:

@@ -52,6 +52,8 @@ def unfit(
         return "the Gluon kernels start from nothing"
     if any(t.shape[:3].numel() >= 1 << 31 for t in tensors):
         return "the Gluon kernels count rows of all heads in 32 bits"
+    if schedule.band:
+        return "the Gluon kernels know no band"
     if why := unavailable() or shortened(size, schedule):
         return why
     if not schedule.stride or any(t.shape[1] % schedule.stride for t in tensors):

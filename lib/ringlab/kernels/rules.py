@@ -19,22 +19,25 @@ from . import tile_schedule
 from .base import HALF
 
 BLOCKS = ("blocks", "blocks of 128")
-KINDS = ("dense", *BLOCKS, "branches", "ladder")
+LISTED = (*BLOCKS, "tokens")
+KINDS = ("dense", *LISTED, "branches", "ladder")
 MAX_LISTED = 1024  # blocks of 128: each has a list as long as the longest of all
 BY_ANALOGY = "by analogy, not measured"
 
 
 @lru_cache(maxsize=4096)
 def kind_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> str:
-    """One of KINDS: "dense" is one call; "branches" are dilated branches that the list
-    kernels run in one launch a pass, a "ladder" needs several, of which the later add
-    to the earlier.
+    """One of KINDS: "dense" is one call; "tokens" see windows and first tokens, not
+    blocks; "branches" are dilated branches that the list kernels run in one launch a
+    pass, a "ladder" needs several, of which the later add to the earlier.
 
     >>> from ringlab.patterns import Dilated
     >>> three = Dilated([2048, 4096, 8192], [1, 2, 4])
     >>> kind_of(three, 65536, 16, 16), kind_of(Dilated([512, 1024], [1, 2]), 4096, 8, 8)
     ('branches', 'ladder')
     """
+    if tile_schedule.has_bands(pattern):
+        return "tokens"
     if isinstance(pattern, BlockSparse):
         listed = pattern.block_size == 128 and pattern.count(n) <= MAX_LISTED
         return "blocks of 128" if listed else "blocks"
@@ -161,7 +164,7 @@ RULES = (
         **ON_H200,
     ),
     # A list kernel takes one launch for what are hundreds of calls.
-    Rule("lists", BLOCKS, BY_ANALOGY, least=(8, 0)),
+    Rule("lists", LISTED, BY_ANALOGY, least=(8, 0)),
     Rule(
         "calls",
         ("branches", "ladder"),

@@ -6,7 +6,9 @@ attend to the same keys. For dilated branches the stride is the least common mul
 their rates, so an interval lies in one residue class mod the stride, a free view of the
 sequence. Intervals end at every boundary of a segment, so all pairs of two intervals
 have one multiplicity M. A pair that several branches show is visited once (folded).
-Block-sparse patterns have stride 1 and M = 1.
+Block-sparse patterns have stride 1 and M = 1. A window of tokens is a band: a row x of
+a tile sees y of the other side where ``-before <= y - x <= after``; it may be joined
+with first tokens and segments of tokens, which a tile sees whole.
 
 An entry of the schedule names a tile that is visited, its M and its number of rows. The
 tiles of one interval share their entries; a causal tile takes a part of them. This is
@@ -24,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..block_patterns import BlockSparse
+from ..block_patterns import BlockSparse, Global, Segment, Window
 from ..patterns import Branch, Pattern
 
 MAX_CANDIDATES = 1 << 22  # pairs of intervals that are examined at once
@@ -65,9 +67,24 @@ def split(
 
 def interval_rows(source: Source) -> int:
     """The rows of most intervals. Longer tiles are of no use."""
+    if has_bands(source):
+        lengths = [p.length for p in source.parts if isinstance(p, Segment)]
+        return min(lengths, default=1 << ROWS_BITS)
     if isinstance(source, BlockSparse):
         return source.block_size
     return max(1, min(b.length for b in source) // lcm(*(b.rate for b in source)))
+
+
+def has_bands(source: Source) -> bool:
+    """Whether a source is of tokens that see windows, first tokens and segments, in any
+    union.
+    """
+    if not isinstance(source, BlockSparse) or source.block_size > 1:
+        return False
+    known = Window | Global | Segment
+    return all(
+        isinstance(p, known) and vars(p).get("rate", 1) == 1 for p in source.parts
+    )
 
 
 class Pairs(NamedTuple):
@@ -193,6 +210,86 @@ def _blocks(pattern: BlockSparse, n: int, members: int, by: str) -> Intervals:
     return Intervals(first, size, pairs)
 
 
+def _band(pattern: BlockSparse, n: int, causal: bool, by: str) -> tuple[int, int]:
+    """before, after of the rows that own tiles; both -n where there is no window."""
+    sides = [p.sides for p in pattern.parts if isinstance(p, Window)] or [(-n, -n)]
+    before, after = (min(n, max(x)) for x in zip(*sides))
+    after = min(after, 0) if causal else after
+    return (before, after) if by == "query" else (after, before)
+
+
+def _banded(
+    pattern: BlockSparse,
+    n: int,
+    members: int,
+    rows: int,
+    cols: int,
+    causal: bool,
+    by: str,
+) -> Iterator[tuple[Tensor, Tensor, int, int]]:
+    """tiles (T, 9) and entries (E, 2), how often they come, and how far apart: of the
+    first rows, of a period of those that see equally much, and of the last ones.
+    """
+    before, after = band = _band(pattern, n, causal, by)
+    far = _band(BlockSparse([Window(n)], 1), n, causal, by)  # of what is seen whole
+    lengths = [p.length for p in pattern.parts if isinstance(p, Segment)]
+    # First rows that see all, and those that all see.
+    seeing, seen = (
+        max((p.count for p in pattern.parts if getattr(p, side, False)), default=0)
+        for side in (("rows", "columns") if by == "query" else ("columns", "rows"))
+    )
+    period = lcm(*lengths) if lengths else rows
+    start = -(-(max(seeing, seen) + max(before, 0)) // period) * period
+    times = max(0, n - max(after, 0) - start) // period
+    stop = start + times * period
+    parts = (0, start, 1), (start, start + period, times), (stop, n, 1)
+    for begin, end, repeats in parts if times else [(0, n, 1)]:
+        if begin >= end:
+            continue
+        inner = [torch.arange(begin // w * w, end, w) for w in lengths]
+        edges = torch.cat([torch.tensor([begin, end, seeing]), *inner])
+        edges = edges.clamp(begin, end).unique()
+        _, first, count = _cut(edges[:-1], edges.diff(), 1, rows)  # (T,)
+        last, zero = first + count - 1, torch.zeros_like(first)
+        spans = [(first - before, last + after + 1), (zero, zero + seen)]
+        spans += [(first // w * w, first // w * w + w) for w in lengths]
+        spans += [(zero, n * (first < seeing))]
+        low, high = (torch.stack(x, 1) for x in zip(*spans))  # (T, spans)
+        points = torch.cat([low, high], 1).sort(1).values
+        points = points.clamp((first - far[0])[:, None], (last + far[1] + 1)[:, None])
+        starts, stops = points.clamp(0, n).unfold(1, 2, 1).unbind(2)
+        inside = low[:, None] <= starts[..., None]  # (T, pieces, spans)
+        inside &= stops[..., None] <= high[:, None]
+        tile, piece = (inside.any(2) & (starts < stops)).nonzero(as_tuple=True)
+        size = (stops - starts)[tile, piece]
+        run, at, width = _cut(starts[tile, piece], size, 1, cols)  # (E,)
+        whole, tile = inside[..., 1:].any(2)[tile, piece][run], tile[run]
+        least, most = torch.tensor([band, far])[whole.long()].T
+        full = (last[tile] - at <= least) & (at + width - 1 - first[tile] <= most)
+        kind = 3 * tile + torch.where(full & (width == cols), 1, 2 * ~whole)
+        counts = members * torch.bincount(kind, minlength=3 * len(first)).view(-1, 3)
+        partial, fulls, rest = counts.T
+        begins = counts.sum(1).cumsum(0) - counts.sum(1)
+        tiles = (
+            zero,
+            first,
+            count,
+            zero + 1,
+            zero,
+            begins,
+            partial,
+            fulls,
+            partial + rest,
+        )
+        # Tokens that all see lie where they are, whatever the base.
+        at = torch.where(at < seen, -1 - at, at)
+        entries = torch.stack([at, width + (1 << ROWS_BITS)], 1).int()
+        entries = entries[kind.argsort(stable=True)].repeat_interleave(members, 0)
+        member = torch.arange(members) << ROWS_BITS + TIMES_BITS
+        entries[:, 1].view(-1, members).add_(member)
+        yield torch.stack(tiles, 1)[counts.sum(1) > 0], entries, repeats, period
+
+
 # The columns of ``TileSchedule.tiles``.
 HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = range(9)
 # Bits of a packed entry: rows that count, M; the rest is the member.
@@ -212,15 +309,17 @@ class TileSchedule:
     - START: where its entries begin: PARTIAL masked ones, FULL ones that need no mask,
       the rest of the masked ones;
     - PARTIAL, FULL, MASKED: numbers of entries; of MASKED ones rows are counted and, in
-      causal calls, positions are compared.
+      causal calls, positions are compared; with a band in the rest of them, too.
 
     ``entries`` (E + 1, 2) int32: the first position less the base, and
     ``rows | M << 9 | member << 17``. The stride is the tile's. ``member``: the query
     head in the K/V head's group, if K/V heads own the tiles. The last entry is padding,
-    so that the next one can always be fetched early.
+    so that the next one can always be fetched early. With a band a first position p
+    below 0 is -1 - p, whatever the base.
 
     ``rows``, ``cols``: of an owned and of a visited tile. ``covered``: every row of
     every head lies in a tile. ``stride``: of every tile, or 0 if they differ.
+    ``band``: (before, after), or None.
     """
 
     tiles: Tensor
@@ -229,6 +328,7 @@ class TileSchedule:
     cols: int
     covered: bool
     stride: int
+    band: tuple[int, int] | None = None
 
     @property
     def visits(self) -> int:
@@ -289,37 +389,45 @@ def make_schedule(
         served = range(owner * members, (owner + 1) * members)
         specs = () if isinstance(source, BlockSparse) else _branches_of(source, served)
         owners_of.setdefault(specs, []).append(owner)
-    all_tiles, all_entries = [torch.zeros(0, MASKED + 1, dtype=torch.int64)], []
+    all_tiles, all_entries = [torch.zeros(0, MASKED + 1, dtype=torch.int32)], []
+    sizes = rows, cols, causal, by
     covered, num_entries = True, 0
     for specs, owners in owners_of.items():
         num_rows = 0
-        for intervals in _intervals(source, specs, n, keys or n, members, by):
-            if not len(intervals.pairs.interval):
-                continue  # no branch selects a row there
-            tiles, entries = _tiles_and_entries(intervals, rows, cols, causal, by)
-            num_rows += intervals.times * int(tiles[:, COUNT].sum())
+        if has_bands(source):
+            parts = _banded(source, n, members, *sizes)
+        else:
+            parts = (
+                (*_tiles_and_entries(x, *sizes), x.times, x.period)
+                for x in _intervals(source, specs, n, keys or n, members, by)
+                if len(x.pairs.interval)  # else no branch selects a row there
+            )
+        for tiles, entries, times, period in parts:
+            num_rows += times * int(tiles[:, COUNT].sum())
             tiles[:, START] += num_entries
             num_entries += len(entries)
-            bases = torch.arange(intervals.times) * intervals.period  # (times,)
-            repeats = len(owners), intervals.times, 1, 1
-            tiles = tiles.repeat(repeats)  # (owners, times, T, 9)
+            bases = torch.arange(times) * period  # (times,)
+            tiles = tiles.int().repeat(len(owners), times, 1, 1)  # (.., .., T, 9)
             tiles[..., HEAD] = torch.tensor(owners)[:, None, None]
             tiles[..., FIRST] += bases[:, None]
             tiles[..., BASE] = bases[:, None]
             all_tiles.append(tiles.flatten(0, 2))
-            all_entries.append(entries)
+            all_entries.append(entries.int())
         covered &= num_rows == (n if by == "query" else keys or n)
     tiles = torch.cat(all_tiles)
+    all_tiles.clear()  # millions of them take much memory
     # Programs that read the same keys come together, so that these stay in the cache,
     # and the longest first.
     span = 1 << 31 if isinstance(source, BlockSparse) else max(b.length for b in source)
     order = (tiles[:, FULL] + tiles[:, MASKED]).argsort(stable=True, descending=True)
     for key in (tiles[:, FIRST] // span, tiles[:, HEAD] // (group // members)):
         order = order[key[order].argsort(stable=True)]
-    entries = torch.cat([*all_entries, torch.zeros(1, 2, dtype=torch.int64)])
+    entries = torch.cat([*all_entries, torch.zeros(1, 2, dtype=torch.int32)])
     strides = tiles[:, STRIDE].unique().tolist()
     stride = strides[0] if len(strides) == 1 else 0
-    return TileSchedule(tiles[order].int(), entries.int(), rows, cols, covered, stride)
+    band = _band(source, n, causal, by) if has_bands(source) else None
+    made = tiles[order], entries, rows, cols, covered, stride, band
+    return TileSchedule(*made)
 
 
 def _branches_of(source: tuple[Branch, ...], heads: range) -> tuple:

@@ -270,6 +270,7 @@ def _launch(name, launch: Launch, read, rows, results, scale, causal, join) -> N
         "DIM": d,
         "PAD": padded(d),
         "CAUSAL": causal,
+        "BAND": schedule.band is not None,
         "JOIN": join,
         "PRECISION": precision(d, q.dtype),
         "EARLY": early(compute_of(q)),
@@ -286,6 +287,7 @@ def _launch(name, launch: Launch, read, rows, results, scale, causal, join) -> N
         heads,
         heads // k.shape[2],
         n,
+        *(schedule.band or (0, 0)),
         *strides,
     )
     with torch.cuda.device_of(q):

@@ -7,7 +7,8 @@ atomics and results are deterministic. Scores are in log2: ``scale`` is the soft
 scale times log2(e). A pair that counts M times adds log2(M) to its exponent. Sums are
 in fp32. lse outside is natural. The offset of a row is 64 bits wide before it is
 multiplied. EARLY: the next entry of the schedule is fetched one iteration early,
-because a load that waits for another load costs pipeline stages.
+because a load that waits for another load costs pipeline stages. BAND: what is masked
+and no PARTIAL entry is seen from ``before`` to ``after``.
 """
 
 import triton
@@ -102,6 +103,7 @@ def _visit(
     stride,
     MASK: tl.constexpr,
     EARLY: tl.constexpr,
+    BAND: tl.constexpr,
 ):
     """Entry i: positions (COLS,), which exist, log2(M), member; then the next entry if
     EARLY.
@@ -111,7 +113,11 @@ def _visit(
         next_first, next_packed = _entry(entries, i + 1, start, partial, full, MASK)
     else:
         first, packed = _entry(entries, i, start, partial, full, MASK)
-    times, first = (packed >> TIMES_AT) & TIMES_MASK, base + first
+    times = (packed >> TIMES_AT) & TIMES_MASK
+    if BAND:
+        first = tl.where(first < 0, -1 - first, base + first)
+    else:
+        first += base
     bonus, member = tl.math.log2(times.to(tl.float32)), packed >> MEMBER_AT
     return (
         first + others * stride,
@@ -121,6 +127,13 @@ def _visit(
         next_first,
         next_packed,
     )
+
+
+@triton.jit
+def _near(mine, other, before, after):
+    """Which rows ``other`` (COLS,) those of the tile (ROWS,) see in a band."""
+    apart = other[None, :] - mine[:, None]
+    return (apart >= -before) & (apart <= after)
 
 
 @triton.jit
@@ -137,6 +150,8 @@ def forward(
     heads,
     group,
     n,
+    before,
+    after,
     s_qb,
     s_qn,
     s_qh,
@@ -154,6 +169,7 @@ def forward(
     DIM: tl.constexpr,
     PAD: tl.constexpr,
     CAUSAL: tl.constexpr,
+    BAND: tl.constexpr,
     JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
@@ -196,6 +212,7 @@ def forward(
                 stride,
                 MASK,
                 EARLY,
+                BAND,
             )
             keys = _rows(k, other, s_kn, shown, DIM, PAD, MASK)
             s = tl.dot(
@@ -205,6 +222,8 @@ def forward(
                 seen = shown[None, :]
                 if CAUSAL:
                     seen = seen & (other[None, :] <= mine[:, None])
+                if BAND:
+                    seen &= _near(mine, other, before, after) | (i < partial)
                 s = tl.where(seen, s, float("-inf"))
             # M is left out of the maximum: a probability is then at most M, and no
             # sum overflows.
@@ -290,6 +309,8 @@ def backward_q(
     heads,
     group,
     n,
+    before,
+    after,
     s_gb,
     s_gn,
     s_gh,
@@ -310,6 +331,7 @@ def backward_q(
     DIM: tl.constexpr,
     PAD: tl.constexpr,
     CAUSAL: tl.constexpr,
+    BAND: tl.constexpr,
     JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
@@ -354,6 +376,7 @@ def backward_q(
                 stride,
                 MASK,
                 EARLY,
+                BAND,
             )
             keys = _rows(k, other, s_kn, shown, DIM, PAD, MASK)
             values = _rows(v, other, s_vn, shown, DIM, PAD, MASK)
@@ -365,6 +388,8 @@ def backward_q(
                 seen = shown[None, :]
                 if CAUSAL:
                     seen = seen & (other[None, :] <= mine[:, None])
+                if BAND:
+                    seen &= _near(mine, other, before, after) | (i < partial)
                 p = tl.where(seen, p, 0.0)
             ds = p * (
                 tl.dot(g, tl.trans(values), input_precision=PRECISION) - minus[:, None]
@@ -399,6 +424,8 @@ def backward_kv(
     heads,
     group,
     n,
+    before,
+    after,
     s_gb,
     s_gn,
     s_gh,
@@ -419,6 +446,7 @@ def backward_kv(
     DIM: tl.constexpr,
     PAD: tl.constexpr,
     CAUSAL: tl.constexpr,
+    BAND: tl.constexpr,
     JOIN: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
@@ -459,6 +487,7 @@ def backward_kv(
                 stride,
                 MASK,
                 EARLY,
+                BAND,
             )
             q_of = q + member.to(tl.int64) * s_qh
             g_of = dout + member.to(tl.int64) * s_gh
@@ -476,6 +505,9 @@ def backward_kv(
             if MASK:
                 if CAUSAL:
                     p = tl.where(mine[:, None] <= other[None, :], p, 0.0)
+                if BAND:
+                    seen = _near(mine, other, before, after) | (i < partial)
+                    p = tl.where(seen, p, 0.0)
             sum_v = tl.dot(p.to(g.dtype), g, sum_v, input_precision=PRECISION)
             ds = p * (
                 tl.dot(values, tl.trans(g), input_precision=PRECISION) - minus[None, :]
