@@ -11,6 +11,7 @@ ARGS        ?=
 PYTHON      ?= python3
 NOENV       ?=
 TORCH_INDEX ?=
+TORCH       ?=
 PEERS       ?=
 QUALITY     ?=
 MINUTES     ?=
@@ -39,7 +40,7 @@ else
     SETTLED := $(shell .venv/bin/python -c pass 2>/dev/null && cat $(READY) 2>/dev/null && echo settled)
     ifeq ($(filter settled,$(SETTLED)),)
       .PHONY: $(READY)
-    else ifneq ($(filter-out $(SETTLED),$(TORCH_INDEX) $(WITH_PEERS)),)
+    else ifneq ($(filter-out $(SETTLED),$(TORCH_INDEX) $(WITH_PEERS) $(TORCH)),)
       .PHONY: $(READY)
     endif
     # Byte code is cached on first import, or every measuring process would compile torch again.
@@ -71,7 +72,7 @@ endif
 .PHONY: help report compare check test test-all lab profiles env lint clean
 
 help:  ## list the targets
-	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [PEERS=1] [QUALITY=1] [CASES=...] [ARGS=...]"
+	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [TORCH=newest] [PEERS=1] [QUALITY=1] [CASES=...] [ARGS=...]"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
 
 # Reports are no make targets: an unfinished one must neither be deleted nor look up to date, so the driver decides.
@@ -125,5 +126,5 @@ clean:  ## remove .venv and caches; measured data and reports stay
 
 ifneq ($(READY),)
 $(READY):
-	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" PEERS="$(WITH_PEERS)" sh lib/setup.sh $@
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" TORCH="$(TORCH)" PEERS="$(WITH_PEERS)" sh lib/setup.sh $@
 endif

@@ -1,13 +1,15 @@
 #!/bin/sh
 # Builds .venv at the top of the checkout from pyproject.toml and constraints.txt; the Makefile calls it: setup.sh STAMP.
-# Reads PYTHON (default python3), TORCH_INDEX (default: PyPI's build, or cu126 where the GPU is older than Turing) and
-# PEERS (not empty: the other packages that the landscape is measured beside, too).
+# Reads PYTHON (default python3), TORCH_INDEX (default: PyPI's build, or cu126 where the GPU is older than Turing),
+# TORCH (a version, or newest: in place of the pinned one) and PEERS (not empty: the other packages that the landscape is
+# measured beside, too).
 set -eu
 cd "$(dirname "$0")/.."
 stamp=$1
 PYTHON=${PYTHON:-python3}
 TORCH_INDEX=${TORCH_INDEX:-}
 PEERS=${PEERS:-}
+TORCH=${TORCH:-}
 log=.venv/setup.log
 
 die() { echo "ringlab: $*" >&2; exit 1; }
@@ -29,6 +31,10 @@ if [ -z "$TORCH_INDEX" ] && command -v nvidia-smi >/dev/null 2>&1; then
     esac
 fi
 
+if [ "$TORCH" = newest ] && [ -n "$TORCH_INDEX" ]; then
+    die "the newest torch comes from PyPI; with TORCH_INDEX=$TORCH_INDEX name its version, as TORCH=2.13.0"
+fi
+
 if ls .venv/.ready-* >/dev/null 2>&1; then
     echo "ringlab: bringing .venv up to date (log in $log)"
 else
@@ -45,20 +51,33 @@ mv .venv/.ready-* "$before" 2>/dev/null || true
 failure=$($PYTHON -m venv $clear .venv 2>&1) || { rm -rf .venv; die "'$PYTHON -m venv .venv' failed: $(echo "$failure" | tail -n 1)"; }
 : >"$log"
 
+# Of pip's variables those stay that say where packages come from. Others say where they go, as a cluster's PIP_PREFIX.
+for name in $(env | sed -n 's/^\(PIP_[A-Z0-9_]*\)=.*/\1/p'); do
+    case $name in
+        PIP_*INDEX* | PIP_FIND_LINKS | PIP_CON* | PIP_*CERT | PIP_PROXY | PIP_*HOST | PIP_*CACHE_DIR | PIP_*TIMEOUT | PIP_RETRIES | PIP_KEYRING*) ;;
+        *) unset "$name" ;;
+    esac
+done
+# With a torch of the caller's choice the pins give way that hold for one torch alone.
+pins=.venv/constraints.txt
+grep -vE "^(${TORCH:+torch|triton|xformers|setuptools})==" lib/constraints.txt >"$pins"
 # Byte code is written on first import instead of for all packages: set-up halves.
-pip() { .venv/bin/python -m pip "$@" --no-compile --no-input --disable-pip-version-check --progress-bar off -c lib/constraints.txt >>"$log" 2>&1; }
+pip() { .venv/bin/python -m pip "$@" --no-compile --no-input --disable-pip-version-check --progress-bar off -c "$pins" >>"$log" 2>&1; }
 fail() {
     grep -v '^WARNING' "$log" | tail -n 12 >&2
     die "set-up failed${1:+: $1}; the whole log is $log"
 }
 
-if [ -n "$TORCH_INDEX" ]; then
-    url=https://download.pytorch.org/whl/$TORCH_INDEX
-    torch=$(sed -n 's/^torch==//p' lib/constraints.txt)
-    pip install --extra-index-url "$url" "torch==$torch+$TORCH_INDEX" || {
+url=https://download.pytorch.org/whl/$TORCH_INDEX
+torch=torch==${TORCH:-$(sed -n 's/^torch==//p' lib/constraints.txt)}${TORCH_INDEX:++$TORCH_INDEX}
+if [ "$TORCH" = newest ]; then torch=torch; fi
+if [ -n "$TORCH$TORCH_INDEX" ]; then
+    pip install --upgrade ${TORCH_INDEX:+--extra-index-url "$url"} "$torch" || {
         mv "$before"/.ready-* .venv/ 2>/dev/null || true
-        fail "torch==$torch+$TORCH_INDEX is not to be had from $url"
+        fail "$torch is not to be had${TORCH_INDEX:+ from $url}"
     }
+fi
+if [ -n "$TORCH_INDEX" ]; then
     # PyPI's xformers fits CUDA 12 alone; take the build that matches torch where that index has one.
     case $TORCH_INDEX in cu*) pip install --no-deps --index-url "$url" xformers || echo "ringlab: no xformers on $url; PyPI's is used" >>"$log" ;; esac
 fi
@@ -70,4 +89,5 @@ if [ -n "$PEERS" ]; then
     pip install --no-deps git+https://github.com/microsoft/torchscale@4d1e0e82e5adf86dd424f1463192635b73fc8efc ||
         echo "ringlab: torchscale cannot be installed from GitHub (log in $log); the report lists it as absent"
 fi
-echo "$TORCH_INDEX${PEERS:+ $PEERS}" >"$stamp"
+.venv/bin/python -I -c 'import ringlab, torch' >>"$log" 2>&1 || fail "what pip installed cannot be imported; 'pip config list' tells where it put it"
+echo "$TORCH_INDEX${PEERS:+ $PEERS}${TORCH:+ $TORCH}" >"$stamp"

@@ -47,10 +47,10 @@ def name_of(requirement: str) -> str:
     return re.match(r"[A-Za-z0-9._-]+", requirement)[0].lower().replace("_", "-")
 
 
-def pins() -> dict[str, str]:
+def pins(path: Path = LIB / "constraints.txt") -> dict[str, str]:
     lines = [
         line
-        for line in (LIB / "constraints.txt").read_text().splitlines()
+        for line in path.read_text().splitlines()
         if line and not line.startswith("#")
     ]
     parsed = [
@@ -101,7 +101,7 @@ def test_environment_names_python_pip_and_the_library():
 
 def test_installed_versions_are_the_pinned_ones_where_set_up_made_the_environment():
     """A .venv made by `make` holds exactly the pins (any local label, as +cpu, is
-    fine).
+    fine), but for those that gave way to a chosen torch.
     """
     if Path(sys.prefix).resolve() != ROOT / ".venv":
         pytest.skip("not running in the .venv that make builds")
@@ -117,8 +117,10 @@ def test_installed_versions_are_the_pinned_ones_where_set_up_made_the_environmen
         "cuda",
         "torchscale",
     )  # torchscale's commit is in setup.sh
+    own = pins(Path(sys.prefix) / "constraints.txt")
+    free += tuple({*pins()} - {*own})
     wrong = {
-        n: v for n, v in have.items() if pins().get(n) != v and not n.startswith(free)
+        n: v for n, v in have.items() if own.get(n) != v and not n.startswith(free)
     }
     assert not wrong, f"installed, but not as pinned: {wrong}"
 
@@ -171,7 +173,9 @@ case "$*" in
   *ensurepip*) exit {no_venv} ;;
   "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
   *torchscale*) exit 1 ;;
-  "-m pip"*) echo "$*" >>calls; echo "WARNING: noise"; echo "ERROR: the disk is full"; exit {pip_fails} ;;
+  *"import ringlab"*) exit {broken} ;;
+  "-m pip"*) echo "$*" >>calls; env | grep ^PIP_ | sort >variables
+    echo "WARNING: noise"; echo "ERROR: the disk is full"; exit {pip_fails} ;;
 esac
 """
 
@@ -184,7 +188,8 @@ def set_up(
     old=0,
     no_venv=0,
     pip_fails=0,
-    peers="",
+    broken=0,
+    **variables,
 ):
     (folder / "lib").mkdir(exist_ok=True)
     for name in ("setup.sh", "constraints.txt"):
@@ -193,7 +198,13 @@ def set_up(
     tools.mkdir(exist_ok=True)
     python, smi = tools / "python", tools / "nvidia-smi"
     python.write_text(
-        STAND_IN.format(version=version, old=old, no_venv=no_venv, pip_fails=pip_fails)
+        STAND_IN.format(
+            version=version,
+            old=old,
+            no_venv=no_venv,
+            pip_fails=pip_fails,
+            broken=broken,
+        )
     )
     smi.write_text(
         f"#!/bin/sh\necho {capability}\n" if capability else "#!/bin/sh\nexit 9\n"
@@ -204,7 +215,7 @@ def set_up(
         "PATH": f"{tools}:/usr/bin:/bin",
         "PYTHON": str(python),
         "TORCH_INDEX": index,
-        "PEERS": peers,
+        **variables,
     }
     done = subprocess.run(
         ["sh", "lib/setup.sh", ".venv/.ready-x"],
@@ -237,7 +248,7 @@ def test_other_packages_are_installed_on_request_alone_and_one_that_cannot_be_is
 ):
     done, calls, ready = set_up(tmp_path)
     assert ready and "peers" not in calls and "--no-deps" not in calls
-    done, calls, ready = set_up(tmp_path, peers="peers")
+    done, calls, ready = set_up(tmp_path, PEERS="peers")
     assert done.returncode == 0 and ready and "-e ./lib[peers]" in calls, done.stderr
     assert (
         "--no-deps dilated-attention-pytorch" in calls
@@ -269,6 +280,37 @@ def test_failed_set_up_shows_the_log_and_leaves_what_is_there_in_use(tmp_path):
     done, _, ready = set_up(tmp_path, index="cpuu", pip_fails=1)
     assert done.returncode != 0 and "torch==2.13.0+cpuu is not to be had" in done.stderr
     assert ready and (tmp_path / ".venv" / ".ready-x").read_text() == "cpu\n"
+
+
+def test_set_up_is_done_only_when_what_it_installed_can_be_imported(tmp_path):
+    done, calls, ready = set_up(tmp_path, broken=1)
+    assert done.returncode != 0 and calls and not ready
+    assert "cannot be imported" in done.stderr.splitlines()[-1]
+
+
+def test_pip_is_told_where_packages_come_from_and_nothing_else(tmp_path):
+    kept = "CACHE_DIR CERT CONFIG_FILE EXTRA_INDEX_URL FIND_LINKS INDEX_URL PROXY"
+    gone = "NO_DEPS PREFIX PYTHON ROOT TARGET USER"
+    names = [f"PIP_{name}" for name in (kept + " " + gone).split()]
+    done, _, ready = set_up(tmp_path, **dict.fromkeys(names, "/x"))
+    assert done.returncode == 0 and ready, done.stderr
+    seen = (tmp_path / "variables").read_text()
+    assert seen == "".join(f"PIP_{name}=/x\n" for name in kept.split())
+
+
+def test_a_chosen_torch_lets_the_pins_give_way_that_hold_for_one_torch(tmp_path):
+    free = {"torch", "triton", "xformers", "setuptools"}
+    for torch, asked in (("newest", "torch"), ("2.11.0", "torch==2.11.0"), ("", "")):
+        done, calls, ready = set_up(tmp_path, TORCH=torch)
+        assert done.returncode == 0 and ready, done.stderr
+        own = pins(tmp_path / ".venv" / "constraints.txt")
+        assert {*pins()} - {*own} == (free if torch else set())
+        assert not asked or f"--upgrade {asked} " in calls
+        assert (
+            tmp_path / ".venv" / ".ready-x"
+        ).read_text() == f"{torch and ' '}{torch}\n"
+    done, *_ = set_up(tmp_path, TORCH="newest", index="cpu")
+    assert done.returncode != 0 and done.stderr.count("\n") == 1
 
 
 def test_make_help_lists_every_target():
