@@ -358,7 +358,7 @@ class KVCache:
             else:
                 parts = [part.attend(*call) for part in self._parts]
                 steps = [_joined(out, lse, self.group.size) for out, lse in parts]
-                out, lse = drive(steps, self.group.process_group)[0]
+                out, lse = drive(steps, self.group)[0]
             if sinks is not None:
                 add_sinks_(out, lse, sinks)
                 for row, length in zip(lse, lengths):

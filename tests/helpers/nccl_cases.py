@@ -109,11 +109,24 @@ def on(device, values):
     return tree_map_only(torch.Tensor, moved, values)
 
 
+def mesh_like(group, shape) -> dist.DeviceMesh:
+    """A mesh of all ranks whose columns and rows are groups of the backend of ``group``;
+    a collective call.
+    """
+    ranks, own = torch.arange(dist.get_world_size()).view(shape), []
+    for line in [*ranks.T.tolist(), *ranks.tolist()]:
+        made = dist.new_group(line, backend=dist.get_backend(group))
+        own += [made] * (dist.get_rank() in line)
+    return dist.DeviceMesh.from_group(
+        own, "cpu", mesh=ranks, mesh_dim_names=("rows", "columns")
+    )
+
+
 def attend(group, device, case: Case):
     """The results of a case on this rank, and the bytes that it sends."""
     given = on(device, case.shards(dist.get_rank()))
     if case.mesh:
-        group = replace(Group.of(group), shape=case.mesh)
+        group = mesh_like(group, case.mesh)
     with counting() as traffic:
         results = case.run(*given, group)
     return results, traffic.total
@@ -209,7 +222,7 @@ def asked(at, request, meanwhile=lambda: None) -> None:
         meanwhile()
         yield Wait(ticket)
 
-    drive([steps()], at.group)
+    drive([steps()], Group.of(at.group))
 
 
 def rows(at, count: int = 6, dtype=torch.float64):

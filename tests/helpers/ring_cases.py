@@ -35,6 +35,7 @@ from ringlab.nn import (
 )
 from ringlab.patterns import Dense, Dilated
 from ringlab.ring import PlanMismatch, Problem, comm, contiguous, counting, launch
+from ringlab.ring.group import Group
 from ringlab.ring.rank import rank_of
 from ringlab.ring.schemes import SCHEMES
 from ringlab.torch_private import IN_GRAPHS
@@ -631,7 +632,9 @@ def peaks_of_a_shard(cases, n, heads, d):
         for _ in range(2):  # the first call makes the plan
             with LiveStorageTracker() as tracker:
                 tracker.register(q, k, v)
-                comm.drive([SCHEMES[scheme][0](rank, q, k, v)], dist.group.WORLD)
+                comm.drive(
+                    [SCHEMES[scheme][0](rank, q, k, v)], Group.of(dist.group.WORLD)
+                )
         peaks.append(tracker.peak_bytes)
     return peaks
 

@@ -32,12 +32,12 @@ from ringlab.ring import (
     Problem,
     contiguous,
     counting,
-    group,
     plan_rank,
     striped,
     zigzag,
 )
 from ringlab.ring.exchange import on_hosts, rows_moved, rows_needed
+from ringlab.ring.group import Group
 from ringlab.ring.launch import launch
 from ringlab.ring.volume import sent_to
 from test_ring_plan import any_problem, seen
@@ -349,7 +349,7 @@ def unlike(hosts):
         **how,
         **({"cu_seqlens": [0, 5, 24]} if rank == 0 else {}),
     )
-    group._hosts[dist.group.WORLD] = hosts[rank]
+    Group.of(dist.group.WORLD)._history.hosts = hosts[rank]
     return first, told(attention, q, q, q, Dense(), **how)
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from torch import Tensor
 from ..torch_private import keep, kept
 from .watch import Beat
 
+if TYPE_CHECKING:
+    from .group import Group
+
 
 @dataclass
 class AllToAll:
@@ -30,7 +34,7 @@ class AllToAll:
     ``received[j]`` rows come from it.
 
     ``control``: compares what the ranks are about to do, and is counted apart from the
-    data.
+    data. ``members``: the ranks that take part, if not all; j counts them.
     """
 
     send: Tensor
@@ -38,20 +42,25 @@ class AllToAll:
     receive: Tensor
     received: list[int]
     control: bool = False
+    members: Sequence[int] | None = None
 
     def by_rank(self) -> tuple[dict, dict]:
         """The tensors that are sent, and those that are received, by rank."""
+        ranks = self.members or range(len(self.sent))
         sent = self.send.split_with_sizes(self.sent)
         received = self.receive.split_with_sizes(self.received)
-        return dict(enumerate(zip(sent))), dict(enumerate(zip(received)))
+        return dict(zip(ranks, zip(sent))), dict(zip(ranks, zip(received)))
 
 
 @dataclass
 class Exchange:
-    """Point to point: contiguous tensors to some ranks and from some, none to oneself."""
+    """Point to point: contiguous tensors to some ranks and from some, none to oneself.
+    ``members``: the ranks that take part, if not all.
+    """
 
     send: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     receive: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    members: Sequence[int] | None = None
     control = False
 
     def by_rank(self) -> tuple[dict, dict]:
@@ -124,17 +133,18 @@ def counting():
         keep(_counter.name, before)
 
 
-def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> list:
-    """The results of algorithms: of this rank's over a process group (gloo, NCCL), or
-    of all ranks' in step (None).
+def drive(algorithms: list[Steps], group: Group | None = None) -> list:
+    """The results of algorithms: of this rank's over a group of processes (gloo, NCCL),
+    or of all ranks' in step (simulated, or None).
 
     A message arrives only when it is waited for: reading too early is as wrong in one
     process as over a network. Raises RuntimeError if the requests of simulated ranks do
     not fit together.
     """
-    first = 0 if group is None else dist.get_rank(group)
+    simulated = group is None or not group.process_groups
+    first = 0 if simulated else group.here[0]
     traffic = _counter.get() or kept(_counter.name)
-    watched = group is not None and beat is not None
+    watched = not simulated and beat is not None
     ticket = None
     results = [None] * len(algorithms)
     while True:
@@ -163,7 +173,7 @@ def drive(algorithms: list[Steps], group: dist.ProcessGroup | None = None) -> li
             beat.begins()
         ticket = (
             [_Simulated([step.by_rank() for step in steps])]
-            if group is None
+            if simulated
             else _post(steps[0], group)
         )
 
@@ -179,9 +189,9 @@ def all_to_all(
     return into
 
 
-def among(members: Sequence[int], ranks: int, steps: Steps) -> Steps:
-    """The steps of an algorithm of a few of ``ranks`` ranks, which it numbers from 0:
-    ``members`` are their numbers among all.
+def among(members: Sequence[int], steps: Steps) -> Steps:
+    """The steps of an algorithm of a few ranks, which it numbers from 0: ``members`` are
+    their numbers among all.
     """
     ticket = None
     while True:
@@ -193,19 +203,16 @@ def among(members: Sequence[int], ranks: int, steps: Steps) -> Steps:
             request = Exchange(
                 {members[i]: part for i, part in request.send.items()},
                 {members[i]: part for i, part in request.receive.items()},
+                members,
             )
         elif isinstance(request, AllToAll):
-            sent = dict(zip(members, request.sent))
-            received = dict(zip(members, request.received))
-            request = replace(
-                request,
-                sent=[sent.get(rank, 0) for rank in range(ranks)],
-                received=[received.get(rank, 0) for rank in range(ranks)],
-            )
+            request = replace(request, members=members)
         ticket = yield request
 
 
-def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
+def _post(request: AllToAll | Exchange, ranks: Group) -> list:
+    members = request.members or range(ranks.size)
+    group = ranks.among(members)
     if isinstance(request, AllToAll) and "gloo" not in dist.get_backend_config(group):
         return [
             dist.all_to_all_single(
@@ -219,7 +226,7 @@ def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
         ]
     send, receive = request.by_rank()
     if isinstance(request, AllToAll):
-        rank = dist.get_rank(group)
+        rank = ranks.here[0]
         for sent, into in zip(send.pop(rank), receive.pop(rank)):
             into.copy_(sent)
     staged = _through_cpu(send, receive, group)
@@ -237,7 +244,8 @@ def _post(request: AllToAll | Exchange, group: dist.ProcessGroup) -> list:
                 elif staged:
                     buffer = torch.empty_like(t, device="cpu")
                     copies.append(_Copy(t, buffer))
-                ops.append(dist.P2POp(op, buffer, group=group, group_peer=peer))
+                place = members.index(peer)
+                ops.append(dist.P2POp(op, buffer, group=group, group_peer=place))
     return [*dist.batch_isend_irecv(ops), *copies] if ops else []
 
 

@@ -8,17 +8,17 @@ import math
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain, count, product, zip_longest
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import check_int, short_repr
-from ..torch_private import group_named
+from ..torch_private import group_named, keep_name
 from .comm import all_to_all, drive
 from .exchange import Problem, RankPlan, digest
 from .layout import Layout
@@ -74,21 +74,58 @@ class Simulated:
 class Group:
     """The ranks that share a sequence. ``here`` are the ranks of this process.
 
-    With a process group that is one rank; without (None) it is all of them, simulated.
-    Tensors hold the rows of the ranks here, one rank after the other. Copies share the
-    process group; a pickle keeps its name and size. ``shape``: of a 2-D mesh, whose
-    ranks are numbered row by row.
+    With a process group that is one rank; without it is all of them, simulated. Tensors
+    hold the rows of the ranks here, one rank after the other. Copies share the process
+    group; a pickle keeps its name and size.
+
+    A 2-D mesh has a ``shape``, its ranks are numbered row by row, and there are two
+    ``process_groups``: this rank's column and its row.
     """
 
     size: int
     here: range
-    process_group: dist.ProcessGroup | None = None
+    process_groups: tuple[dist.ProcessGroup, ...] = ()
     shape: tuple[int, int] | None = None
 
     def __reduce__(self):
-        if self.process_group is None:
-            return Group, (self.size, self.here, None, self.shape)
-        return _restored, (self.process_group.group_name, self.size, self.shape)
+        if self.process_groups:
+            return _restored, (self.name, self.size)
+        return Group, (self.size, self.here, (), self.shape)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """That of a 1-D group; of a mesh the first. None of simulated ranks."""
+        return self.process_groups[0] if self.process_groups else None
+
+    @property
+    def name(self) -> str:
+        """By which ``named`` finds the group; "" of simulated ranks."""
+        return " ".join(group.group_name for group in self.process_groups)
+
+    def keep_name(self) -> None:
+        """Let ``named`` find the group with any torch."""
+        for group in self.process_groups:
+            keep_name(group)
+
+    @classmethod
+    def named(cls, name: str) -> Group:
+        """The group of processes with this name."""
+        return cls.over([*map(group_named, name.split())])
+
+    @classmethod
+    def over(cls, groups: Sequence[dist.ProcessGroup]) -> Group:
+        """The ranks of a process group, or of a mesh with this column and this row."""
+        rank = 0
+        shape: list[int] = []
+        for group in groups:
+            if not isinstance(group, dist.ProcessGroup):
+                expected = "a ProcessGroup, a DeviceMesh or ringlab.Simulated"
+                raise TypeError(f"group must be {expected}, got {short_repr(group)}")
+            shape.append(dist.get_world_size(group))
+            rank = rank * shape[-1] + dist.get_rank(group)
+        here = range(rank, rank + 1)
+        mesh = tuple(shape) if len(shape) == 2 else None
+        return cls(math.prod(shape), here, tuple(groups), mesh)
 
     @classmethod
     def kept(cls, group):
@@ -113,18 +150,16 @@ class Group:
         if isinstance(group, Group):
             return group
         if isinstance(group, Simulated):
-            return cls(group.size, range(group.size), None, shape)
+            return cls(group.size, range(group.size), (), shape)
+        if shape is not None:
+            return cls.over(_groups_of_mesh(group))
         if isinstance(group, dist.DeviceMesh):
-            group = group.get_group() if shape is None else _of_both_dimensions(group)
+            group = group.get_group()
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "this rank is not a member of the group: new_group gave it no part"
             )
-        if not isinstance(group, dist.ProcessGroup):
-            expected = "a ProcessGroup, a DeviceMesh or ringlab.Simulated"
-            raise TypeError(f"group must be {expected}, got {short_repr(group)}")
-        rank = dist.get_rank(group)
-        return cls(dist.get_world_size(group), range(rank, rank + 1), group, shape)
+        return cls.over([group])
 
     @classmethod
     def sharing(cls, group) -> Group | None:
@@ -139,7 +174,7 @@ class Group:
         self, t: Tensor | None, dim: int = 1, layout: Layout | None = None
     ) -> Sequence[Tensor | None]:
         """The shards of the ranks here: those of a layout, or equal ones."""
-        if t is None or self.process_group is not None:
+        if t is None or self.process_groups:
             return [t] * len(self.here)
         if layout is None:
             return t.chunk(self.size, dim)
@@ -151,7 +186,7 @@ class Group:
         self, parts: Sequence[Tensor], dim: int, layout: Layout | None = None
     ) -> Tensor:
         """The rows of the ranks here from their shards, contiguous."""
-        if self.process_group is not None:
+        if self.process_groups:
             return parts[0].contiguous()
         if layout is None or layout.kind == "contiguous":
             return torch.cat(parts, dim)
@@ -164,19 +199,40 @@ class Group:
         The ranks of a process group tell each other once, before anything else, by an
         all-to-all of 8 bytes.
         """
-        if self.process_group is None or self.size < 3:
+        if not self.process_groups or self.size < 3:
             return ()
-        if self.process_group not in _hosts:
+        if self._history.hosts is None:
             names = self._all_rows([digest(socket.gethostname())], device)
-            _hosts[self.process_group] = tuple(map(names.index, names))
-        return _hosts[self.process_group]
+            self._history.hosts = tuple(map(names.index, names))
+        return self._history.hosts
+
+    def among(self, members: Sequence[int]) -> dist.ProcessGroup:
+        """The process group of these ranks: all, or a column or a row of a mesh."""
+        if self.shape is None:
+            return self.process_groups[0]
+        columns = self.shape[1]
+        column = range(self.here[0] % columns, self.size, columns)
+        return self.process_groups[tuple(members) != tuple(column)]
+
+    @property
+    def _lines(self) -> list[Group]:
+        """Groups over which one after the other reaches all ranks, in their order."""
+        return [Group.of(group) for group in reversed(self.process_groups)]
 
     def _all_rows(self, row: list[int], device: torch.device) -> list[list[int]]:
         """The rows of all ranks, of which this one has ``row``, by an all-to-all."""
-        ones = [1] * self.size
-        rows = torch.tensor([row] * self.size, device="cpu" if self._on_cpu else device)
-        steps = all_to_all(rows, ones, ones, control=True)
-        return drive([steps], self.process_group)[0].tolist()
+        rows = torch.tensor([row], device="cpu" if self._on_cpu else device)
+        for line in self._lines:
+            counts = [len(rows)] * line.size
+            send = rows.repeat(line.size, 1)
+            (rows,) = drive([all_to_all(send, counts, counts, control=True)], line)
+        return rows.tolist()
+
+    @property
+    def _history(self) -> _History:
+        return _histories.setdefault(self.process_group, {}).setdefault(
+            self.name, _History()
+        )
 
     @property
     def _on_cpu(self) -> bool:
@@ -203,11 +259,11 @@ class Group:
         inside gloo. A group of NCCL alone compares only what is new to it, because
         reading the digests would stall the GPU.
         """
-        if self.process_group is None:  # simulated ranks cannot differ
+        if not self.process_groups:  # simulated ranks cannot differ
             return 0
         self.hosts(t.device)  # the first exchange of every kind of call
-        agreed, calls = _history.setdefault(self.process_group, (set(), count(1)))
-        number = number or next(calls)
+        agreed = self._history.agreed
+        number = number or next(self._history.calls)
         shape = ("batch", t.shape[0]), ("head_dim", t.shape[3]), ("dtype", t.dtype)
         fields, own_digest = _fields(passes, problem, (*shape, *options.items()))
         new = own_digest not in agreed
@@ -258,37 +314,45 @@ class Group:
         """The values of all ranks. NCCL sends objects by the current GPU, which is that
         of ``t`` meanwhile.
         """
-        values = [None] * self.size
+        values = [value]
         with torch.cuda.device_of(t):
-            dist.all_gather_object(values, value, group=self.process_group)
+            for line in self._lines:
+                parts = [None] * line.size
+                dist.all_gather_object(parts, values, group=line.process_group)
+                values = [*chain(*parts)]
         return values
 
 
-def _of_both_dimensions(mesh: dist.DeviceMesh) -> dist.ProcessGroup:
-    """The process group of all ranks of a 2-D mesh, numbered row by row."""
-    numbers = tuple(mesh.mesh.flatten().tolist())
-    if numbers != tuple(sorted(numbers)):
+def _groups_of_mesh(mesh: dist.DeviceMesh) -> list[dist.ProcessGroup]:
+    """This rank's column and row of a 2-D mesh, as torch made them: a group of both
+    would be one more that all processes of the job have to make.
+    """
+    numbers = mesh.mesh.flatten().tolist()
+    if numbers != sorted(numbers):
         raise ValueError(f"a 2-D mesh must number its ranks row by row, got {numbers}")
-    if len(numbers) == dist.get_world_size():
-        return dist.group.WORLD
-    if (group := _flat.get(numbers)) is None:
-        # Made by its members alone: other processes may never come here.
-        group = dist.new_group([*numbers], use_local_synchronization=True)
-        _flat[numbers] = group
-    return group
+    if mesh.get_coordinate() is None:
+        raise ValueError("this rank is not a member of the mesh")
+    return mesh.get_all_groups()
 
 
-# The groups of 2-D meshes that are a part of the processes, by their ranks.
-_flat: WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = WeakValueDictionary()
 MOST_AGREED = 4096  # digests that are kept
-# By process group: the digests that its ranks agreed on, and the numbers of its next
-# forward calls.
-_history: WeakKeyDictionary[dist.ProcessGroup, tuple[set[int], Iterator[int]]] = (
+
+
+@dataclass
+class _History:
+    """What the ranks of a group have told each other: the host of each, the digests that
+    they agreed on, and the numbers of their next forward calls.
+    """
+
+    hosts: tuple[int, ...] | None = None
+    agreed: set[int] = field(default_factory=set)
+    calls: Iterator[int] = field(default_factory=lambda: count(1))
+
+
+# By the first process group, then by the name of the group.
+_histories: WeakKeyDictionary[dist.ProcessGroup, dict[str, _History]] = (
     WeakKeyDictionary()
 )
-_hosts: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = (
-    WeakKeyDictionary()
-)  # the host of each rank
 
 
 class PlanMismatch(RuntimeError):
@@ -360,19 +424,18 @@ def length_of(t: Tensor, group, layout) -> int:
     return t.shape[1] * (1 if all_here else Group.of(group, dimensions=2).size)
 
 
-def _restored(name: str, size: int, shape: tuple[int, int] | None = None) -> Group:
+def _restored(name: str, size: int) -> Group:
     """The group that a pickle has named; RuntimeError unless it is here, with as many
     ranks.
     """
     group = None
     if dist.is_initialized():
-        world = dist.group.WORLD
         try:
-            group = Group.of(world if world.group_name == name else group_named(name))
+            group = Group.named(name)
         except (RuntimeError, TypeError):  # torch's, and ours for None
             pass
     if group is None or group.size != size:
         raise RuntimeError(
             f"there is no process group {name!r} of {size} ranks as in the pickle: make it before, or load a state dict"
         )
-    return replace(group, shape=shape)
+    return group

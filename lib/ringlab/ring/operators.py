@@ -16,7 +16,6 @@ from itertools import chain
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import kernels
@@ -34,9 +33,7 @@ from ..kernels.base import accumulation_dtype
 from ..torch_private import (
     IN_GRAPHS,
     constant_in_graphs,
-    group_named,
     is_transformed,
-    keep_name,
 )
 from ..tracking import seen_inside
 from .comm import drive
@@ -77,7 +74,7 @@ class RankCall:
             softcap=self.softcap,
         ).kernel
         flip, scale = positive_scale(scale)
-        if group.process_group is not None:
+        if group.process_groups:
             problem = on_hosts(problem, self.scheme, group.hosts(q.device))
         return [
             rank_of(problem, rank, kernel, scale, self.execution) for rank in group.here
@@ -133,7 +130,7 @@ def attend(
         options["backend"],
         options.get("softcap"),
         options["execution"],
-        group.process_group,
+        group.process_groups,
         pattern,
         layout,
         scheme,
@@ -153,8 +150,7 @@ def attend(
         call = _calls.setdefault(call.name, call)  # until the operator has found it
         name = call.name
     if group.size > 1:
-        where = "" if simulated else group.process_group.group_name
-        return ranks_forward(q, k, v, sinks, scale, where, name)[:2]
+        return ranks_forward(q, k, v, sinks, scale, group.name, name)[:2]
     if not simulated or call.problem.layout.grid is None:
         return local_attention(q, k, v, pattern, sinks=sinks, **options)
     layout = call.problem.layout  # the pattern runs along the curve
@@ -194,15 +190,16 @@ def check_one_device(scheme, layout, exchange_dtype=None) -> None:
 
 
 def _call(
-    backend, softcap, execution, process_group, pattern, layout, *key
+    backend, softcap, execution, process_groups, pattern, layout, *key
 ) -> RankCall:
     """The call, checked; ``key``: what more ``_problem`` takes."""
     if not isinstance(layout, str | Layout):
         layout_named(layout, 1, 1)  # raises
     rank = None
-    if process_group is not None:
-        rank = dist.get_rank(process_group)
-        keep_name(process_group)
+    if process_groups:
+        group = Group.over(process_groups)
+        group.keep_name()
+        (rank,) = group.here
     problem, scheme, text = _problem(rank, pattern, layout, *key)
     if problem.layout.ranks > 1:
         execution.check(pattern, computing_scheme(scheme))
@@ -285,7 +282,7 @@ def _look_up(name: str, group: str) -> tuple[RankCall, Group]:
         _compiled.move_to_end(name)
     if not group:
         return call, Group.of(Simulated(call.problem.layout.ranks))
-    return call, Group.of(group_named(group))
+    return call, Group.named(group)
 
 
 def forward(
@@ -310,7 +307,7 @@ def forward(
     layout = call.problem.layout
     with seen_inside() if operator else nullcontext(), without_autocast(q):
         number = 0
-        if group.process_group is not None:
+        if group.process_groups:
             number = group.agree(
                 "forward",
                 ranks[0].problem,
@@ -325,7 +322,7 @@ def forward(
         shards = [group.split(t, 1, layout) for t in (flip(q), k, v)]
         steps = list(map(algorithms(call.scheme)[0], ranks, *shards))
         del shards  # a rank lets go of its own
-        results = drive(steps, group.process_group)
+        results = drive(steps, group)
         if sinks is not None:
             mesh = mesh_of(call.scheme, layout.ranks)
             for rank, (out, lse, *kept) in zip(group.here, results):
@@ -423,7 +420,7 @@ def ranks_backward(
         shards += [saved[i::count] for i in range(count)]
         steps = list(map(algorithms(call.scheme)[1], ranks, *shards))
         del shards  # a rank lets go of its own
-        gradients = drive(steps, group.process_group)
+        gradients = drive(steps, group)
         dq, dk, dv = [
             group.join([g.to(q.dtype) for g in parts], 1, layout)
             for parts in zip(*gradients)

@@ -85,7 +85,7 @@ class _Attention(torch.autograd.Function):
             _forward(layout, rank, *tensors, sinks, call, differentiable)
             for rank, tensors, call in zip(group.here, shards, calls)
         ]
-        outs, lses, ks, vs, moves = zip(*drive(steps, group.process_group))
+        outs, lses, ks, vs, moves = zip(*drive(steps, group))
         out = group.join(outs, 1, layout)
         lse = group.join(lses, 2, layout)
         ctx.set_materialize_grads(False)
@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
             _backward(move, *tensors, *rows)
             for move, tensors, rows in zip(moves, shards, zip(ks, vs))
         ]
-        *grads, dweights = zip(*drive(steps, group.process_group))
+        *grads, dweights = zip(*drive(steps, group))
         joined = [group.join(parts, 1, problem.layout) for parts in grads]
         dweights = None if log_weights is None else torch.cat(dweights, 2)
         dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
@@ -291,10 +291,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, group, problem, *means):
         ctx.rest = group, problem, group.agree("forward", problem, means[0])
         return tuple(
-            drive(
-                [_everyone(group.size, tensors) for tensors in means],
-                group.process_group,
-            )
+            drive([_everyone(group.size, tensors) for tensors in means], group)
         )
 
     @staticmethod
@@ -305,7 +302,7 @@ class _Gather(torch.autograd.Function):
         return (
             None,
             None,
-            *drive([_home(group.size, grad) for grad in grads], group.process_group),
+            *drive([_home(group.size, grad) for grad in grads], group),
         )
 
 

@@ -234,7 +234,7 @@ def _all_to_all(
     send = torch.cat([t.reshape(-1) for part in parts for t in part])
     sent = [sum(t.numel() for t in part) for part in parts]
     exchange = all_to_all(send, sent, list(map(sum, counts)))
-    received = yield from among(line, rank.problem.layout.ranks, exchange)
+    received = yield from among(line, exchange)
     flat = iter(received.split(list(chain(*counts))))
     return [[next(flat).view(shape) for shape in each] for each in shapes]
 
@@ -265,8 +265,7 @@ def _on_heads(rank: Rank, share: HeadShare, *tensors) -> tuple[Tensor, ...]:
 def _across(rank: Rank, share: HeadShare, algorithm, *tensors) -> Steps:
     """The forward or backward of another scheme on this rank's heads."""
     part = replace(rank, problem=share.problem, rank=share.across.index(rank.rank))
-    ranks = rank.problem.layout.ranks
-    return among(share.across, ranks, algorithm(part, *tensors))
+    return among(share.across, algorithm(part, *tensors))
 
 
 def _share(rank: Rank, mesh: MeshScheme | None) -> HeadShare:
