@@ -40,6 +40,17 @@ def test_what_is_missing_is_measured_and_what_is_there_is_used(here):
     assert len(study.measured(source, [LISTED]).results) == 2 and len(asked) == 1
 
 
+def test_a_cpu_is_named_with_its_instruction_set(here):
+    """Processors of one name have AVX2 or AVX-512; old rows do not tell."""
+    source, _ = here
+    now = provenance.collect("cpu")
+    name = f"{now['device_name']} ({now['cpu_capability']})"
+    assert study.measured(source, [LISTED]).device == name
+    gpu = {"device": "cuda", "device_name": "A", "cpu_capability": "AVX2"}
+    old = {"device": "cpu", "device_name": "A"}
+    assert [provenance.device_of(x) for x in (gpu, old)] == ["A", "A"]
+
+
 def test_points_that_no_page_lists_have_rows_of_their_own(here):
     source, asked = here
     own = TINY.but(seq_len=256)

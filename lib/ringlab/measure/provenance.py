@@ -210,6 +210,16 @@ def collect(device: str) -> dict:
     }
 
 
+def device_of(origin: dict) -> str:
+    """What a row was measured on; a CPU with its instruction set, since "AMD EPYC" is
+    the name of several.
+    """
+    name = str(origin.get("device_name", "an unnamed device"))
+    capability = origin.get("cpu_capability")
+    on_cpu = origin.get("device") == "cpu"
+    return f"{name} ({capability})" if on_cpu and capability else name
+
+
 def moment(device: str) -> dict:
     """What changes from group to group: UTC time, and the state of a GPU."""
     values = {"utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}

@@ -32,6 +32,7 @@ from .. import measure
 from ..advise import columns
 from ..measure import stats, store
 from ..measure.points import ANCHOR, Result
+from ..measure.provenance import device_of
 from ..measure.stats import Ratio
 from ..measure.store import NAME
 from ..measure.validity import status, threads, why_not_quotable
@@ -342,7 +343,7 @@ def _worse(pair: Pair, tolerance: float) -> Iterable[str]:
 
 
 def _pair(a: Result, b: Result, sides: Sequence[Side]) -> Pair:
-    devices = {r.provenance.get("device_name") for r in (a, b)}
+    devices = {device_of(r.provenance) for r in (a, b)}
     doubts = [
         f"{why} in {side.name}" for r, side in zip((a, b), sides) if (why := _doubt(r))
     ]

@@ -229,7 +229,7 @@ class Pages:
             newest = _newest(trainings)
             manifest = manifest | {
                 "measured": newest.get("utc"),
-                "device": newest.get("device_name"),
+                "device": provenance.device_of(newest),
                 **{key: newest.get(key) for key in ("commit", "dirty", "torch")},
             }
         subtitle = " · ".join([study.profile.name, *index.facts(manifest)])

@@ -14,7 +14,7 @@ from pathlib import Path
 from .. import cost, hardware, measure
 from ..measure import provenance, store, suites
 from ..measure.points import pattern_of
-from ..measure.provenance import key
+from ..measure.provenance import device_of, key
 from ..measure.validity import (
     computed,
     mark_superlinear,
@@ -312,8 +312,7 @@ class Study:
     def device(self) -> str:
         """What the rows were measured on."""
         origins = (r.provenance for r in self.results)
-        names = {str(x.get("device_name", "an unnamed device")) for x in origins}
-        return ", ".join(sorted(names))
+        return ", ".join(sorted({*map(device_of, origins)}))
 
     @property
     def memory_bytes(self) -> int | None:
@@ -529,7 +528,7 @@ def _flat(result) -> dict:
             f"ranks_{k}": " ".join(map(str, v)) if isinstance(v, list) else v
             for k, v in result.ranks.items()
         },
-        "device": origin.get("device_name"),
+        "device": device_of(origin),
         **{name: origin.get(name) for name in ("others_cores", "commit", "machine")},
     }
 
