@@ -155,7 +155,8 @@ def constant_in_graphs(function: Callable) -> Callable:
 
 COMPILER = "torch._dynamo"  # a custom operator imports it at its first call, which takes seconds
 
-_is_kept = getattr(torch._C, "_is_key_in_tls", None)
+# torch before 2.13 lets go of what it keeps: it takes no reference to it.
+_is_kept = torch.__version__ >= (2, 13) and getattr(torch._C, "_is_key_in_tls", None)
 
 
 def keep(name: str, value: object) -> object:
