@@ -28,6 +28,7 @@ from .checks import (
     check_backend,
     check_bool,
     check_floats,
+    check_plain,
     check_unknown,
     is_real,
     short_repr,
@@ -403,10 +404,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> N
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
-        if t.layout != torch.strided or t.is_nested:
-            raise ValueError(
-                f"{name} must be a plain tensor, got a {'nested' if t.is_nested else t.layout} one"
-            )
+        check_plain(name, t)
         shape = t.shape
         if len(shape) != 4:
             raise ValueError(

@@ -13,6 +13,8 @@ from inspect import signature
 
 import torch
 
+from .torch_private import is_wrapper, is_zero, refuse_tracing
+
 LARGEST = 2**40  # beyond any sequence, and strides still fit 64 bits
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
@@ -127,12 +129,33 @@ def check_choice(name: str, value, names: Iterable[str]) -> None:
         )
 
 
+def check_plain(name: str, t: torch.Tensor) -> None:
+    """Raise ValueError in one line unless t is strided and has memory of its own: zero
+    tensors of torch and subclasses that wrap others have none. Fake ones count as plain.
+
+    Raises NotImplementedError under ``torch.jit.trace``.
+    """
+    kind = None
+    if t.layout != torch.strided or t.is_nested:
+        kind = f"{'nested' if t.is_nested else t.layout} one"
+    elif not torch.compiler.is_compiling():
+        refuse_tracing()
+        if is_zero(t):
+            kind = "zero tensor of torch, without memory: take its clone()"
+        elif is_wrapper(t):
+            local = "its to_local()" if hasattr(t, "to_local") else "what it wraps"
+            kind = f"{type(t).__name__}, which wraps another tensor: take {local}"
+    if kind is not None:
+        raise ValueError(f"{name} must be a plain tensor, got a {kind}")
+
+
 def check_floats(name: str, t, axes: str, shape: tuple[int, ...], device) -> None:
     """Raise ValueError in one line unless t is a tensor of floats of this shape, whose
     ``axes`` are named, on the device.
     """
     got = type(t).__name__
     if isinstance(t, torch.Tensor):
+        check_plain(name, t)
         if t.dtype in FLOATS and (t.shape, t.device) == (shape, device):
             return
         got = f"{tuple(t.shape)}, {t.dtype} on {t.device}"

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .checks import LARGEST, as_int, check_float_dtype, check_int, short_repr
+from .checks import (
+    LARGEST,
+    as_int,
+    check_float_dtype,
+    check_int,
+    check_plain,
+    short_repr,
+)
 from .engine import Execution
 from .engine.autograd import is_followed, positive_scale, without_autocast
 from .engine.documents import integers
@@ -160,6 +167,8 @@ class KVCache:
             raise ValueError(
                 f"append takes k and v (batch, seq, kv_heads, head_dim) of one shape, got {shapes}"
             )
+        for name, t in (("k", k), ("v", v)):
+            check_plain(name, t)
         if v.dtype != k.dtype or v.device != k.device:
             raise ValueError(
                 f"k and v must agree: {k.dtype} on {k.device}, {v.dtype} on {v.device}"

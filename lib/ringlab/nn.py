@@ -41,7 +41,7 @@ from .ring.group import Group
 from .ring.layout import layout_named
 from .ring.schemes import check_scheme
 from .selected import Selected
-from .torch_private import NotTorchsAttention, has_pre_hooks
+from .torch_private import NotTorchsAttention, has_pre_hooks, refuse_tracing
 
 KINDS = Pattern | PerHead | Adaptive
 Choice = Callable[[Tensor, Tensor], Selected]  # of q and k
@@ -269,6 +269,7 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
         padded on the right. ``attn_mask`` must be the causal one. Weights are not
         computed, and x needs its batch.
         """
+        refuse_tracing()
         check_unknown("MultiheadAttention", refused, REFUSED)
         if any(t is not None and t is not x for t in (key, value)):
             raise ValueError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .checks import LARGEST, check_floats, check_int
+from .checks import LARGEST, check_floats, check_int, check_plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +152,7 @@ class Selected:
 def _check_integers(name: str, t, dimensions: int) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+    check_plain(name, t)
     if t.dtype not in (torch.int32, torch.int64) or t.dim() != dimensions:
         wanted = f"{name} must have {dimensions} dimensions of int32 or int64"
         raise ValueError(f"{wanted}, got {tuple(t.shape)} of {t.dtype}")

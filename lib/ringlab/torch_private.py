@@ -98,6 +98,15 @@ def refuse_recording(what: str, backend: str) -> None:
         raise NotImplementedError(f"{why}, or backend={backend!r}")
 
 
+def refuse_tracing() -> None:
+    """Raise NotImplementedError under ``torch.jit.trace``, on which torch's older ONNX
+    exporter is built: sizes become tensors, and kernels of this library no operators.
+    """
+    if torch.jit.is_tracing():
+        what = "torch.jit.trace, and ONNX export by it, cannot record attention"
+        raise NotImplementedError(f"{what}; use torch.export")
+
+
 def is_traced() -> bool:
     """Whether new tensors have no data, under FakeTensorMode, or belong to a graph of
     torch.fx; True where torch does not tell: then no memory is lent.
@@ -195,6 +204,23 @@ def group_named(name: str) -> torch.distributed.ProcessGroup | None:
 
 # --------------------------------------------------------------------------------------
 # tensors and modules
+
+
+def is_zero(t: Tensor) -> bool:
+    """Whether t is one of torch's zero tensors, which have no memory. A torch that
+    does not tell has kernels refuse them, or torch's own read what they hold not.
+    """
+    return t._is_zerotensor()
+
+
+def is_wrapper(t: Tensor) -> bool:
+    """Whether t is of a subclass whose values lie in other tensors, as a DTensor; those
+    by which torch itself traces are none.
+    """
+    kind = type(t)
+    if kind in (Tensor, torch.nn.Parameter) or "torch._subclasses" in kind.__module__:
+        return False
+    return hasattr(kind, "__tensor_flatten__") or not (t.numel() == 0 or t.data_ptr())
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -477,21 +477,6 @@ def test_an_exported_layer_equals_the_layer_at_any_length(tmp_path):
     assert torch.equal(torch.export.load(tmp_path / "layer.pt2").module()(x), layer(x))
 
 
-@pytest.mark.parametrize("power", [1, 2])
-def test_double_backward_raises(power):
-    """Also where the cotangent is a constant, so that only q, k and v lead to the
-    second derivative.
-    """
-    q, k, v = (torch.randn(1, 20, 2, 8, requires_grad=True) for _ in range(3))
-    loss = attention(q, k, v, LADDER).pow(power).sum()
-    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
-    with pytest.raises(
-        NotImplementedError, match="double backward is not supported"
-    ) as caught:
-        (loss + dq.square().sum()).backward()
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
 )  # by torch.func.jvp itself

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from matrix import BF16, BLOCK_SPARSE, DILATED, F32, F64, Case, all_wrong, drawn
-from ringlab import Dense, Execution, KVCache, attention, blocks, kernels
+from ringlab import Dense, Execution, KVCache, attention, blocks, kernels, reference
 from ringlab.kernels.torch_kernels import Eager
 from ringlab.ring import contiguous
 
@@ -67,6 +67,36 @@ def test_gradients_in_compiled_graphs():
     ]
     for a, b in zip(*grads):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, BF16, torch.float16])
+@pytest.mark.parametrize("softcap", [1e-30, 1e-6, 0.01, 1.0, 1e4, 1e30])
+@pytest.mark.parametrize("times", [1.0, None], ids=["beyond", "within"])
+def test_caps_of_any_size_train(softcap, dtype, times):
+    """Far beyond the cap, where all derivatives are 0, and about as large as it."""
+    scale = times or min(softcap, 1.0)
+    for n in (1, 33):
+        x, dout = torch.randn(2, 1, n, 2, 8, dtype=F64).to(dtype)
+        results = []
+        for t, call in ((x, attention), (x.double(), reference.attention)):
+            t.requires_grad_()
+            how = {"softcap": softcap, "scale": scale}
+            out = call(t, t, t, DILATED[0], **how)
+            out = out[0] if call is reference.attention else out
+            out.backward(dout.to(t.dtype))
+            results.append((out, t.grad))
+        for found, want in zip(*results):
+            assert reference.error(found, want, 0.0) <= 100 * torch.finfo(dtype).eps
+
+
+def test_a_kernel_that_ignores_the_cap_is_found(monkeypatch):
+    monkeypatch.setattr(Eager, "with_softcap", lambda self, softcap: self)
+    for softcap in (1e-6, 3.0):
+        for backward in (False, True):
+            how = torch.device("cpu"), F32, 16, False, backward, softcap
+            kernels.forget_probes()
+            assert "wrong result" in kernels.probe("eager", *how)
+    kernels.forget_probes()
 
 
 def test_the_kernel_is_chosen_in_silence(caplog):

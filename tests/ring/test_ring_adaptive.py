@@ -198,15 +198,6 @@ def test_one_rank_is_the_local_result_bit_for_bit():
         )
 
 
-def test_differentiable_once():
-    q, k, v, z, dout, _ = (t.requires_grad_() for t in tensors((1, 2, 2, 4), "z"))
-    out = adaptive_attention(q, k, v, Adaptive(SIZE, 2), z, group=Simulated(2))
-    grads = torch.autograd.grad((out * dout).sum(), (q, k, v, z), create_graph=True)
-    for grad in grads:
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            grad.sum().backward(retain_graph=True)
-
-
 def test_shards_and_logits_that_do_not_fit_are_one_line():
     q = torch.zeros(1, 48, 2, 8)
     with pytest.raises(ValueError, match="^q and k must agree in seq, got 48 and 40$"):

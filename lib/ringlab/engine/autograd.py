@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..checks import check_plain
 from ..cost import count_pairs
 from ..kernels.base import accumulation_dtype, device_type_of
 from ..patterns import Pattern, from_dict
@@ -163,14 +164,46 @@ class NoVmap(torch.autograd.Function):
         )
 
 
-def _is_batched(t: Tensor | None) -> bool:
+def _is_batched(t: Tensor) -> bool:
     """Whether t is of torch's older vmap, which autograd.grad(is_grads_batched=True)
     runs and which no autograd function is told of: it has no storage of its own.
     """
     try:
-        return t is not None and t.untyped_storage() is None
+        return t.untyped_storage() is None
     except NotImplementedError:
         return True
+
+
+class _Once(NoVmap):
+    @staticmethod
+    def forward(gradients, *args):
+        return gradients(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *second):  # or a second derivative would silently be zero
+        raise NotImplementedError(
+            "attention is differentiable once: double backward is not supported"
+        )
+
+
+def gradients_once(gradients, *args):
+    """Return ``gradients(*args)``, cotangents first, for every backward of this library.
+
+    Raises NotImplementedError for batched cotangents; and where the result is
+    differentiated once more, by any tensor of ``args``.
+    """
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if not is_transformed() and any(map(_is_batched, tensors[:2])):
+        NoVmap.vmap(None, None)
+    for t in tensors[:2]:
+        check_plain("a gradient", t)
+    if is_followed(*tensors):
+        return _Once.apply(gradients, *args)
+    return gradients(*args)
 
 
 def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Function]:
@@ -181,17 +214,6 @@ def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Fu
     tensors; dlse may be None.
     """
 
-    class Gradients(NoVmap):
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def backward(ctx, *second):  # or a second derivative would silently be zero
-            raise NotImplementedError(
-                "attention is differentiable once: double backward is not supported"
-            )
-
     class Attention(NoVmap):
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -201,37 +223,30 @@ def differentiable_once(forward, backward, count: int) -> type[torch.autograd.Fu
 
         @staticmethod
         def backward(ctx, dout, dlse):
-            grads, tensors = (
-                (),
-                ctx.saved_tensors,
-            )  # once: checkpointing recomputes them when they are read
+            grads = ()
+            # Read once: checkpointing recomputes them when they are read.
+            tensors = ctx.saved_tensors
             if dout is not None or dlse is not None:
-                cotangent = torch.zeros_like(tensors[-2]) if dout is None else dout
-                try:
-                    run = Gradients.apply if is_followed(*tensors) else backward
-                    grads = run(cotangent, dlse, *tensors, *ctx.rest)
-                except RuntimeError:
-                    if not is_transformed() and (
-                        _is_batched(dout) or _is_batched(dlse)
-                    ):
-                        NoVmap.vmap(None, None)
-                    raise
+                dout = torch.zeros_like(tensors[-2]) if dout is None else dout
+                cotangents = dout, dlse
+                grads = gradients_once(backward, *cotangents, *tensors, *ctx.rest)
             return *grads, *[None] * (count + len(ctx.rest) - len(grads))
 
     Attention.forward = staticmethod(forward)
-    Gradients.forward = staticmethod(backward)
     return Attention
 
 
-def _gradients(dout, dlse, q, k, v, sinks, out, lse, *rest):
-    """dq, dk, dv and, where there are sinks, their gradient."""
-    grads = backward(dout, dlse, q, k, v, out, lse, *rest)
-    if sinks is None:
-        return grads
-    return *grads, sinks_gradient(dout, dlse, out, lse, sinks)
+def with_sinks(backward):
+    """``backward``, which gives dq, dk, dv, with the gradient of sinks or None."""
+
+    def gradients(dout, dlse, q, k, v, sinks, out, lse, *rest):
+        dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
+        return *backward(dout, dlse, q, k, v, out, lse, *rest), dsinks
+
+    return gradients
 
 
-_Attention = differentiable_once(forward, _gradients, 4)
+_Attention = differentiable_once(forward, with_sinks(backward), 4)
 
 
 @constant_in_graphs
@@ -322,17 +337,13 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dout, dlse):
-    q, k, v, sinks, out, lse = ctx.saved_tensors
+    tensors = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * 9
-    dout = torch.zeros_like(out) if dout is None else dout
-    dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
-    return (
-        *operator_backward(dout, dlse, q, k, v, out, lse, *ctx.rest),
-        *[None] * 4,
-        dsinks,
-        None,
-    )
+    dout = torch.zeros_like(tensors[4]) if dout is None else dout
+    run = with_sinks(operator_backward)
+    *grads, dsinks = gradients_once(run, dout, dlse, *tensors, *ctx.rest)
+    return *grads, *[None] * 4, dsinks, None
 
 
 operator.register_autograd(_backward, setup_context=_setup)

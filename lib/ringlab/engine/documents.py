@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..checks import as_int, short_repr
+from ..checks import as_int, check_plain, short_repr
 from ..kernels.base import accumulation_dtype
 from ..torch_private import version_of
 from .dilated import even_runs
@@ -211,6 +211,7 @@ def integers(name: str, values: Tensor | Sequence[int], q: Tensor) -> list[int]:
     TypeError for anything else.
     """
     if isinstance(values, Tensor):
+        check_plain(name, values)
         if values.dtype not in (torch.int32, torch.int64) or values.dim() != 1:
             wanted = f"{name} must be a 1-D tensor of int32 or int64"
             raise ValueError(

@@ -76,8 +76,9 @@ class Eager:
             scores = torch.matmul(tensors[0], tensors[1].mT).mul_(scale)
             slope = scale
             if self.softcap is not None:
-                tanh = cap_(scores, self.softcap) / self.softcap
-                slope = scale * (1 - tanh.square())
+                # Not 1 - tanh^2, which is rounding where tanh is near 1.
+                slope = scale * (scores / self.softcap).cosh_().pow_(-2)
+                cap_(scores, self.softcap)
             if bias is not None:
                 added = bias[piece].transpose(1, 2)  # (b', h, m or 1, m_k)
                 scores.add_(added).masked_fill_(added == -torch.inf, -torch.inf)

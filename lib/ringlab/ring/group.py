@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import check_int, short_repr
-from ..torch_private import group_named, keep_name
+from ..torch_private import group_named, is_transformed, keep_name, refuse_tracing
 from .comm import all_to_all, drive
 from .exchange import Problem, RankPlan, digest
 from .layout import Layout
@@ -139,6 +139,7 @@ class Group:
         """The group of a ProcessGroup, a DeviceMesh or Simulated ranks, with at most so
         many ``dimensions``; raises TypeError for anything else.
         """
+        refuse_tracing()
         shape = group.shape if isinstance(group, Group | Simulated) else None
         if isinstance(group, dist.DeviceMesh) and group.ndim > 1:
             shape = group.shape
@@ -353,6 +354,13 @@ class _History:
 _histories: WeakKeyDictionary[dist.ProcessGroup, dict[str, _History]] = (
     WeakKeyDictionary()
 )
+
+
+def refuse_transforms(*tensors: Tensor) -> None:
+    """Raise NotImplementedError under a transform of torch.func, and for tangents."""
+    if is_transformed(*tensors):
+        what = "torch.func or forward-mode derivatives"
+        raise NotImplementedError(f"attention over a group does not support {what}")
 
 
 class PlanMismatch(RuntimeError):

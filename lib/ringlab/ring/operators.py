@@ -23,22 +23,23 @@ from ..checks import check_float_dtype
 from ..engine import Execution
 from ..engine.autograd import (
     LSE_COLUMNS,
+    gradients_once,
     local_attention,
     positive_scale,
     requires_grad,
+    with_sinks,
     without_autocast,
 )
-from ..engine.sinks import add_sinks_, sinks_gradient
+from ..engine.sinks import add_sinks_
 from ..kernels.base import accumulation_dtype
 from ..torch_private import (
     IN_GRAPHS,
     constant_in_graphs,
-    is_transformed,
 )
 from ..tracking import seen_inside
 from .comm import drive
 from .exchange import Problem, digest, on_hosts, plan_rank
-from .group import Group, Simulated
+from .group import Group, Simulated, refuse_transforms
 from .layout import Layout, layout_named
 from .rank import Rank, rank_of
 from .schemes import algorithms, check_problem, check_scheme, computing_scheme
@@ -113,10 +114,8 @@ def attend(
             sinks=sinks,
             **options,
         )
-    if not compiling and is_transformed(q, k, v):  # operators know of none
-        raise NotImplementedError(
-            "attention over a group does not support torch.func or forward-mode derivatives"
-        )
+    if not compiling:
+        refuse_transforms(q, k, v)  # operators know of none
     # Kernels read a row of head_dim as it lies in memory.
     q, k, v = [t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v)]
     machines, group = group.machines if simulated else 1, Group.of(group, dimensions=2)
@@ -445,19 +444,12 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dout, dlse, *_):
     q, k, v, sinks, out, lse, number, *saved = ctx.saved_tensors
-    if (
-        dout is None
-    ):  # also without any gradient: the other ranks go through their backward, so this one does too
-        dout = torch.zeros_like(out)
-    call = ctx.scale, ctx.group, ctx.call.name
-    dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
-    return (
-        *ranks_backward(dout, dlse, q, k, v, out, lse, number, saved, *call),
-        dsinks,
-        None,
-        None,
-        None,
-    )
+    # Also without any gradient: the other ranks go through their backward.
+    dout = torch.zeros_like(out) if dout is None else dout
+    tensors = dout, dlse, q, k, v, sinks, out, lse, number
+    call = saved, ctx.scale, ctx.group, ctx.call.name
+    grads = gradients_once(with_sinks(ranks_backward), *tensors, *call)
+    return *grads, None, None, None
 
 
 ranks_forward.register_autograd(_backward, setup_context=_setup)

@@ -14,18 +14,17 @@ from itertools import accumulate, pairwise, product
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..checks import short_repr
 from ..engine import selected
+from ..engine.autograd import gradients_once
 from ..engine.selected import Call, weighed_by
 from ..engine.sinks import sinks_gradient
 from ..engine.ways import LocalCall
 from ..selected import Selected
-from ..torch_private import is_transformed
 from .comm import Steps, all_to_all, drive
 from .exchange import Problem, digest
-from .group import Group, length_of
+from .group import Group, length_of, refuse_transforms
 from .layout import Layout, contiguous, layout_named
 
 
@@ -49,9 +48,7 @@ def attend(
     lists = pattern.indices, pattern.counts
     local = LocalCall(replace(pattern, log_weights=None), **options)
     tensors = q, k, v, sinks, pattern.log_weights, *lists
-    if is_transformed(*tensors):
-        what = "torch.func or forward-mode derivatives"
-        raise NotImplementedError(f"attention over a group does not support {what}")
+    refuse_transforms(q, k, v)
     return _Attention.apply(*tensors, ranks, layout, local)
 
 
@@ -95,27 +92,34 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, sinks, log_weights, _, _, out, lse, *held = ctx.saved_tensors
-        group, problem, number, options, moves = ctx.rest
+        tensors = ctx.saved_tensors
         # Without a cotangent too: the other ranks go through their backward.
-        group.agree("backward", problem, q, number, **options)
-        dout = torch.zeros_like(out) if dout is None else dout
-        inputs = (dout, 1), (dlse, 2), (q, 1), (out, 1), (lse, 2)
-        shards = zip(*(group.split(t, dim, problem.layout) for t, dim in inputs))
-        ks = held[: len(moves)]
-        vs = held[len(moves) :]
-        steps = [
-            _backward(move, *tensors, *rows)
-            for move, tensors, rows in zip(moves, shards, zip(ks, vs))
-        ]
-        *grads, dweights = zip(*drive(steps, group))
-        joined = [group.join(parts, 1, problem.layout) for parts in grads]
-        dweights = None if log_weights is None else torch.cat(dweights, 2)
-        dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
-        grads = (g.to(t.dtype) for g, t in zip(joined, (q, k, v)))
-        return *grads, dsinks, dweights, *[None] * 5
+        dout = torch.zeros_like(tensors[7]) if dout is None else dout
+        grads = gradients_once(_gradients, dout, dlse, ctx.rest, *tensors)
+        return *grads, *[None] * 5
+
+
+def _gradients(
+    dout, dlse, rest, q, k, v, sinks, log_weights, _indices, _counts, out, lse, *held
+):
+    """dq, dk, dv of the rows here, and the gradients of sinks and weights or None."""
+    group, problem, number, options, moves = rest
+    group.agree("backward", problem, q, number, **options)
+    inputs = (dout, 1), (dlse, 2), (q, 1), (out, 1), (lse, 2)
+    shards = zip(*(group.split(t, dim, problem.layout) for t, dim in inputs))
+    ks = held[: len(moves)]
+    vs = held[len(moves) :]
+    steps = [
+        _backward(move, *tensors, *rows)
+        for move, tensors, rows in zip(moves, shards, zip(ks, vs))
+    ]
+    *grads, dweights = zip(*drive(steps, group))
+    joined = [group.join(parts, 1, problem.layout) for parts in grads]
+    dweights = None if log_weights is None else torch.cat(dweights, 2)
+    dsinks = None if sinks is None else sinks_gradient(dout, dlse, out, lse, sinks)
+    grads = (g.to(t.dtype) for g, t in zip(joined, (q, k, v)))
+    return *grads, dsinks, dweights
 
 
 def _calls(group: Group, layout: Layout, q, k, local: LocalCall) -> list[Call]:
@@ -281,7 +285,8 @@ def gather_means(
     heads = [t.shape[1] for t in parts[0]]
     layout = contiguous(parts[0][0].shape[2] * size * group.size, group.size)
     problem = Problem(f"means of blocks of {size}", layout, False, *heads)
-    pairs = (torch.cat(pair, 1) for pair in parts)  # (b, h + h_kv, own blocks, d)
+    pairs = [torch.cat(pair, 1) for pair in parts]  # (b, h + h_kv, own blocks, d)
+    refuse_transforms(*pairs)
     every = _Gather.apply(group, problem, *pairs)  # (b, h + h_kv, blocks, d) each
     return [tuple(t.contiguous() for t in each.split(heads, 1)) for each in every]
 
@@ -295,15 +300,15 @@ class _Gather(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         group, problem, number = ctx.rest
-        group.agree("backward", problem, grads[0], number)
-        return (
-            None,
-            None,
-            *drive([_home(group.size, grad) for grad in grads], group),
-        )
+
+        def gradients(*grads):
+            group.agree("backward", problem, grads[0], number)
+            steps = [_home(group.size, grad) for grad in grads]
+            return tuple(drive(steps, group))
+
+        return None, None, *gradients_once(gradients, *grads)
 
 
 def _everyone(ranks: int, part: Tensor) -> Steps:
