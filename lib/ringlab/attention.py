@@ -146,7 +146,8 @@ def attention(
     Warns of 256 heads or more that are more than the positions: such tensors may be in
     torch's layout. Raises ValueError for tensors or arguments that disagree, TypeError
     for an argument that cannot be honoured, and NotImplementedError, with the reason,
-    for a backend that cannot serve the call, a second derivative, ``vmap`` and ``jvp``.
+    for a backend that cannot serve the call, a second derivative, ``vmap``, ``jvp`` and
+    ``torch.jit.trace``.
 
     >>> from ringlab.patterns import Dilated
     >>> q = torch.randn(1, 100, 4, 16)

@@ -100,7 +100,7 @@ def refuse_recording(what: str, backend: str) -> None:
 
 def refuse_tracing() -> None:
     """Raise NotImplementedError under ``torch.jit.trace``, on which torch's older ONNX
-    exporter is built: sizes become tensors, and kernels of this library no operators.
+    exporter is built: sizes become tensors there, and it sees no kernel of this library.
     """
     if torch.jit.is_tracing():
         what = "torch.jit.trace, and ONNX export by it, cannot record attention"
@@ -207,15 +207,15 @@ def group_named(name: str) -> torch.distributed.ProcessGroup | None:
 
 
 def is_zero(t: Tensor) -> bool:
-    """Whether t is one of torch's zero tensors, which have no memory. A torch that
-    does not tell has kernels refuse them, or torch's own read what they hold not.
+    """Whether t is one of torch's zero tensors, which have no memory. Where torch does
+    not tell, they are passed on: the kernel "compiled" refuses them.
     """
-    return t._is_zerotensor()
+    return getattr(t, "_is_zerotensor", bool)()
 
 
 def is_wrapper(t: Tensor) -> bool:
-    """Whether t is of a subclass whose values lie in other tensors, as a DTensor; those
-    by which torch itself traces are none.
+    """Whether t is of a subclass whose values lie in other tensors, as a DTensor. False
+    for those by which torch itself traces.
     """
     kind = type(t)
     if kind in (Tensor, torch.nn.Parameter) or "torch._subclasses" in kind.__module__:

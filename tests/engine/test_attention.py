@@ -495,12 +495,6 @@ def test_torch_func_derives_once_and_refuses_the_rest_in_one_line():
     refused = {
         "vmap": lambda: torch.func.vmap(loss)(q.expand(2, *q.shape)),
         "vmap or batched": lambda: torch.func.jacrev(loss)(q),
-        "batched gradients": lambda: torch.autograd.grad(
-            attention(q, k, v, Dense()), q, q.expand(3, *q.shape), is_grads_batched=True
-        ),
-        "use the batch axis": lambda: torch.autograd.functional.jacobian(
-            loss, q, vectorize=True
-        ),
         "jvp": lambda: torch.func.jvp(loss, (q,), (q,)),
         "double backward": lambda: torch.func.grad(
             lambda q: torch.func.grad(loss)(q).sum()

@@ -13,26 +13,28 @@ ONES = torch.ones(1, 4, 2, 8, dtype=torch.float64)  # the rows of a rank
 LISTS = Selected(torch.zeros(1, 1, 4, 1, dtype=torch.long), window=2)
 
 
-def calls(group) -> dict:
-    """Functions of q, k, v (1, 4, 2, 8) that give out and lse, by name."""
-    found = {
-        "sinks": {"sinks": ONES[0, 0, :, 0].clone().requires_grad_()},
-        "softcap": {"softcap": 0.01},
-        "documents": {"lengths": [3]},
-        "dilated": {"pattern": Dilated([2, 4], [1, 2])},
-        "window": {"pattern": blocks.sliding_window(tokens=2)},
-        "selected": {"pattern": LISTS},
-    }
+def calls(group) -> list:
+    """Functions of q, k, v (1, 4, 2, 8) that give out and lse."""
+    own = [
+        {"sinks": ONES[0, 0, :, 0]},
+        {"softcap": 0.01},
+        {"lengths": [3]},
+        {"pattern": Dilated([2, 4], [1, 2])},
+        {"pattern": blocks.sliding_window(tokens=2)},
+        {"pattern": LISTS},
+    ]
     if group is not None:
-        found |= {scheme: {"scheme": scheme} for scheme in SCHEMES}
-    usual = {"pattern": "dense", "causal": True, "return_lse": True, "group": group}
-    found = {name: partial(attention, **usual | own) for name, own in found.items()}
-    usual["pattern"] = Adaptive(2, 1)
+        own += [{"scheme": scheme} for scheme in SCHEMES]
+    how = {"causal": True, "return_lse": True, "group": group}
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    z = ONES.new_zeros(1, 2, 2, 2 * ranks).requires_grad_()
-    for name, own in (("means", {}), ("weights", {"z": z})):
-        found[name] = partial(adaptive_attention, **usual | own)
-    return found
+    z = ONES.new_zeros(1, 2, 2, 2 * ranks)
+    return [
+        *(partial(attention, **{"pattern": "dense"} | how | each) for each in own),
+        *(
+            partial(adaptive_attention, pattern=Adaptive(2, 1), z=x, **how)
+            for x in (None, z)
+        ),
+    ]
 
 
 def said(call, *args, **options) -> str:
@@ -49,7 +51,7 @@ def refusals(*group) -> list[tuple[str, str]]:
     lse, by a tensor whose gradient was not asked for, and for batched gradients.
     """
     found = []
-    for call in calls(*group or [dist.group.WORLD]).values():
+    for call in calls(*group or [dist.group.WORLD]):
         q, k, v = (ONES.clone().requires_grad_() for _ in range(3))
         for y in call(q, k, v):
             (dk,) = torch.autograd.grad(y.sum(), k, create_graph=True)
