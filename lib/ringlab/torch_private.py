@@ -220,7 +220,10 @@ def is_wrapper(t: Tensor) -> bool:
     kind = type(t)
     if kind in (Tensor, torch.nn.Parameter) or "torch._subclasses" in kind.__module__:
         return False
-    return hasattr(kind, "__tensor_flatten__") or not (t.numel() == 0 or t.data_ptr())
+    if hasattr(kind, "__tensor_flatten__"):
+        return True
+    # Transforms of torch.func hide memory, and are told of later.
+    return not (in_functorch() or t.numel() == 0 or t.data_ptr())
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
