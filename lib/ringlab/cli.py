@@ -3,7 +3,9 @@
 """
 
 import argparse
+import codecs
 import errno
+import io
 import json
 import math
 import os
@@ -60,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> main(["measure", "--profile", "gtx180"])
     2
     """
+    _open_streams()
     parser = _parser()
     argv = sys.argv[1:] if argv is None else argv
     for option in argv:  # argparse reads this value as none, some or "--", by version
@@ -94,6 +97,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"cannot read or write {error.filename or 'data'}: {error.strerror or error}",
             FAILED,
         )
+
+
+# What stands for characters that a terminal lacks; "?" for all others.
+PLAIN = {"µ": "u", "≥": ">=", "×": "x", "–": "-", "…": "...", "·": "-"}
+
+
+def _open_streams() -> None:
+    """Open what is closed of stdin, stdout and stderr, so that no other file takes its
+    place, and let them replace characters that they cannot encode.
+    """
+
+    def plain(error: UnicodeError) -> tuple[str, int]:
+        lacking = error.object[error.start : error.end]
+        return "".join(PLAIN.get(x, "?") for x in lacking), error.end
+
+    codecs.register_error("ringlab", plain)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="ringlab")
 
 
 def _refuse(message: str, code: int = REFUSED) -> int:
@@ -374,10 +401,13 @@ def _add_comparison(add) -> None:
 
 def folder(text: str) -> Path:
     """A folder that is there or may be made."""
-    if not text.strip():
+    if not text.strip() or "\0" in text:
         raise argparse.ArgumentTypeError("a folder needs a name")
-    if Path(text).exists() and not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
+    try:
+        if Path(text).exists() and not Path(text).is_dir():
+            raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
     return Path(text)
 
 

@@ -98,6 +98,51 @@ def test_what_cannot_be_read_is_skipped_with_a_warning_and_other_schemas_without
     assert bool(said) == bool(skipped) and skipped in "".join(said)
 
 
+NO_TIMES = ["0", "-1", "NaN", "Infinity", "1e308", "1e-300", "true", '"0.5"', "[1]"]
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        *((f, x) for f in ("seconds", "median", "bound_seconds") for x in NO_TIMES),
+        ("seconds", "null"),
+        ("ci", "[NaN, 1]"),
+        ("ci", "[2, 1]"),
+    ],
+)
+def test_rows_that_are_no_times_are_told_by_line_and_never_read(
+    tmp_path, capsys, field, value
+):
+    write_rows(tmp_path, [result(), result(TINY.but(causal=True))])
+    path = tmp_path / store.NAME
+    lines = path.read_text().splitlines()
+    number = next(i for i, line in enumerate(lines) if f'"{field}"' in line)
+    row = json.loads(lines[number]) | {field: json.loads(value)}
+    path.write_text("\n".join([*lines[:number], json.dumps(row), *lines[number + 1 :]]))
+    found = store.read(tmp_path)
+    assert [r.point.causal for r in found] == [True]
+    assert f"{path}: skipped" in (err := capsys.readouterr().err)
+    assert f"line {number + 1}: {field} " in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("field", ["round", "point", "run"])
+def test_a_run_goes_on_beside_samples_that_name_none(tmp_path, field):
+    group = Group("g", (TINY,))
+    key = list(provenance.key({}))
+    sample = {
+        "kind": "sample",
+        "run": "r",
+        "point": TINY.id,
+        "round": 0,
+        "seconds": 0.1,
+    }
+    with store.Store(tmp_path) as rows:
+        rows.append(kind="run", run="r", group="g", members=group.id, key=key)
+        for changed in ({}, {"seconds": 0}, {field: []}, {field: None}):
+            rows.append(**sample | changed)
+    assert store.unfinished(tmp_path, group, {}).samples == {TINY.id: {0: 0.1}}
+
+
 def test_the_newest_result_counts_and_an_interleaved_group_is_of_one_make_up(tmp_path):
     other = TINY.but(causal=True)
     old, new = result(run="r1"), result(run="r2")

@@ -24,8 +24,9 @@ from ringlab.measure.stats import Ratio
 from ringlab.patterns import Dilated
 from ringlab.report import compare
 from ringlab.report.study import Study, select_newest_run
-from started import make
+from started import ROOT, make
 
+README = (ROOT / "README.md").read_text()
 PATTERN = Dilated([64, 128], [1, 2])
 GROUP = Group(
     "lengths", tuple(Point("ringlab", PATTERN, seq_len=256 * n) for n in range(1, 9))
@@ -95,8 +96,9 @@ def test_the_same_rows_are_not_compared(side, call):
     side("a", rows()), side("b", rows())
     code, out, _ = call("compare", "a", "b")
     assert (code, out) == (0, "a and b are the same rows: nothing compared\n")
-    code, out, _ = call("check", "b", "--against", "a")
-    assert (code, out) == (0, "same rows: nothing checked\n")
+    refused(
+        call("check", "b", "--against", "a"), "the same row in both (8 of 8 points)"
+    )
     more = rows(group=replace(GROUP, name="more"))
     (
         side("b", [*rows(), *(replace(r, run="later") for r in more)]),
@@ -106,6 +108,28 @@ def test_the_same_rows_are_not_compared(side, call):
     assert code == 0 and out.startswith(
         "a beside b: 0 slower, 0 faster, 8 within noise, of 8 rows; 8 left out (8 the same row in both)\n"
     )
+
+
+def test_where_no_time_is_compared_that_is_said_first_and_no_check_passes(side, call):
+    side("a", rows()), side("b", rows(seed=2, unstable=True))
+    code, out, _ = call("compare", "a", "b")
+    assert code == 0 and out.startswith("no time compared: a beside b: ")
+    refused(call("check", "b", "--against", "a"), "unstable in b (8 of 8 points)")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e308", '"NaN"'])
+def test_rows_that_are_no_times_are_told_and_fail_a_check(side, call, tmp_path, value):
+    side("a", rows()), side("b", rows(seed=2))
+    file = tmp_path / "b" / "data" / "samples.jsonl"
+    text, changed = re.subn(r'(?<="seconds": )[^,]+', value, file.read_text(), count=1)
+    file.write_text(text)
+    said = "ringlab: b: skipped 2 unreadable or incomplete rows (line 1, 11); line 1: seconds "
+    code, out, err = call("compare", "a", "b")
+    assert code == 0 and changed and "of 7 rows; 1 left out (1 only in a)" in out
+    assert err.startswith(said) and err.count("\n") == 1
+    for names in (("b", "--against", "a"), ("a", "--against", "b")):
+        code, out, err = call("check", *names)
+        assert (code, out) == (2, "") and err.startswith(said)
 
 
 # One call in three groups, a fifth apart: a row that is a fifth slower says nothing of
@@ -361,11 +385,14 @@ def test_missing_and_damaged_data_is_one_line(side, call, tmp_path):
     ):
         refused(call("compare", "a", name), f"no rows of '{name}'{said}")
     file = tmp_path / "bad.jsonl"
+    row = json.loads((tmp_path / "a/data/samples.jsonl").read_text().splitlines()[10])
+    assert row["kind"] == "result"
     for damage in (
         b"",
         b"\x00\xff\n",
         b"[1]\n{}\n",
         b'{"schema": 1, "kind": "result", "point": "x"}\n',
+        json.dumps(row | {"errors": [1], "samples": 0}).encode(),
     ):
         file.write_bytes(damage)
         code, out, err = call("compare", "a", str(file))
@@ -376,12 +403,6 @@ def test_missing_and_damaged_data_is_one_line(side, call, tmp_path):
             and "Traceback" not in err
         )
         assert err.count("\n") == 1 + ("skipped" in err)
-    line = json.loads(
-        (tmp_path / "a" / "data" / "samples.jsonl").read_text().splitlines()[10]
-    )
-    assert line["kind"] == "result"
-    file.write_text(json.dumps({**line, "errors": [1], "samples": 0}))
-    refused(call("compare", "a", str(file)), "a row is damaged")
 
 
 def test_a_truncated_file_is_compared_as_far_as_it_goes_and_says_so(
@@ -562,6 +583,27 @@ def test_chances_are_those_of_students_t_written_out():
 
 # --------------------------------------------------------------------------------------
 # make
+
+
+@pytest.mark.parametrize("target", ["compare", "check"])
+def test_the_examples_of_the_readme_show_something_in_any_clone(
+    target, capsys, monkeypatch
+):
+    """Of files alone, not of earlier commits: a shallow clone has none."""
+    monkeypatch.chdir(ROOT)
+    given = dict(
+        re.findall(
+            r"(\w+)=([^\s`]+)",
+            README.partition(f"`make {target} ")[2].partition("`")[0],
+        )
+    )
+    assert all(Path(x).is_file() for x in given.values()), given
+    first, second = (
+        given[x] for x in {"compare": "AB"}.get(target, ("AGAINST", "BASE"))
+    )
+    argv = {"compare": (first, second), "check": (second, "--against", first)}
+    assert cli.main([target, *argv[target]]) == 0
+    assert "1 faster, 14 within noise, of 15 rows" in capsys.readouterr().out
 
 
 def test_make_passes_both_on_and_wants_them():

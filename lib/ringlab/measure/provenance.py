@@ -144,6 +144,39 @@ def machine_id() -> str:
     return hashlib.sha256(f"{SALT}:{name}:{parts}".encode()).hexdigest()[:12]
 
 
+# By which git tells its hooks of a repository, whatever folder it is asked in.
+HOOKS = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_COMMON_DIR",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_PREFIX",
+)
+
+
+class NoGit(RuntimeError):
+    """git is not installed, or refused; the message is one line and says why."""
+
+
+def git(folder: Path, *arguments: str) -> bytes:
+    """What git prints, asked in ``folder``; raises NoGit."""
+    own = {name: x for name, x in os.environ.items() if name not in HOOKS}
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=20, env=own | {"LC_ALL": "C"}
+        )
+    except FileNotFoundError:
+        raise NoGit("git is not installed") from None
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise NoGit(f"git cannot be asked: {error}") from None
+    if done.returncode:
+        why = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise NoGit(why.removeprefix("fatal: ") or "git failed")
+    return done.stdout
+
+
 def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
     """(commit, dirty) of the checkout that holds this package; changes in reports/ do
     not count.
@@ -151,23 +184,19 @@ def git_state(package: Path = PACKAGE) -> tuple[str, bool | str]:
     Outside of git the commit is the hash in the environment variable RINGLAB_COMMIT, or
     "unknown", and dirty is "unknown".
     """
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(package), *arguments]
-        try:
-            return subprocess.run(
-                command, capture_output=True, text=True, timeout=20, check=True
-            ).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
-
-    tracked = git("ls-files", "--error-unmatch", "patterns.py") is not None
-    commit = git("rev-parse", "HEAD") if tracked else None
-    if commit is None:
+    try:
+        git(package, "ls-files", "--error-unmatch", "patterns.py")
+        commit = git(package, "rev-parse", "HEAD").decode().strip()
+    except NoGit:
         named = re.fullmatch(r"[0-9a-f]{7,40}", os.environ.get("RINGLAB_COMMIT", ""))
         return named[0] if named else "unknown", "unknown"
-    changed = git("status", "--porcelain", "--", ":/", ":(exclude,top)reports")
-    return commit, "unknown" if changed is None else bool(changed)
+    try:
+        changes = git(
+            package, "status", "--porcelain", "--", ":/", ":(exclude,top)reports"
+        )
+        return commit, bool(changes)
+    except NoGit:
+        return commit, "unknown"
 
 
 def threads() -> int:

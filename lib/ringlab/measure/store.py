@@ -11,8 +11,8 @@ id). Non-finite numbers are strings ("inf").
             "sample" of this run and point, as many as ``samples`` says; ``definition``
             is the whole point, ``duration`` all seconds spent on it
 
-Lines that cannot be read are skipped with a warning; a result without all of its
-samples does not count.
+Lines that cannot be read, or that hold a number that is no time, are skipped with a
+warning; a result without all of its samples does not count.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ from .provenance import key
 
 SCHEMA = 1
 NAME = "samples.jsonl"
+# Seconds that a clock can tell of a call, and a roofline of its work.
+LEAST_S, MOST_S = 1e-12, 1e6
+TIMES = {"sample": ["seconds"], "result": ["median", "bound_seconds", "host_seconds"]}
+
+
+class NoTime(ValueError):
+    """A row holds a number that is no time; the message says which."""
 
 
 class Busy(RuntimeError):
@@ -86,50 +93,85 @@ def warn(text: str) -> None:
 warn_once = functools.cache(warn)  # a report reads its rows more than once
 
 
-def read(
-    folder: Path | str,
-    warn: Callable[[str], None] = warn_once,
-    anchors: bool = False,
-) -> list[Result]:
-    """All complete results in the order of the file, without ``anchors`` unless asked
-    for; [] if there is none yet.
+def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Result]:
+    """All complete results in the order of the file but those of anchors; [] if there
+    is none yet. Lines that are skipped are told by ``warn``.
+    """
+    path = Path(folder) / NAME
+    results, faults = scan(_bytes(path))
+    if faults:
+        warn(told(path, faults))
+    return [r for r in results if not r.option(ANCHOR)]
+
+
+def scan(data: bytes) -> tuple[list[Result], dict[int, Exception]]:
+    """All complete results in the order of a file with this content, anchors too, and
+    what is wrong with each line that was skipped.
     """
     samples: dict[tuple, dict] = {}
     results: list[Result] = []
-    bad: list[int] = []
-    for number, row in _rows(folder, bad):
+    faults: dict[int, Exception] = {}
+    for number, row in _rows(data, faults):
         try:
             if row["kind"] == "sample":
-                samples.setdefault((row["run"], row["point"]), {})[row["round"]] = (
-                    float(row["seconds"])
-                )
+                taken = samples.setdefault((row["run"], row["point"]), {})
+                taken[row["round"]] = float(row["seconds"])
             elif row["kind"] == "result":
-                one = _result(row, samples.pop((row["run"], row["point"]), {}))
-                if anchors or not one.option(ANCHOR):
-                    results.append(one)
-        except (ValueError, KeyError, TypeError, OverflowError):
-            bad.append(number)
-    if bad:
-        shown = ", ".join(map(str, sorted(bad)[:5])) + (", ..." if len(bad) > 5 else "")
-        what = f"{len(bad)} unreadable or incomplete row{'s' * (len(bad) > 1)} (line {shown})"
-        warn(
-            f"{Path(folder) / NAME}: skipped {what}; without these lines in the file this is not said"
-        )
-    return results
+                taken = samples.pop((row["run"], row["point"]), {})
+                results.append(_result(row, taken))
+        except UNREADABLE as error:
+            faults[number] = error
+    return results, faults
 
 
-def _rows(folder: Path | str, bad: list[int]) -> Iterator[tuple[int, dict]]:
-    """(line number, row) of this schema; the numbers of unreadable lines are added to
-    ``bad``.
+# What a row raises that another program wrote or damaged.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+
+
+def told(name: Path | str, faults: dict[int, Exception]) -> str:
+    """Which lines of a file were skipped, in one line, and which numbers are no times."""
+
+    def shown(texts: list[str], between: str) -> str:
+        return between.join(texts[:5]) + (", ..." if len(texts) > 5 else "")
+
+    lines = shown([*map(str, sorted(faults))], ", ")
+    what = f"{len(faults)} unreadable or incomplete row{'s' * (len(faults) > 1)}"
+    found = [f"line {n}: {x}" for n, x in faults.items() if isinstance(x, NoTime)]
+    why = f"; {shown(found, '; ')}" if found else ""
+    return f"{name}: skipped {what} (line {lines}){why}; without these lines in the file this is not said"
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _rows(data: bytes, faults: dict[int, Exception]) -> Iterator[tuple[int, dict]]:
+    """(line number, row) of this schema; what is wrong with other lines is added to
+    ``faults``.
     """
-    path = Path(folder) / NAME
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(data.split(b"\n"), 1):
         try:
             if line.strip() and (row := json.loads(line))["schema"] == SCHEMA:
+                _check(row)
                 yield number, row
-        except (ValueError, KeyError, TypeError):
-            bad.append(number)
+        except UNREADABLE as error:
+            faults[number] = error
+
+
+def _check(row: dict) -> None:
+    """Raise ValueError for a row without what all readers ask for, NoTime where a time
+    is none.
+    """
+    if row["kind"] == "sample" and type(row["round"]) is not int:
+        raise ValueError("a round is a whole number")
+    if row["kind"] in TIMES and not isinstance(row["point"], str):
+        raise ValueError("a point is named by its id")
+    for name in TIMES.get(row["kind"], ()):
+        value = row.get(name)
+        if value is None and row["kind"] == "result":
+            continue
+        if type(value) not in (int, float) or not LEAST_S <= value <= MOST_S:
+            raise NoTime(f"{name} {value!r:.40} is no time")
 
 
 @dataclass
@@ -147,7 +189,7 @@ def unfinished(folder: Path | str, group: Group, here: dict) -> Run | None:
     """The newest run of exactly these points by this engine, torch, device and machine."""
     run: Run | None = None
     same = {"group": group.name, "members": group.id, "key": list(key(here))}
-    for _, row in _rows(folder, []):
+    for _, row in _rows(_bytes(Path(folder) / NAME), {}):
         if row.get("kind") == "run" and same.items() <= row.items():
             run = Run(row["run"])
         elif run is None or row.get("run") != run.name:
@@ -208,7 +250,10 @@ def _result(row: dict, taken: dict[int, float]) -> Result:
     }
     for k in ("errors", "tolerance"):
         values[k] = {name: float(x) for name, x in values[k].items()}
-    values["ci"] = tuple(map(float, values["ci"])) if values["ci"] else None
+    if values["ci"]:
+        low, high = values["ci"] = tuple(map(float, values["ci"]))
+        if not 0 <= low <= high:
+            raise NoTime(f"ci {low} to {high} is no interval of times")
     return Result(
         point=point,
         seconds=tuple(taken[r] for r in rounds),

@@ -18,8 +18,6 @@ by chance.
 
 import math
 import re
-import subprocess
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +30,7 @@ from .. import measure
 from ..advise import columns
 from ..measure import stats, store
 from ..measure.points import ANCHOR, Result
-from ..measure.provenance import device_of
+from ..measure.provenance import NoGit, device_of, git
 from ..measure.stats import Ratio
 from ..measure.store import NAME
 from ..measure.validity import status, threads, why_not_quotable
@@ -75,10 +73,13 @@ BYTES = {  # what they are called where they grew, and how many a row has, if kn
 
 @dataclass(frozen=True)
 class Side:
-    """Rows with the name that the user gave them."""
+    """Rows with the name that the user gave them; ``no_times``: the file has rows that
+    are no times.
+    """
 
     name: str
     study: Study
+    no_times: bool = False
 
     def values(self, name: str) -> list[str]:
         """What the provenance of its rows says of ``name``."""
@@ -104,22 +105,14 @@ def read_side(text: str, reports: Path) -> Side:
             f"{text}: rows of schema {', '.join(map(str, other))}, this version of ringlab reads schema "
             f"{measure.SCHEMA}; compare runs of one version"
         )
-    # The store reads a folder; a committed file lies in none.
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / NAME
-        path.write_bytes(data)
-        skipped: list[str] = []
-        try:
-            everything = store.read(folder, warn=skipped.append, anchors=True)
-        except (AttributeError, TypeError) as error:
-            raise UsageError(
-                f"{text}: a row is damaged ({error}); restore the file or measure again"
-            ) from None
+    everything, faults = store.scan(data)
+    if faults:
+        note(f"ringlab: {store.told(text, faults)}")
     if not everything:
         raise UsageError(f"{text}: no complete row in it")
-    for message in skipped:
-        note(f"ringlab: {message.replace(str(path), text)}")
-    return Side(text, Study(None, folder=Path(text), **select_newest_run(everything)))
+    study = Study(None, folder=Path(text), **select_newest_run(everything))
+    no_times = any(isinstance(x, store.NoTime) for x in faults.values())
+    return Side(text, study, no_times)
 
 
 def _in_files(text: str, reports: Path) -> bytes:
@@ -137,13 +130,10 @@ def _in_files(text: str, reports: Path) -> bytes:
 def _committed(text: str, reports: Path) -> bytes:
     revision, _, profile = text.partition(":")
     name = f"{revision}:./{profile}/data/{NAME}"  # ./ is the folder that git is run in
-    command = ["git", "-C", str(reports), "show", "--end-of-options", name]
-    done = subprocess.run(command, capture_output=True)
-    if done.returncode:
-        message = done.stderr.decode(errors="replace").strip() or "git failed"
-        why = message.splitlines()[0].removeprefix("fatal: ")
-        raise UsageError(f"no rows of {text!r}: {why}")
-    return done.stdout
+    try:
+        return git(reports, "show", "--end-of-options", name)
+    except NoGit as why:
+        raise UsageError(f"no rows of {text!r}: {why}") from None
 
 
 # --------------------------------------------------------------------------------------
@@ -306,8 +296,15 @@ def check(
     A time is worse where it is slower, all rows taken together, and its ratio exceeds
     1 + ``tolerance``; bytes are where they grew by more than 1 %; a row that was quoted
     is where it now fails, unless a disturbed machine may be why. Raises UsageError
-    where more than the engine differs.
+    where more than the engine differs, where no row was compared, and for rows that are
+    no times: to pass would say all is well.
     """
+    for side in (now, base):
+        if side.no_times:
+            raise UsageError(
+                f"no check of {now.name} against {base.name}: rows of {side.name} are no times, see above; "
+                "remove these lines"
+            )
     comparison = compare(now, base)
     pairs = comparison.pairs
     for name in DEMANDED:
@@ -318,8 +315,7 @@ def check(
                 "compare shows them side by side"
             )
     failures = [(pair, why) for pair in pairs for why in _worse(pair, tolerance)]
-    if not (comparison.timed or failures or comparison.same):
-        # To pass would say all is well.
+    if not (comparison.timed or failures):
         raise UsageError(
             f"no time of {now.name} may be compared with {base.name}: {_most_common(pairs)}"
         )
@@ -493,8 +489,6 @@ def worse(
     """What a check comes to, in one line, then the rows that are worse, by name, and
     the verdict of the comparison.
     """
-    if comparison.same:
-        return "same rows: nothing checked"
     named = [(f"{x.first.group}: {label(x.first.point)}", why) for x, why in failures]
     verdict = lines_of(
         "check",
