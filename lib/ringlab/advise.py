@@ -158,10 +158,13 @@ def attend(q, k, v, pattern):
     return ringlab.attention(q, k, v, pattern, {options})
 
 
+print("{size}", flush=True)
 made = {{'dtype': {dtype}, 'device': device, 'requires_grad': {grad}}}
 q, k, v = (torch.randn({batch}, seq_len, heads, {head_dim}, **made) for heads in {heads})
 {out}
-{backward}"""
+{backward}print(tuple(out.shape))
+"""
+LAPTOP = 1e11  # FLOP/s of its CPU, of which the printed code tells
 TORCHRUN = (
     '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
 )
@@ -332,12 +335,16 @@ class Advice:
         if kept:
             attend = "checkpoint(attend, q, k, v, pattern, use_reentrant=False)"
             imports += "from torch.utils.checkpoint import checkpoint\n"
+        dense = replace(c, pattern=Dense()).cost().flops
+        flops = dense * self.advised.share * (dense_every or 1)
         return CODE.format(
             about="\n".join(f"# {line}" for lines in comments for line in lines),
             imports=imports,
             seq_len=self.seq_len,
             pattern=lines,
             options=", ".join(options),
+            size=f"{self.seq_len:,} tokens, {flops:.2g} FLOP: about "
+            f"{format_seconds(flops / LAPTOP)} on a laptop's CPU",
             dtype=self["dtype"],
             device='"cuda" if torch.cuda.is_available() else "cpu"'
             if c.profile.kind == "cuda"

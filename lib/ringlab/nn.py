@@ -489,6 +489,9 @@ def shard_sequence(
     return layout_named(layout, t.shape[dim], ranks.size).shard(t, ranks.here[0], dim)
 
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
     """The mean cross-entropy of ``logits`` (b, n, vocabulary) over the ``targets`` (b,
     n) that are not negative.
@@ -507,8 +510,8 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
     ``shard_sequence(next_tokens(tokens), group)``. A model of transformers takes them
     as ``shift_labels=`` beside ``labels=``, and ``total`` as ``num_items_in_batch=``.
 
-    Raises ValueError for a ``total`` that is no positive integer, is less than the
-    targets of this call, or differs between ranks.
+    Raises ValueError for ``targets`` that are no integers, and for a ``total`` that is
+    no positive integer, is less than the targets of this call, or differs between ranks.
 
     >>> logits, targets = torch.randn(2, 8, 5), torch.tensor([[1] * 8, [2] * 3 + [-100] * 5])
     >>> parts = [mean_loss(logits[i : i + 1], targets[i : i + 1], total=11) for i in range(2)]
@@ -517,6 +520,11 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
     """
     total = None if total is None else check_int("total", total)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    if targets.dtype not in INTEGERS:
+        raise ValueError(
+            f"targets must be integers, as targets.long(), got {targets.dtype}"
+        )
+    targets = targets.long()
     known = targets >= 0
     loss = F.cross_entropy(
         logits, targets.masked_fill(~known, -100).flatten(), reduction="sum"

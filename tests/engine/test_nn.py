@@ -526,3 +526,16 @@ def test_generation_under_autocast():
     model = LanguageModel(50, 32, 4, [PATTERN] * 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert generate(model, torch.randint(50, (2, 20)), 5).shape == (2, 25)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int32", "int16", "int8", "uint8", "bool", "float32"]
+)
+def test_targets_of_any_integer_dtype_have_one_loss_and_others_are_refused(dtype):
+    logits, targets = torch.randn(1, 4, 5), torch.tensor([[1, 0, 4, 2]])
+    given = targets.to(getattr(torch, dtype))
+    if "int" not in dtype:
+        with pytest.raises(ValueError, match=f"must be integers.*got torch.{dtype}$"):
+            mean_loss(logits, given)
+    else:
+        assert torch.equal(mean_loss(logits, given), mean_loss(logits, targets))

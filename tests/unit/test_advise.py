@@ -35,13 +35,16 @@ LADDER = Dilated([12, 36], [1, 2])
 
 
 @pytest.mark.parametrize("name", hardware.profiles())
-def test_the_code_compiles_and_runs_at_a_reduced_length(name):
+def test_the_code_compiles_and_runs_at_a_reduced_length(name, capsys):
     shape = dict(heads=2, head_dim=16, passes="fwd+bwd")
     for ranks, n, need in ((1, 131072, "local"), (2, 8192, "far"), (1, 2**22, "far")):
         advice = advise(name, n, ranks=ranks, need=need, estimates=False, **shape)
         assert f"\nseq_len = {n}\n" in advice.code() and advice.fits is None
         names: dict = {}
         exec(advice.code().replace(f"seq_len = {n}", "seq_len = 260"), names)
+        size, shape_of_out = capsys.readouterr().out.splitlines()
+        assert size.startswith(f"{n:,} tokens, ") and "on a laptop's CPU" in size
+        assert shape_of_out == "(1, 260, 2, 16)"
         assert names["out"].shape == (1, 260, 2, 16)
         assert names["out"].dtype == advice["dtype"]
         assert torch.isfinite(names["q"].grad).all()

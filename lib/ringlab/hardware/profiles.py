@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -187,46 +188,153 @@ def measured_rates(peaks: Iterable[Peaks], working_set_bytes: float) -> Rates:
     return Rates(*(MARGIN * max(each) for each in zip(*rates)))
 
 
-def load(path: Path) -> Profile:
-    """Read one profile file, in which every number is a table of its ``value`` and
-    ``source``.
+TEXTS = ("name", "title", "kind", "match")
+FIGURES = (
+    "capability",
+    "memory_bytes",
+    "bandwidth_bytes_per_s",
+    "l2_bytes",
+    "clock_hz",
+)
+ARITHMETIC = ("float32", "tf32", "float16", "bfloat16")
+# What the profile of a GPU has beside name, title and kind, and from 8.0 on flops.tf32.
+NEEDED = (
+    "match",
+    "memory_gib",
+    "capability",
+    "memory_bytes",
+    "bandwidth_bytes_per_s",
+    "flops.float32",
+    "flops.float16",
+    "flops.bfloat16",
+    "links.pcie",
+)
+UNREAD = "vendor data sheet, not re-read"  # a source without a page
 
-    Raises UnknownProfile for a file that is no profile.
+
+def load(path: Path) -> Profile:
+    """Read one profile file, NAME.toml of the profile NAME, in small letters and digits.
+
+    ``name``, ``title`` and ``kind`` ("cpu" or "cuda") are texts. A GPU has ``match``, a
+    regular expression for its driver's name, ``memory_gib``, the least and the most
+    that the driver shows, and figures: ``capability``, ``memory_bytes``,
+    ``bandwidth_bytes_per_s``, ``flops.float32``, ``flops.float16``, ``flops.bfloat16``,
+    ``links.pcie``, from capability 8.0 on ``flops.tf32``; if they are known
+    ``l2_bytes``, ``clock_hz`` and other ``links``. A figure is a table of its ``value``
+    and its ``source``, which has the address of a page; without a value it is not
+    known. ``notes`` are texts for the reader. Each ``[[variant]]`` has what is
+    different on a card of the same name.
+
+    Raises UnknownProfile, one line with the file and the key that is wrong.
     """
     try:
-        data = _plain(tomllib.loads(path.read_text(encoding="utf-8")))
-        data.pop("notes", None)
-        variants = data.pop("variant", ())
-        base = Profile(**data)
-        return replace(base, variants=tuple(replace(base, **row) for row in variants))
-    except (TypeError, ValueError) as error:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        base = _profile(data, path.stem)
+        variants = data.get("variant", [])
+        tables = isinstance(variants, list)
+        if not tables or not all(isinstance(row, dict) for row in variants):
+            raise ValueError("variant: must be tables, [[variant]]")
+        cards = tuple(replace(base, **_fields(row, "variant.")) for row in variants)
+        return replace(base, variants=cards)
+    except (OSError, ValueError) as error:
         raise UnknownProfile(f"{path} is no profile: {error}") from None
 
 
-def _plain(entry):
-    """An entry of a file without the sources: the number of a table with one, and
-    tuples for lists.
-    """
-    if isinstance(entry, dict):
-        if "source" not in entry:
-            return {name: _plain(x) for name, x in entry.items()}
-        entry = entry.get("value")
-        if not isinstance(entry, int | float | list | None):
-            raise ValueError(f"{entry!r} is no number")
-    return tuple(map(_plain, entry)) if isinstance(entry, list) else entry
+def _profile(data: dict, name: str) -> Profile:
+    """A profile without its variants; ValueError names the key that is wrong."""
+    found = _fields(data)
+    needed = ["name", "title", "kind"]
+    if found.get("kind") == "cuda" and name != "generic":
+        needed += NEEDED
+        if found.get("capability", ()) >= (8, 0):
+            needed.append("flops.tf32")
+    for key in needed:
+        group, _, part = key.partition(".")
+        if group not in found or part and part not in found[group]:
+            raise ValueError(f"{key}: is missing")
+    if found["name"] != name or not re.fullmatch("[a-z0-9]+", name):
+        raise ValueError(
+            f"name: must be {name!r} as the file, of small letters and digits"
+        )
+    if found["kind"] not in ("cpu", "cuda"):
+        raise ValueError(f"kind: must be cpu or cuda, not {found['kind']!r}")
+    return Profile(**found)
+
+
+def _fields(table: dict, where: str = "") -> dict:
+    """The fields of a Profile that a table of a file has, figures without sources."""
+    found = {}
+    for key, entry in table.items():
+        at = where + key
+        if key in TEXTS:
+            if not isinstance(entry, str):
+                raise ValueError(f"{at}: must be a text")
+            if key == "match":
+                try:
+                    re.compile(entry)
+                except re.error as error:
+                    raise ValueError(f"{at}: {error}") from None
+            found[key] = entry
+        elif key == "memory_gib":
+            ends = isinstance(entry, list) and all(map(_is_number, entry))
+            if not ends or len(entry) != 2 or entry[0] > entry[1]:
+                raise ValueError(f"{at}: must be the least and the most, two numbers")
+            found[key] = tuple(entry)
+        elif key in ("flops", "links"):
+            if not isinstance(entry, dict):
+                raise ValueError(f"{at}: must be a table of figures")
+            for part in entry:
+                if key == "flops" and part not in ARITHMETIC:
+                    raise ValueError(
+                        f"{at}.{part}: no such key; known: {', '.join(ARITHMETIC)}"
+                    )
+            found[key] = {x: _figure(entry[x], f"{at}.{x}") for x in entry}
+        elif key in FIGURES:
+            found[key] = _figure(entry, at)
+        elif key not in ("notes", "variant"):
+            known = *TEXTS, "memory_gib", "flops", "links", *FIGURES, "notes", "variant"
+            raise ValueError(f"{at}: no such key; known: {', '.join(known)}")
+    return found
+
+
+def _figure(entry, at: str):
+    """The value of a figure; None where its source states none."""
+    if not isinstance(entry, dict) or not entry.keys() <= {"value", "source"}:
+        raise ValueError(f"{at}: must be a table of value and source")
+    source = entry.get("source")
+    if not isinstance(source, str) or not ("http" in source or UNREAD in source):
+        raise ValueError(f"{at}: its source must have the address of a page, http...")
+    value = entry.get("value")
+    if at.endswith("capability"):
+        pair = isinstance(value, list) and [type(x) for x in value] == [int, int]
+        if not pair:
+            raise ValueError(f"{at}: must be two whole numbers, as [7, 5]")
+        return tuple(value)
+    if value is not None and not _is_number(value):
+        raise ValueError(f"{at}: {value!r} is no number above 0")
+    return value
+
+
+def _is_number(value) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 @cache
 def profiles() -> dict[str, Profile]:
     """Return all profiles by name: cpu first, then GPUs by compute capability, generic
-    last.
+    last. A file that is no profile is told on stderr, and missing.
     """
 
     def order(p: Profile) -> tuple:
         return p.kind != "cpu", p.name == "generic", p.capability or (), p.name
 
-    known = sorted(map(load, FOLDER.glob("*.toml")), key=order)
-    return {profile.name: profile for profile in known}
+    known = []
+    for path in sorted(FOLDER.glob("*.toml")):
+        try:
+            known.append(load(path))
+        except UnknownProfile as error:
+            print(f"ringlab: {error}", file=sys.stderr)
+    return {profile.name: profile for profile in sorted(known, key=order)}
 
 
 def get_profile(name: str) -> Profile:
@@ -241,6 +349,8 @@ def get_profile(name: str) -> Profile:
     requested = re.sub(r"[^a-z0-9]", "", str(name).lower())
     if requested in profiles():
         return profiles()[requested]
+    if (path := FOLDER / f"{requested}.toml").is_file():
+        return load(path)  # which says what is wrong with it
     close = difflib.get_close_matches(requested, ("auto", *profiles()), n=1, cutoff=0.5)
     hint = f" did you mean {close[0]!r}?" if close else ""
     raise UnknownProfile(
