@@ -416,7 +416,10 @@ def _report(args) -> int | None:
         return _refuse(
             f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'"
         )
-    from ringlab.report import driver
+    try:
+        from ringlab.report import driver
+    except (ValueError, OSError) as error:  # matplotlib reads them as it is imported
+        return _refuse(f"matplotlib does not start with its settings: {error}")
 
     _show(
         driver.run(

@@ -49,7 +49,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         version = subprocess.run(
             [*compiler, "--version"], capture_output=True, text=True, timeout=60
         ).stdout
-        known = compiler, version, FLAGS, _cpu(), SOURCE.read_text()
+        known = compiler, version, FLAGS, _cpu(), SOURCE.read_text("utf-8")
         folder = (
             Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringlab"
         )

@@ -434,7 +434,7 @@ def test_markdown_holds_every_row(side, call):
         assert float(over) == pytest.approx(float(first) / float(second), rel=0.01)
 
 
-def test_a_run_beside_an_earlier_commit_of_itself(side, call, tmp_path):
+def test_a_run_beside_an_earlier_commit_of_itself(side, call, tmp_path, monkeypatch):
     git = functools.partial(
         subprocess.run, cwd=tmp_path, check=True, capture_output=True
     )
@@ -457,6 +457,12 @@ def test_a_run_beside_an_earlier_commit_of_itself(side, call, tmp_path):
         call("check", "HEAD:gpu", "--against", "cpu"),
         "'gpu/data/samples.jsonl' does not exist in 'HEAD'",
     )
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # as hooks have them
+        monkeypatch.setenv(name, str(ROOT / ".git"))
+    assert call("check", "HEAD:cpu", "--against", "cpu") == (1, out, "")
+    refused(call("compare", "cpu", "a\0:cpu"), "git cannot be asked: ")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused(call("compare", "cpu", "HEAD:cpu"), ": git is not installed")
 
 
 # --------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 where that is promised.
 """
 
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -276,3 +279,68 @@ def test_the_options_of_a_pattern_are_the_arguments_of_its_function(capsys):
     shape = ["--profile", "gtx1080", "--seq-len", "4K"]
     out = shown(capsys, "estimate", *shape, "--pattern", "bigbird", *options)
     assert out.startswith(f"{block_patterns.bigbird(1, 2, 3, block_size=64)}, float32")
+
+
+RECORDED = [f"tests/report/recorded/{name}.jsonl" for name in ("later", "earlier")]
+ALL = (
+    "advise --profile gtx1080 --seq-len 4096 --memory 8GiB",
+    "estimate --profile gtx1080 --seq-len 4096",
+    "profiles",
+    " ".join(["compare", *RECORDED]),
+    "check {1} --against {0}".format(*RECORDED),
+)
+RUN = """import sys
+from ringlab.cli import main
+codes = {main(x.split()) for x in sys.argv[2:]}
+print(codes, file=open(sys.argv[1], "w"))
+"""
+LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize(
+    "streams, changed",
+    [
+        (">&-", {}),
+        ("2>&-", {}),
+        ("<&- >&- 2>&-", {}),
+        ("", {"PYTHONIOENCODING": "ascii"}),
+        ("", LOCALE),
+        ("", {"HOME": "/proc", "MPLCONFIGDIR": "/proc/x", "TMPDIR": "/proc"}),
+    ],
+    ids=str,
+)
+def test_every_command_answers_whatever_surrounds_it(tmp_path, streams, changed):
+    env = os.environ | {"PYTHONPATH": str(LIB)} | changed
+    said = tmp_path / "said"
+    command = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-c", RUN]
+    done = subprocess.run(
+        [*command, said, *ALL],
+        env=env,
+        cwd=LIB.parent,
+        capture_output=True,
+        timeout=300,
+    )
+    assert said.read_text() == "{0}\n" and not done.stderr, done
+    out = done.stdout.decode("utf-8" if "HOME" in changed or not changed else "ascii")
+    assert bool(out) == (">&-" not in streams.split()) and "?" not in out
+    assert not out or (">= " if out.isascii() else "≥ ") in out
+
+
+@pytest.mark.parametrize("name", ["MPLBACKEND", "MATPLOTLIBRC"])
+def test_settings_of_matplotlib_that_do_not_work_are_one_line(tmp_path, name):
+    (tmp_path / "matplotlibrc").write_bytes(b"\xff")
+    env = os.environ | {"PYTHONPATH": str(LIB), name: str(tmp_path)}
+    command = [sys.executable, "-m", "ringlab", "report", "--reports", str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("ringlab: matplotlib ")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
+@pytest.mark.parametrize(
+    "command", [("measure", "--data"), ("check", "cpu", "--reports")]
+)
+def test_a_folder_that_cannot_be_is_one_line(capsys, command, name):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command, name])
+    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1

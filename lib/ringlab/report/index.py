@@ -123,5 +123,5 @@ def _screen(folder: Path, manifest: dict) -> dict | None:
         path = folder / "figures" / f"{figure['name']}.svg"
         if not path.is_file():
             return None
-        figure = figure | {"svg": path.read_text()}
+        figure = figure | {"svg": path.read_text("utf-8")}
     return screen | {"figure": figure}

@@ -241,7 +241,9 @@ def write(path: Path, data: str | bytes) -> Path:
 
 def css() -> str:
     """The style of a page, with that of its figures."""
-    return (TEMPLATES / "html" / "report" / "report.css").read_text() + theme.css()
+    return (TEMPLATES / "html" / "report" / "report.css").read_text(
+        "utf-8"
+    ) + theme.css()
 
 
 def title_of(notebook: nbformat.NotebookNode) -> str:
