@@ -76,10 +76,11 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
 
 # Reports are no make targets: an unfinished one must neither be deleted nor look up to date, so the driver decides.
+# exec: who ends make with a signal ends Python, not a shell around it.
 report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=auto: this machine; STRICT=1: only measured, none computed; PEERS=1: other packages too; QUALITY=1: train small models first, MINUTES=45 at most)
 	$(call needs,[report$(WITH_PEERS:%=$(COMMA)%)],torch $(if $(WITH_PEERS),local_attention ring_attention_pytorch))
-	@$(if $(filter-out 0,$(QUALITY)),$(PY) notebooks/quality/trainings.py $(PROFILE_ARG) $(if $(MINUTES),--minutes "$(MINUTES)"))
-	@$(PY) -m ringlab report $(PROFILE_ARG) $(if $(filter-out 0,$(STRICT)),--strict) $(ARGS)
+	@$(if $(filter-out 0,$(QUALITY)),exec $(PY) notebooks/quality/trainings.py $(PROFILE_ARG) $(if $(MINUTES),--minutes "$(MINUTES)"))
+	@exec $(PY) -m ringlab report $(PROFILE_ARG) $(if $(filter-out 0,$(STRICT)),--strict) $(ARGS)
 
 compare: $(READY)  ## two runs side by side, A=cpu B=HEAD~1:cpu: ratios with intervals, geometric mean
 	$(call needs,[report],torch scipy)

@@ -26,7 +26,13 @@ from .patterns import Pattern, from_dict
 from .presets import NAMED, named
 from .report import templates
 from .report.evidence import learned, stored
-from .report.places import ReportError, UsageError, reports_folder, run_target
+from .report.places import (
+    ReportError,
+    UsageError,
+    changes,
+    reports_folder,
+    run_target,
+)
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
 # What an impossible call raises.
@@ -421,20 +427,23 @@ def _report(args) -> int | None:
     except (ValueError, OSError) as error:  # matplotlib reads them as it is imported
         return _refuse(f"matplotlib does not start with its settings: {error}")
 
-    _show(
-        driver.run(
+    reports = args.reports or reports_folder()
+
+    def told(*lines: str) -> str:
+        return "\n".join(filter(None, [*lines, changes(reports)]))
+
+    try:
+        written = driver.run(
             args.profile,
             strict=args.strict,
-            reports=args.reports,
+            reports=reports,
             force=args.force,
             remeasure=args.remeasure,
         )
-    )
-
-
-def _show(paths: Sequence[Path]) -> None:
-    for path in paths:
-        print(os.path.relpath(path))
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(told(*stop.args or [STOPPED])) from None
+    state = f"{len(written)} files written" if written else "up to date"
+    print(told(f"{state}: start at {os.path.relpath(reports / 'index.html')}"))
 
 
 def _compare(args) -> int:
@@ -512,7 +521,7 @@ def _measure(args) -> None:
         "minutes": args.minutes,
     }
     measure.run(groups, target.data, progress=True, **options)
-    _show([target.data])
+    print(os.path.relpath(target.data))
 
 
 def _pattern_of(args) -> Pattern | str:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,16 @@ def gone(pids, within_s: float) -> bool:
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not any(map(alive, pids))
+
+
+def inside(folder: Path) -> list[int]:
+    """The processes that were started with ``folder`` in their environment."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is not ours
+            if str(folder).encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
 
 
 def torchrun(channel, arguments: list[str], env: dict[str, str]) -> None:

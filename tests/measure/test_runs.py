@@ -31,7 +31,7 @@ from ringlab.measure import (
     store,
     workers,
 )
-from ringlab.measure.points import ANCHOR, ANCHORS
+from ringlab.measure.points import ANCHOR, ANCHORS, Result
 from ringlab.measure.timing import FEWEST_LONG
 from ringlab.ring import launch
 from started import alive, gone, rows_of
@@ -352,8 +352,9 @@ def test_a_run_stopped_at_any_moment_goes_on_at_its_next_round(
     assert said[0].startswith("slow: 3 points, taking turns (") and not [
         line for line in said if "Traceback" in line
     ]
-    kept = "interrupted: 0 whole points are kept, and the samples of those that were begun; run again to go on"
-    assert (said[-1] == kept) == (stop == signal.SIGINT)
+    assert said[-1].startswith("interrupted: 0 of 3 points are kept") == (
+        stop == signal.SIGINT
+    )
 
     before = rows_of(tmp_path, "sample")
     results = measure([Group("slow", points)], tmp_path)
@@ -470,6 +471,42 @@ def test_progress_is_a_line_a_group_and_a_point_and_at_times_what_is_at_work(
         )
     measure([Group("quiet", [TINY, CAUSAL])], tmp_path, **how)
     assert capsys.readouterr().err == ""
+
+
+def test_all_whole_points_are_told_when_a_run_stops_and_after_each_group(tmp_path):
+    """Those of earlier runs too."""
+    groups, left = [Group(name, [TINY], timed=False) for name in "abcd"], []
+
+    def stop(command):
+        if command == "prepare" and made.started == ["ringlab"] * 2:
+            raise KeyboardInterrupt
+        return {}
+
+    for there in (1, 2, 3):
+        made = MadeUp(stop)
+        how = {"workers": made, "after": lambda *step: left.append(step)}
+        with pytest.raises(Interrupted, match=f": {there} of 4 points are kept"):
+            measure(groups, tmp_path, **how)
+    a, b, c, _ = groups
+    assert left == [(None, 4), (a, 3), (None, 3), (b, 2), (None, 2), (c, 1)]
+
+
+def test_the_time_left_follows_what_points_took_before():
+    """A slow group first: no longer than it took before, so the rest is neither."""
+    slow, quick = Group("slow", [TINY]), Group("quick", [TINY, CAUSAL])
+    took = {("slow", TINY.id): 1140.0, ("quick", TINY.id): 60.0}
+    took["quick", CAUSAL.id] = 600.0
+    todo, now = [(slow, [TINY]), (quick, [TINY, CAUSAL])], 0.0
+    progress = session.Progress(todo, took, False, lambda: now)
+    told = [progress.left()]
+    for name, seconds in (("slow", 1140.0), ("quick", 60.0)):
+        now += seconds
+        progress.result(Result(TINY, name, "ok"))
+        told.append(progress.left())
+    assert told == ["30 min left", "11 min left", "10 min left"]
+    now += 1260.0  # twice as long as before, from here on
+    progress.did("half", 300.0)
+    assert progress.left() == "8 min left"
 
 
 def test_others_are_the_busy_time_that_is_not_ours(monkeypatch):

@@ -13,6 +13,8 @@ from ringlab import report
 from ringlab.report import driver, render
 
 LINES = 45  # of a cell, as the formatter lays it out
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = [*FOLDER.glob("*.ipynb"), *FOLDER.glob("[!.]*/*.ipynb")]
 FUNCTION = 10  # lines of a function, without its docstring
 
 
@@ -44,6 +46,48 @@ def test_a_page_has_parameters_points_and_known_words(name):
     assert used <= set(report.VOCABULARY), (
         "what a page calls is documented in one place"
     )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_reads_its_parameters_first(path):
+    cells = json.loads(path.read_text())["cells"]
+    first, then = [c for c in cells if c["cell_type"] == "code"][:2]
+    assert first["metadata"]["tags"] == ["parameters"]
+    assert "read_parameters(globals())" in "".join(then["source"])
+    names: dict = {}
+    exec("".join(first["source"]), names)
+    texts = names | {x: str(names[x]) for x in names["__annotations__"]}
+    report.read_parameters(texts)
+    assert texts == names
+
+
+@pytest.mark.parametrize(
+    "value, read",
+    [
+        ("False", False),
+        ("no", False),
+        ("Yes", True),
+        ("8", 8),
+        ("0.5", 0.5),
+        (1, 1.0),
+        ("[1024, 4096]", [1024, 4096]),
+        (8192, "8192"),
+    ],
+)
+def test_a_parameter_as_text_is_understood(value, read):
+    names = {"x": value, "__annotations__": {"x": type(read)}}
+    report.read_parameters(names)
+    assert names["x"] == read and type(names["x"]) is type(read)
+
+
+@pytest.mark.parametrize(
+    "kind, value",
+    [(bool, "perhaps"), (bool, ""), (bool, 0), (int, True), (list, "1"), (str, None)],
+)
+def test_a_parameter_of_the_wrong_type_is_one_line(kind, value):
+    names = {"x": value, "__annotations__": {"x": kind}}
+    with pytest.raises(ValueError, match=f"^x must be {kind.__name__}, got "):
+        report.read_parameters(names)
 
 
 def test_the_vocabulary_is_there_and_documented():

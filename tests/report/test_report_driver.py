@@ -12,23 +12,30 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+import nbformat
 import pytest
 from reporting import (
     CPU,
+    GOOD,
     NOTEBOOK,
+    ROOT,
     figure,
+    made_up,
     notebook,
     run_in_this_process,
     study_of,
     two_points,
+    write_rows,
     write_two_rows,
 )
 from ringlab import cli, measure
-from ringlab.measure import provenance, timing
+from ringlab.measure import Group, Point, provenance, suites, timing
 from ringlab.report import driver, first_screen, index, places, render
-from started import gone
+from started import gone, inside
 
 
 def in_process(source, parameters, *_, **__):
@@ -145,10 +152,8 @@ def test_two_points_measured_run_rendered_and_then_left_alone(tmp_path, monkeypa
     monkeypatch.setattr(
         render, "execute", lambda *a, **k: pytest.fail("ran the notebook again")
     )
-    assert (
-        driver.run("cpu", reports=reports, **how) == written
-        and state(reports) == before
-    )
+    assert driver.run("cpu", reports=reports, **how) == []
+    assert state(reports) == before
 
 
 def test_pages_are_run_again_only_if_something_changed(place, tmp_path, monkeypatch):
@@ -293,7 +298,122 @@ def test_failures_are_told_apart(tmp_path, monkeypatch, capfd, cell, said):
         and "[earlier HTML](cpu/bad.html)" in listed
         and "unfinished" in listed
     )
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "[1/1] page bad\n"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_points_of_the_first_screen_are_measured_and_shown_first(
+    place, tmp_path, monkeypatch, stopped
+):
+    """The index at each step of a run that is then stopped, or goes on to its end."""
+    names = ["first", suites.LANDSCAPE, "between", suites.LANDSCAPE_ADVISED]
+    point = Point(**GOOD)
+    groups = [Group(name, [point, point.but(causal=True)]) for name in names]
+    page, steps = notebook(tmp_path / "page.ipynb", "'fine'"), []
+    shutil.rmtree(place)
+    screen = first_screen.first_screen(study_of([]), {}, {})
+
+    def of(study, *_):
+        return replace(screen, figure=None, title=f"{len(study.results)} rows")
+
+    def made(groups, folder, *, after, **_):
+        after(None, 8)
+        for left, group in zip((6, 4, 2, 0), groups):
+            write_rows(folder, [made_up(p, group) for p in group.points])
+            after(group, left)
+            text = (place / "index.md").read_text()
+            counts = re.findall(r"cpu: (\d) rows|(\d) of 8 points are measured", text)
+            steps.append((group.name, *counts))
+            if stopped and left == 2:
+                raise measure.Interrupted
+
+    monkeypatch.setattr(measure, "run", made)
+    monkeypatch.setattr(driver, "first_screen", of)
+    how = {"reports": place, "notebooks": None, "suite": lambda profile: groups}
+    monkeypatch.setattr(driver, "REPORTS", {"page": ("landscape",), "quality": ()})
+    monkeypatch.setattr(driver, "notebook_of", lambda name: page)
+    with pytest.raises(measure.Interrupted) if stopped else nullcontext():
+        driver.run("cpu", machine=CPU, **how)
+    expected = [
+        (suites.LANDSCAPE_ADVISED, ("2", ""), ("", "2")),
+        (suites.LANDSCAPE, ("4", ""), ("", "4")),
+        ("first", ("4", ""), ("", "4")),
+        ("between", ("4", ""), ("", "4")),
+    ]
+    assert steps == expected[: 3 if stopped else 4]
+    manifest = index.read_manifest(place / "cpu")
+    assert manifest["complete"] is not stopped
+    assert manifest.get("measured_points") == ([6, 8] if stopped else None)
+    found = "6 of 8 points" in (place / "index.md").read_text()
+    assert found == stopped and (place / "cpu" / "page.html").exists() != stopped
+
+
+@pytest.mark.parametrize("older", [{}, {"nbformat_minor": 0}, {"nbformat": 3}])
+def test_notebooks_of_older_formats_and_without_a_kernel_run(tmp_path, older):
+    source = notebook(tmp_path / "x.ipynb", "assert profile == 'h200'")
+    nb = nbformat.read(source, 4)
+    nb.metadata.clear()
+    for cell in nb.cells if older else ():
+        del cell["id"]
+    if "nbformat" in older:
+        nb = nbformat.v4.downgrade(nb)
+    source.write_text(json.dumps(nb | older))
+    done = render.execute(source, {"profile": "h200"}, tmp_path, tmp_path / "failed")
+    html, *_ = render.render(done, render.Page("x"), tmp_path)
+    assert "A title" in html.read_text()
+
+
+def test_how_to_keep_or_drop_changes_of_tracked_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my reports"
+    assert places.changes(folder) == ""
+    kept = render.write(folder / "kept", "1")
+    assert places.changes(folder) == ""
+    as_me = ["-c", "user.name=me", "-c", "user.email=me@here", "commit", "-m", "x"]
+    for command in (["init"], ["add", "."], as_me):
+        subprocess.run(["git", *command], check=True, capture_output=True)
+    render.write(folder / "new", "untracked")
+    assert places.changes(folder) == ""
+    kept.write_text("2")
+    drop = re.search("`(git checkout .*?)`", places.changes(folder))[1]
+    subprocess.run(drop, shell=True, check=True, capture_output=True)
+    assert kept.read_text() == "1" and places.changes(folder) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program, stop",
+    [
+        ("make", signal.SIGTERM),
+        ("make", signal.SIGKILL),
+        (sys.executable, signal.SIGTERM),
+    ],
+)
+def test_a_stopped_report_leaves_no_process_and_no_folder(program, stop, tmp_path):
+    if shutil.which(program) is None:
+        pytest.skip("make is not installed")
+    reports, scratch = tmp_path / "reports", tmp_path / "tmp"
+    scratch.mkdir()
+    how = ["-m", "ringlab", "report", "--profile", "cpu", "--reports", reports]
+    if program == "make":
+        how = ["report", "GPU=cpu", "NOENV=1", f"PYTHON={sys.executable}"]
+        how.append(f"ARGS=--reports {reports}")
+    running = subprocess.Popen(
+        [program, *how],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    rows, until = reports / "cpu/data/samples.jsonl", time.monotonic() + 240
+    while not (rows.exists() and '"run"' in rows.read_text()):
+        assert time.monotonic() < until and running.poll() is None
+        time.sleep(0.1)
+    assert len(inside(scratch)) > 1
+    running.send_signal(stop)
+    _, said = running.communicate(timeout=120)
+    assert gone(inside(scratch), 60) and not [*scratch.iterdir()]
+    assert " points are kept" in said and "Traceback" not in said
 
 
 def test_a_notebook_has_a_kernel_of_its_own_and_a_failed_one_is_kept(tmp_path):
@@ -364,6 +484,9 @@ def test_notebooks_are_checked_before_anything_is_measured(tmp_path, monkeypatch
     source = tmp_path / "x.ipynb"
     source.write_text("{")
     with pytest.raises(places.ReportError, match="x.ipynb is not a notebook"):
+        report(tmp_path / "reports", source)
+    nbformat.write(nbformat.v4.new_notebook(), source)
+    with pytest.raises(places.ReportError, match="x.ipynb has no cell with the tag"):
         report(tmp_path / "reports", source)
     source.unlink()
     with pytest.raises(places.ReportError, match="cannot use .*x.ipynb: No such file"):
@@ -498,7 +621,7 @@ def test_stopped_while_a_notebook_runs_and_on_a_full_or_read_only_disk(place, tm
         kernels.append(kernel)
     out, err = running.communicate(timeout=30)
     assert json.loads(out) == [130, -signal.SIGKILL, *(1 for _ in disks)]
-    lines = sorted(x for x in err.splitlines() if x)
+    lines = sorted(x for x in err.splitlines() if x.startswith("ringlab: "))
     why = ["No space left on device", "Read-only file system"] if disks else []
     assert [x.rpartition(": ")[2] for x in lines] == [
         *why,

@@ -146,10 +146,7 @@ def test_read_a_report(run, tmp_path):
 
 
 def test_without_a_report_it_says_what_to_do(run, tmp_path):
-    with pytest.raises(
-        FileNotFoundError,
-        match="no report of 'cpu' here: run `make report`, or set `data`",
-    ):
+    with pytest.raises(FileNotFoundError, match="summary.csv: run `make report`"):
         run("04-read-a-report", data=str(tmp_path))
 
 

@@ -13,6 +13,7 @@ from ringlab import block_patterns, cli, hardware, measure
 from ringlab.hardware.profiles import load
 from ringlab.measure import suites
 from ringlab.presets import NAMED, named
+from ringlab.report import driver
 
 LIB = Path(cli.__file__).resolve().parents[1]
 PASCAL = hardware.Gpu("NVIDIA GeForce GTX 1080", (6, 1), 8_510_000_000, driver="580.65")
@@ -231,8 +232,23 @@ def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
         )
 
     monkeypatch.setattr(measure, "run", stop)
-    code, _, err = said(capsys, "measure", "--profile", "cpu", "--data", str(tmp_path))
-    assert code == 130 and "run again" in err and "Traceback" not in err
+    monkeypatch.setattr(cli, "changes", lambda folder: "git checkout")
+    for command, rows in (("measure", "--data"), ("report", "--reports")):
+        code, _, err = said(capsys, command, "--profile", "cpu", rows, str(tmp_path))
+        assert code == 130 and "3 points measured are kept" in err
+        assert ("git checkout" in err) == (command == "report")
+
+
+def test_a_report_says_what_it_wrote_and_how_to_keep_or_drop_it(
+    capsys, monkeypatch, tmp_path
+):
+    how = "report", "--reports", str(tmp_path)
+    monkeypatch.setattr(cli, "changes", lambda folder: f"git checkout {folder.name}")
+    for written, text in (([tmp_path], "1 files written"), ([], "up to date")):
+        monkeypatch.setattr(driver, "run", lambda *_, w=written, **__: w)
+        code, out, err = said(capsys, *how)
+        assert (code, err) == (0, "") and text in out
+        assert out.splitlines()[1:] == [f"git checkout {tmp_path.name}"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ round. A process that dies costs its point alone.
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,17 @@ from ..cost import Cost
 from . import provenance
 from .points import ANCHORS, ANCHORS_ON_GPU, Group, Point, Result
 from .stats import is_unstable, summary
-from .store import Run, Store, latest, read, result_row, unfinished, warn, warn_once
+from .store import (
+    Run,
+    Store,
+    durations,
+    latest,
+    read,
+    result_row,
+    unfinished,
+    warn,
+    warn_once,
+)
 from .timing import POINT_S, Bounds, available_bytes, rounds_for
 from .validity import why_not_quotable
 from .workers import Workers
@@ -92,9 +102,8 @@ class CpuContention:
 
 
 EVERY_S = 10.0
-# assumed before the first points tell the pace
-PRIOR_POINTS = 6
-PRIOR_S = 30.0
+POINT_TAKES_S = 5.0  # if it was never measured
+PRIOR_S = 60.0  # of points at the pace of earlier rows, until this run's own is known
 PREPARED = 0.2  # of a point is done once it is built and checked
 
 
@@ -102,15 +111,27 @@ class Progress:
     """What a run prints to stderr: a line for each group and point, and every ten
     seconds what is at work.
 
-    The time left assumes that all points take equally long.
+    The time left is what the missing points took when they were last measured, in
+    ``seconds`` by (group, point id), on this machine or another, times how much longer
+    those of this run take.
     """
 
-    def __init__(self, total: int, show: bool, clock: Callable[[], float]):
-        self.total = total
+    def __init__(
+        self,
+        todo: list[tuple[Group, list[Point]]],
+        seconds: Mapping[tuple[str, str], float],
+        show: bool,
+        clock: Callable[[], float],
+    ):
+        self.expected = {
+            (group.name, p.id): seconds.get((group.name, p.id), POINT_TAKES_S)
+            for group, points in todo
+            for p in points
+        }
         self.show = show
         self.clock = clock
         self.count = 0
-        self.done = 0.0
+        self.finished = self.done = 0.0  # seconds of whole points, and of parts too
         self.start = self.last_line = clock()
 
     def say(self, text: str) -> None:
@@ -119,24 +140,25 @@ class Progress:
             warn(text)
 
     def left(self) -> str:
-        points = self.done + PRIOR_POINTS
-        seconds = self.clock() - self.start + PRIOR_S
-        left = max(0.0, self.total - self.done) * seconds / points
+        pace = (self.clock() - self.start + PRIOR_S) / (self.done + PRIOR_S)
+        left = max(0.0, sum(self.expected.values()) - self.done) * pace
         return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
 
-    def did(self, text: str, share: float) -> None:
-        """Another ``share`` of a point is done; ``text`` says what."""
-        self.done += share
+    def did(self, text: str, seconds: float) -> None:
+        """Another part of a point is done, as long as expected; ``text`` says what."""
+        self.done += seconds
         if self.clock() - self.last_line > EVERY_S:
             self.say(f"{text} ({self.left()})")
 
     def result(self, result: Result) -> None:
-        self.count = self.done = self.count + 1
+        self.count += 1
+        self.finished += self.expected[result.id]
+        self.done = self.finished
         parts = [] if result.median is None else [f"{result.median * 1e3:.4g} ms"]
         parts += ["unstable"] * result.unstable
         parts += [f"{result.status}: {result.reason}"] * (result.status != "ok")
         self.say(
-            f"[{self.count}/{self.total}] {result.group}: {result.point.label()}: "
+            f"[{self.count}/{len(self.expected)}] {result.group}: {result.point.label()}: "
             f"{' '.join(parts) or 'checked'}"
         )
 
@@ -151,6 +173,7 @@ class Member:
     samples: dict[int, float]
     timed: bool
     threads: int  # of each rank
+    expected_s: float
     workers: Workers
     row: dict = field(
         default_factory=lambda: {"status": "ok", "reason": "", "cpu_s": 0.0}
@@ -179,6 +202,10 @@ def missing_points(
     return [(group, points) for group, points in missing if points]
 
 
+def _count(todo: list[tuple[Group, list[Point]]]) -> int:
+    return sum(len(points) for _, points in todo)
+
+
 class Session:
     """The state that all groups of a run share; arguments as ``run``. ``workers``
     starts the processes of a point.
@@ -191,6 +218,7 @@ class Session:
         profile,
         timeout_s=TIMEOUT_S,
         progress=False,
+        after: Callable[[Group | None, int], None] = lambda group, left: None,
         workers: Callable[..., Workers] = Workers,
         contention: type[CpuContention] = CpuContention,
         clock: Callable[[], float] = time.monotonic,
@@ -210,6 +238,7 @@ class Session:
         self.timeout_s = timeout_s
         self.threads = self.here["threads"]
         self.show = progress
+        self.after = after
         self.settings = {
             "device": device,
             "threads": self.threads,
@@ -253,28 +282,31 @@ class Session:
                 disturbed = {r.group for r in crowded}
                 kept = [r for r in kept if not r.provenance.get("crowded")]
             todo = missing_points(groups, kept)
-            count = sum(len(points) for _, points in todo)
+            count = _count(todo)
+            requested = sum(len(g.points) for g in groups)
             if self.show:
-                self._say_what_counts(
-                    stored, kept, count, sum(len(g.points) for g in groups)
-                )
-            self.progress = Progress(count, self.show, self.clock)
+                self._say_what_counts(stored, kept, count, requested)
+            seconds = durations(self.folder)
+            self.progress = Progress(todo, seconds, self.show, self.clock)
             try:
+                self.after(None, count)
                 while todo:
                     group, points = todo.pop(0)
                     anew = force or group.name in disturbed
                     run = None if anew else unfinished(self.folder, group, self.here)
                     self._run_group(group, points, run)
+                    self.after(group, _count(todo))
                     if todo and self.clock() >= until:
-                        left = sum(len(points) for _, points in todo)
                         names = "; ".join(g.name for g, _ in todo)
                         warn(
-                            f"{minutes:g} minutes are over: {left} points are left, of {names}; run again to go on"
+                            f"{minutes:g} minutes are over: {_count(todo)} points are left, of {names}; "
+                            "run again to go on"
                         )
                         break
             except KeyboardInterrupt:
+                there = requested - count + len(self.results)
                 raise Interrupted(
-                    f"interrupted: {len(self.results)} whole points are kept, and the samples of those that "
+                    f"interrupted: {there} of {requested} points are kept, and the samples of those that "
                     "were begun; run again to go on"
                 ) from None
         requested = {key for g in groups for key in g.keys}
@@ -354,7 +386,8 @@ class Session:
         workers = self.start(self.settings | own, ranks)
         timed = group.timed and ranks <= self.threads  # with a core for each rank
         samples = run.samples.setdefault(point.id, {})
-        return Member(point, samples, timed, threads, workers)
+        expected_s = self.progress.expected.get((group.name, point.id), 0.0)
+        return Member(point, samples, timed, threads, expected_s, workers)
 
     def _run_together(
         self, group: Group, run: Run, members: list[Member]
@@ -444,7 +477,8 @@ class Session:
         reply = member.workers.ask(command, left, **arguments)
         member.spent += self.clock() - start
         member.row |= reply
-        self.progress.did(text or f"{command} {member.point.label()}", share)
+        text = text or f"{command} {member.point.label()}"
+        self.progress.did(text, share * member.expected_s)
         if not member.alive:
             member.workers.close()
         return reply
@@ -549,11 +583,13 @@ def run(
     the results of all of them.
 
     ``profile``: a hardware profile or its name, on whose kind of device it measures and
-    whose rates bound GPU times. Others are ``timeout_s=120``, seconds per point, and
-    ``progress=False``: a line per point on stderr. ``force``: measure again what is
-    there. ``minutes``: after this time no further group is begun (the first always is),
-    and the next run goes on there. Unstable points get up to three times their rounds,
-    for three seconds each and 45 seconds of a run.
+    whose rates bound GPU times. Others are ``timeout_s=120``, seconds per point;
+    ``progress=False``: a line per point on stderr; ``after``, which is called with each
+    group that is done and the number of points that are still missing, and at the start
+    with None. ``force``: measure again what is there. ``minutes``: after this time no
+    further group is begun (the first always is), and the next run goes on there.
+    Unstable points get up to three times their rounds, for three seconds each and 45
+    seconds of a run.
 
     A point is done if a result exists for the same point, group, engine, method, torch,
     device, machine and threads, and, if the group is interleaved, the same points in

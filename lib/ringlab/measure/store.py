@@ -202,6 +202,17 @@ def unfinished(folder: Path | str, group: Group, here: dict) -> Run | None:
     return run
 
 
+def durations(folder: Path | str) -> dict[tuple[str, str], float]:
+    """Seconds that each point took when it was last measured, on whatever machine, by
+    (group, point id).
+    """
+    return {
+        (row.get("group"), row.get("point")): row["duration"]
+        for _, row in _rows(folder, [])
+        if row.get("kind") == "result" and isinstance(row.get("duration"), float)
+    }
+
+
 def load(
     folder: Path | str, *, warn: Callable[[str], None] = warn_once
 ) -> list[Result]:

@@ -524,6 +524,7 @@ def _beside_fa4(first: Point, ways: Callable) -> list[Group]:
 # `advise` proposes.
 LANDSCAPE = "landscape"
 LANDSCAPE_TRAINING = "landscape training"
+LANDSCAPE_ADVISED = "advised"
 LANDSCAPE_ADDED = "landscape, added"
 LANDSCAPE_WINDOW = WINDOW  # five blocks: 320 keys
 BIGBIRD = bigbird(1, 1, 1, block_size=64)  # three, a global and a random one
@@ -703,7 +704,7 @@ def landscape(
         return ranking
     return [
         *ranking,
-        Group("advised", advised, rounds=5),
+        Group(LANDSCAPE_ADVISED, advised, rounds=5),
         *model_groups(window, cpu),
         *peer_groups(window, half),
     ]

@@ -9,6 +9,7 @@ hangs, the session's side makes the reply and names the rank.
 
 import gc
 import math
+import os
 import pickle
 import shutil
 import tempfile
@@ -352,6 +353,8 @@ def serve(channel: Connection, settings: dict) -> None:
     Every reply has the CPU time that this process has used (``cpu_s``), to tell it from
     that of other processes.
     """
+    # What torch.compile keeps goes with the point, not into the user's temporary folder.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = settings["folder"]
     torch.set_num_threads(settings["threads"])
     limit_memory(settings.get("memory_bytes"))
     worker = Worker(settings) if "point" in settings else None

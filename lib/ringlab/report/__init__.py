@@ -2,6 +2,7 @@
 
     from ringlab import report
 
+    report.read_parameters(globals())
     here = report.source("cpu")
     study = report.measured(here, suites.landscape(here.profile, **here.how))
     rows = study.frame()  # one row a point, a pandas DataFrame
@@ -14,6 +15,7 @@ no packages.
 from importlib import import_module
 
 NAMES = {  # by the module where they are documented
+    "report.parameters": "read_parameters",
     "report.study": "source listed measured",
     "report.tables": "table Text Code Cell number span percent size interval counted",
     "report.cells": "time roofline rate peak error times significance calls on_ranks "

@@ -1,5 +1,6 @@
 """`make report`: measure what is missing, then run each notebook on the rows, render
-its page, refresh the index.
+its page, refresh the index. What the first screen of the index shows is measured first,
+and shown at once.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from .. import __version__, hardware, measure
 from ..measure import provenance, suites
 from . import index, render
 from .evidence import learned
-from .first_screen import first_screen
+from .first_screen import GROUPS, first_screen
 from .places import ReportError, RunTarget, home, locked, note, run_target
 from .published import DOCUMENTS
 from .study import Study, read_study
@@ -58,8 +59,8 @@ def run(
     force: bool = False,
     remeasure: bool = False,
 ) -> list[Path]:
-    """Bring ``reports/<profile>/`` up to date and return the paths of its pages, the
-    index last.
+    """Bring ``reports/<profile>/`` up to date and return the paths that were written,
+    the index last; [] if all was up to date.
 
     ``notebooks`` and ``suite`` replace the built-in ones. Rows that are there already
     are not measured again, unless ``remeasure``. Pages are rendered again, all of them,
@@ -88,13 +89,11 @@ def run(
             with locked(pages.folder):
                 before = pages.begin()
                 if not target.why:
-                    groups = (suite or _suite(sources))(target.profile)
-                    options = {"profile": target.profile, "force": remeasure}
-                    measure.run(groups, target.data, progress=True, **options)
+                    pages.measure((suite or _suite(sources))(target.profile), remeasure)
                 written = pages.write(before, force)
         finally:  # after Ctrl-C too: the index says at once what is unfinished
             listed = index.write_index(reports)
-        return written + listed
+        return written and written + listed
     except OSError as error:  # a full disk, a folder that may not be written; earlier pages are still whole
         raise ReportError(
             f"cannot use {error.filename or pages.folder}: {error.strerror or error}"
@@ -147,13 +146,48 @@ class Pages:
         """
         for partial in (*self.folder.glob(".*.tmp"), *self.folder.glob("*/.*.tmp")):
             partial.unlink(missing_ok=True)
-        if before := index.read_manifest(self.folder):
+        before = index.read_manifest(self.folder)
+        before.pop("measured_points", None)  # of a run that was stopped
+        if before:
             index.write_manifest(self.folder, before, complete=False)
         return before
 
+    def measure(self, groups: Sequence[measure.Group], anew: bool) -> None:
+        """Measure what is missing, or with ``anew`` everything; first what the first
+        screen shows, which is written as soon as it is there.
+        """
+        first = [g for name in GROUPS for g in groups if g.name == name]
+        groups = [*first, *(g for g in groups if g not in first)]
+        points = sum(len(g.points) for g in groups)
+
+        def after(group: measure.Group | None, left: int) -> None:
+            """Write to the manifest how far the run is."""
+            manifest = index.read_manifest(self.folder)
+            shown = self.first_screen and group in first and left
+            if shown:
+                study = read_study(self.target.profile, self.target.data)
+                reports = manifest.get("reports", [])
+                screen, _ = self._first_screen(study, {}, reports)
+                manifest = _about(study) | {"reports": reports, "first_screen": screen}
+            manifest["measured_points"] = [points - left, points]
+            index.write_manifest(self.folder, manifest, complete=False)
+            if shown:
+                path, _ = index.write_index(self.folder.parent)
+                note(f"{path} has first answers, of {points - left} of {points} points")
+
+        profile = self.target.profile
+        measure.run(
+            groups,
+            self.target.data,
+            profile=profile,
+            force=anew,
+            progress=True,
+            after=after,
+        )
+
     def write(self, before: dict, force: bool) -> list[Path]:
-        """Render all pages unless they are current. Raises ReportError that names every
-        notebook that failed.
+        """Render all pages and return their paths; [] if they are current. Raises
+        ReportError that names every notebook that failed.
         """
         profile = self.target.profile
         data = self.target.data
@@ -168,8 +202,8 @@ class Pages:
         made_from = self._made_from(study)
         if not force and before.get("digest") == f"{made_from} {self._made()}":
             index.write_manifest(self.folder, before, complete=True)
-        else:
-            self._render(study, made_from, before)
+            return []
+        self._render(study, made_from, before)
         return [
             self.folder / f"{source.stem}.{ending}"
             for source in self.notebooks
@@ -185,7 +219,8 @@ class Pages:
             k: before[k] for k in ("reports", "first_screen") if k in before
         }
         drawn: dict[str, dict] = {}
-        for source in self.notebooks:
+        for number, source in enumerate(self.notebooks, 1):
+            note(f"[{number}/{len(self.notebooks)}] page {source.stem}")
             try:
                 entry, written, pictures = self._report(source, study, manifest)
                 files += written
@@ -199,15 +234,10 @@ class Pages:
                 entry = known.get(source.stem, {}) | named | {"failed": str(failure)}
             entries.append(entry)
         if self.first_screen:
-            screen = first_screen(study, drawn, learned(entries))
-            if figure := screen.figure:  # a page has the image of its own figure
-                images = (("svg", figure.svg), ("png", figure.png))
-                files += [
-                    render.write(self.folder / "figures" / f"{figure.name}.{x}", data)
-                    for x, data in images
-                    if data
-                ]
-            manifest["first_screen"] = screen.stored()
+            manifest["first_screen"], written = self._first_screen(
+                study, drawn, entries
+            )
+            files += written
         manifest["reports"] = entries
         if failures:
             index.write_manifest(self.folder, manifest, complete=False)
@@ -219,6 +249,23 @@ class Pages:
             manifest | {"digest": f"{made_from} {self._made()}"},
             complete=True,
         )
+
+    def _first_screen(
+        self, study: Study, drawn: dict[str, dict], reports: Sequence[dict]
+    ) -> tuple[dict, list[Path]]:
+        """(what the manifest keeps, files) of the first screen, with what the pages drew
+        and what is known of them.
+        """
+        note("first screen of the index")
+        screen = first_screen(study, drawn, learned(reports))
+        files = []
+        if figure := screen.figure:  # a page has the PNG of its own figure
+            files = [
+                render.write(self.folder / "figures" / f"{figure.name}.{x}", data)
+                for x, data in (("svg", figure.svg), ("png", figure.png))
+                if data
+            ]
+        return screen.stored(), files
 
     def _report(
         self, source: Path, study: Study, manifest: dict

@@ -38,6 +38,9 @@ from .tables import Cell, Table, size
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
 MILLION = 2**20
+# The groups of points that this screen is made from, which are measured first: the times
+# in its table; longer dense calls and the noise floor.
+GROUPS = (suites.LANDSCAPE_ADVISED, suites.LANDSCAPE)
 VERSION = 1  # of the facts that a manifest keeps: an index shows no others
 FAST = 131072  # tokens of the answer to how fast
 SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}  # of a call, as in the landscape

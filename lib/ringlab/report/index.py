@@ -80,6 +80,11 @@ def _section(folder: Path) -> dict:
         state = "measured, no report yet"
     elif not manifest.get("complete"):
         state = "unfinished: run it again to complete it"
+        if count := manifest.get("measured_points"):
+            state = (
+                f"unfinished: {count[0]:,} of {count[1]:,} points are measured; the rest and the pages are still to "
+                "come. Pages that are listed are of an earlier run. A run that was stopped goes on when started again."
+            )
     files = [name for name in DATA if (data / name).is_file()]
     return {
         "folder": folder.name,
@@ -88,19 +93,23 @@ def _section(folder: Path) -> dict:
         "state": state,
         "facts": facts(manifest),
         "files": [(name, f"{folder.name}/data/{name}") for name in files],
-        "pages": [_page(folder, report) for report in manifest.get("reports", ())],
+        "pages": [
+            _page(folder, report, "measured_points" in manifest)
+            for report in manifest.get("reports", ())
+        ],
         "screen": _screen(folder, manifest),
     }
 
 
-def _page(folder: Path, report: dict) -> dict:
+def _page(folder: Path, report: dict, earlier: bool) -> dict:
+    """What the index says of a page; ``earlier``: it is of an earlier run."""
     links = {
         x: f"{folder.name}/{report['name']}.{x}"
         for x in PAGES
         if (folder / f"{report['name']}.{x}").is_file()
     }
     failed = str(report.get("failed") or "")
-    earlier = "earlier " if failed else ""  # pages of an earlier run, and whole
+    earlier = "earlier " if failed or earlier else ""
     html = links.get("html")
     return {
         "title": str(report.get("title") or report["name"]),

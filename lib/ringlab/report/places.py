@@ -18,7 +18,9 @@ Needs torch alone, so that a machine without the report's packages can measure.
 
 import json
 import os
+import shlex
 import socket
+import subprocess
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +65,24 @@ def reports_folder() -> Path:
         return home() / "reports"
     except UsageError:
         return Path("reports")
+
+
+def changes(folder: Path) -> str:
+    """How to keep or drop the changes of files below ``folder`` that git tracks; empty
+    where there are none.
+    """
+    asked = ["git", "-C", folder, "status", "--porcelain", "--untracked-files=no", "."]
+    try:
+        changed = subprocess.run(asked, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        return ""
+    if not changed:
+        return ""
+    name = shlex.quote(os.path.relpath(folder))
+    return (
+        f"files that git tracks changed: `git add {name}` and a commit keep them, "
+        f"`git checkout -- {name}` drops them, with the rows that were measured"
+    )
 
 
 @contextmanager

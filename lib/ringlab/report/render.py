@@ -19,6 +19,7 @@ import nbformat
 from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_core.paths import ENV_JUPYTER_PATH
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbconvert import HTMLExporter, MarkdownExporter
@@ -66,11 +67,16 @@ class Page:
 
 
 def read(source: Path) -> nbformat.NotebookNode:
-    """The notebook in a file. Raises ReportError for a file that is none."""
+    """The notebook in a file of any format, in the newest. Raises ReportError for a file
+    that is none, and for a notebook that takes no parameters.
+    """
     try:
-        return nbformat.read(source, as_version=4)
+        notebook = load_notebook_node(str(source))
     except (ValueError, AttributeError, nbformat.ValidationError) as error:
         raise ReportError(f"{source.name} is not a notebook: {_line(error)}") from error
+    if not any("parameters" in cell.metadata.tags for cell in notebook.cells):
+        raise ReportError(f"{source.name} has no cell with the tag 'parameters'")
+    return notebook
 
 
 def execute(
@@ -87,11 +93,9 @@ def execute(
     Raises NotebookFailed for a cell that raises, one that exceeds ``cell_timeout_s``
     seconds, or a kernel that dies; what the notebook got to is then kept as ``failed``.
     """
-    read(source)
+    how = {"kernel_name": "ringlab", "language": "python"}  # whatever the file says
+    notebook = parameterize_notebook(read(source), parameters, **how)
     failed.unlink(missing_ok=True)
-    notebook = parameterize_notebook(
-        load_notebook_node(str(source)), parameters, kernel_name="", language="python"
-    )
     with tempfile.TemporaryDirectory(prefix="ringlab-") as folder:
         kernel = AsyncKernelManager(
             kernel_spec_manager=OwnKernel(), connection_file=f"{folder}/kernel.json"
@@ -101,6 +105,7 @@ def execute(
             kernel,
             timeout=cell_timeout_s,
             resources={"metadata": {"path": str(cwd)}},
+            shutdown_kernel="immediate",
         )
         index = 0  # of the cell that runs
         try:
@@ -121,6 +126,9 @@ def execute(
             failure = "killed its kernel (often: out of memory)"
         except RuntimeError as error:  # of a kernel that does not come up
             raise NotebookFailed(f"{source.name}: {_line(error)}") from error
+        finally:
+            if kernel.has_kernel:  # stopped before it had a client
+                run_sync(kernel.shutdown_kernel)(now=True)
     write(failed, nbformat.writes(notebook))
     raise NotebookFailed(f"{source.name}: {_where(notebook, index)} {failure}")
 
