@@ -407,6 +407,7 @@ LAYERS = [
         "hardware",
         "native",
         "selected",
+        "presets",
         "torch_private",
     },
     {"kernels"},
@@ -414,7 +415,6 @@ LAYERS = [
     {"attention", "call", "ring", "kv_cache"},
     {
         "estimate",
-        "presets",
         "meta_run",
         "advise",
         "adaptive",

@@ -208,7 +208,7 @@ def durations(folder: Path | str) -> dict[tuple[str, str], float]:
     """
     return {
         (row.get("group"), row.get("point")): row["duration"]
-        for _, row in _rows(folder, [])
+        for _, row in _rows(_bytes(Path(folder) / NAME), {})
         if row.get("kind") == "result" and isinstance(row.get("duration"), float)
     }
 
