@@ -116,10 +116,11 @@ env: $(READY)  ## set up, and print the versions in use
 	[print(n, v.get(n, "not installed")) for n in sys.argv[1:]]' \
 	ringlab torch xformers papermill nbconvert jupyterlab pandas scipy seaborn matplotlib pytest ruff
 
-lint: $(READY)  ## check the style and the layout of lib, tests and notebooks
-	$(call needs,[test],ruff)
+lint: $(READY)  ## check style, layout and types of lib, tests, notebooks and of the code that users are shown
+	$(call needs,[test],ruff basedpyright pyrefly)
 	@$(PY) -m ruff check $(wildcard lib tests notebooks) $(ARGS)
 	@$(PY) -m ruff format --check $(wildcard lib tests notebooks)
+	@$(PY) tests/check_types.py
 
 clean:  ## remove .venv and caches; measured data and reports stay
 	rm -rf .venv .pytest_cache .ruff_cache build lib/build lib/dist lib/*.egg-info

@@ -11,10 +11,7 @@ what a call needs before it runs.
 torch.Size([1, 64, 4, 16])
 """
 
-import sys
-
-from . import block_patterns as blocks
-from . import kernels, nn, reference, ring, selection
+from . import blocks, kernels, nn, reference, ring, selection
 from .adaptive import Adaptive, AdaptiveBlockSparse, adaptive_attention
 from .advise import Advice, Evidence, advise
 from .attention import attention
@@ -43,8 +40,6 @@ from .patterns import Dense, Dilated, Pattern
 from .presets import ladder
 from .ring import Simulated
 from .selected import Selected
-
-sys.modules["ringlab.blocks"] = blocks  # for ``from ringlab.blocks import ...``
 
 __version__ = "0.1.0"
 __all__ = [

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -70,11 +71,28 @@ REFUSED = {
 }
 
 
+Patterns = Pattern | PerHead | Selected | str
+
+
+@overload
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern | PerHead | Selected | str,
+    pattern: Patterns,
+    *,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, **options: Any
+) -> Tensor: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Patterns,
     *,
     causal: bool = False,
     scale: float | None = None,

@@ -9,7 +9,7 @@ contents of tensors.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -119,8 +119,8 @@ class Dilated:
     [[2, 1, 1, 0], [1, 1, 0, 0], [1, 0, 2, 1], [0, 0, 1, 1]]
     """
 
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
     mixing: str = "lse"
     offsets: str = "head"
 

@@ -33,6 +33,7 @@ and copies to the host that nobody waits for.
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import traceback
@@ -180,6 +181,8 @@ def become_gpu(index: int) -> torch.device:
     """From now on this process has GPUs, of which it uses number ``index``, and the
     backend of ``nccl_group``. The current GPU is number 0.
     """
+    # torch's flight recorder, since 2.15, knows no groups of Python.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     OWN[0], current, stream = index, [0], SimpleNamespace(synchronize=lambda: None)
 
     def exchange(index):

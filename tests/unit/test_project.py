@@ -332,7 +332,7 @@ def test_make_help_lists_every_target():
         ("compare A=cpu B=cpu", "torch, scipy", "[report]"),
         ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
         ("test", "torch, papermill, nbconvert, pandas, pytest, xdist", "[report,test]"),
-        ("lint", "ruff", "[test]"),
+        ("lint", "ruff, basedpyright, pyrefly", "[test]"),
     ],
 )
 def test_an_interpreter_that_lacks_something_is_one_line(
@@ -398,6 +398,7 @@ LAYERS = [
     {
         "patterns",
         "block_patterns",
+        "blocks",
         "cost",
         "reference",
         "cache",

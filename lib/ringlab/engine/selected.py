@@ -856,6 +856,7 @@ def _rows_of_keys(k: Tensor, v: Tensor) -> list[Tensor]:
 
 def weighed_by(options: LocalCall, log_weights: Tensor | None) -> LocalCall:
     """The options with these weights, which autograd follows apart from them."""
+    assert isinstance(options.pattern, Selected)
     pattern = replace(options.pattern, log_weights=log_weights)
     return options._replace(pattern=pattern)
 

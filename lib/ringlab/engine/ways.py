@@ -172,14 +172,14 @@ class Flex:
     takes_dlse = False
 
     def forward(self, inputs, scale: float, execution: Execution):
-        q = inputs[0]
+        q, k, v = inputs
         size = self.pattern.block_size
         why = sparse.refusal(q.device, q.dtype, q.shape[3], size)
         sparse.refuse("flex", why)
         where = self.pattern, q.shape[1], self.views.causal, q.device
         build = partial(sparse.flex_prepare, *where)
         mask = execution.cached(("flex", *where), build)
-        out, lse = sparse.flex_forward(*inputs, mask, scale, with_lse=True)
+        out, lse = sparse.flex_forward(q, k, v, mask, scale, with_lse=True)
         if lse is None:
             _, lse = self.views.forward(inputs, scale, execution)
         return out, lse

@@ -740,6 +740,7 @@ class LiveCache(Cache):
             )
         super().__init__(layers)
         self.max_cache_len = n  # peft asks for it
+        self.layers: list = layers
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs

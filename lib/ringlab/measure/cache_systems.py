@@ -63,6 +63,6 @@ class BuiltPlan(Output):
     def named(self) -> dict[str, Tensor]:
         system = self.system
         call = system.point.causal, system.point.head_dim**-0.5, system.kernel
-        inputs = System.inputs(system)
-        results = system.execute(*inputs, self.plan, *call, pool=None)
+        q, k, v = System.inputs(system)
+        results = system.execute(q, k, v, self.plan, *call, None)
         return dict(zip(("out", "lse"), results))

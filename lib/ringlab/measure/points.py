@@ -43,7 +43,7 @@ class Point:
     """
 
     system: str
-    pattern: dict
+    pattern: patterns.Pattern | dict
     batch: int = 1
     seq_len: int = 8192
     heads: int = 8
