@@ -390,6 +390,9 @@ class NcclDouble(dist.ProcessGroup):
         receives = {rank: [t] for rank, t in enumerate(outputs[0])}
         return self.post("all_gather", dict.fromkeys(receives, inputs), receives)
 
+    def all_gather_single(self, output, input, opts=None):  # objects, since torch 2.15
+        return self.allgather([output.chunk(self.size())], [input])
+
     def send(self, tensors, peer, tag=0):
         self._add(0, tensors, peer)
 
