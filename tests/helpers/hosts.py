@@ -47,7 +47,7 @@ def declines(p, d): raise Refused("not this pattern")
 def buggy(p, d): return system(p, d, lambda *_: int("x"))
 def starves(p, d): return system(p, d, lambda *_: torch.ones(1 << 31, dtype=torch.uint8))
 def exhausted(p, d): raise MemoryError
-def too_fast(p, d): return system(p, d, lambda out, *_: out, folded_flops=10**18)
+def too_fast(p, d): return system(p, d, lambda out, *_: out, folded_flops=10**15)
 def too_small(p, d): return system(p, d, lambda out, *_: out, floor_bytes=10**9)
 def sleeps(p, d): return system(p, d, lambda *_: time.sleep(1000))
 def slow(p, d): return system(p, d, lambda out, *_: (time.sleep(0.05), out)[1])

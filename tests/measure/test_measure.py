@@ -422,6 +422,7 @@ def test_every_module_is_on_a_side(tmp_path):
         "__init__",
         "__main__",
         "advise",
+        "blocks",
         "call",
         "checks",
         "cli",

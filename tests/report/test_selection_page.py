@@ -100,6 +100,6 @@ def test_what_models_learned_is_read_from_the_rows_of_trainings(tmp_path):
 
 
 def test_lengths_replace_those_of_the_page():
-    points = shown(seq_lens=(2048,)).points
+    points = shown(seq_lens="[2048]").points
     assert {*points.seq_len} == {2048}
     assert {*shown(head_dim=32).points.head_dim} == {32}

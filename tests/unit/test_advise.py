@@ -500,7 +500,7 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
     )
     code, out, _ = said("--seq-len", "1024", "--show", "code")
     exec(compile(out, "printed", "exec"), {})
-    assert code == 0
+    assert code == 0 and "(1, 1024, 8, 64)" in capsys.readouterr().out
     for bad, why in (
         (["--ranks", "0"], "ranks must be a positive"),
         (["--memory", "1KB"], "1000 B cannot hold"),

@@ -64,5 +64,5 @@ class BuiltPlan(Output):
         system = self.system
         call = system.point.causal, system.point.head_dim**-0.5, system.kernel
         q, k, v = System.inputs(system)
-        results = system.execute(q, k, v, self.plan, *call, None)
+        results = system.execute(q, k, v, self.plan, *call, pool=None)
         return dict(zip(("out", "lse"), results))
