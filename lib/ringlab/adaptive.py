@@ -50,7 +50,7 @@ from .engine.autograd import outside_graphs, without_autocast
 from .kernels import device_of
 from .kernels.base import accumulation_dtype
 from .ring.exchange import Problem
-from .ring.group import Group
+from .ring.group import Group, given_group, tells
 from .ring.layout import contiguous
 from .ring.selected import gather_means
 from .selected import Selected
@@ -147,33 +147,25 @@ def check_blocks(
     causal: bool,
     ranks: Group | None,
 ) -> None:
-    """Raise ValueError unless the pattern fits q, k and z; on all ranks where it does
-    not on one, or where they differ.
+    """Raise ValueError unless the pattern fits q, k and z, PlanMismatch where ranks
+    differ.
     """
     size, here = (1, 1) if ranks is None else (ranks.size, len(ranks.here))
     n = q.shape[1] * size // here
-    refused = None
-    try:
-        if q.shape[1] != k.shape[1]:
-            got = f"{q.shape[1]} and {k.shape[1]}"
-            raise ValueError(f"q and k must agree in seq, got {got}")
-        if size > 1 and n % (size * pattern.block_size):
-            wanted = (
-                f"every rank needs equally many whole blocks of {pattern.block_size}"
-            )
-            raise ValueError(f"{wanted}, got n = {n} on {size} ranks")
-        count = pattern.count(n)
-        if z is not None:
-            axes = "(batch, heads, blocks, blocks)"
-            shape = q.shape[0], q.shape[2], count // size * here, count
-            check_floats("z", z, axes, shape, q.device)
-    except ValueError as error:
-        refused = error
+    if q.shape[1] != k.shape[1]:
+        got = f"{q.shape[1]} and {k.shape[1]}"
+        raise ValueError(f"q and k must agree in seq, got {got}")
+    if size > 1 and n % (size * pattern.block_size):
+        wanted = f"every rank needs equally many whole blocks of {pattern.block_size}"
+        raise ValueError(f"{wanted}, got n = {n} on {size} ranks")
+    count = pattern.count(n)
+    if z is not None:
+        axes = "(batch, heads, blocks, blocks)"
+        shape = q.shape[0], q.shape[2], count // size * here, count
+        check_floats("z", z, axes, shape, q.device)
     if ranks is not None:
         asked = Problem(pattern, contiguous(n, size), causal, q.shape[2], k.shape[2])
-        ranks.agree("choice", asked, q, z=z is not None, refused=str(refused))
-    if refused is not None:
-        raise refused
+        ranks.agree("choice", asked, q, z=z is not None)
 
 
 def block_means(t: Tensor, size: int) -> Tensor:
@@ -251,7 +243,8 @@ def choose_blocks(
     Causal: the block itself, then the best before it.
     """
     itself = rows_here(z, ranks)  # (rows, 1)
-    z = z.clamp(min=torch.finfo(z.dtype).min)
+    limits = torch.finfo(z.dtype)
+    z = z.nan_to_num(limits.max, limits.max, limits.min)
     if causal:
         hidden = torch.arange(z.shape[3], device=z.device) >= itself
         z = z.masked_fill(hidden, -torch.inf)  # after all others
@@ -280,6 +273,7 @@ def rows_here(z: Tensor, ranks: Group | None) -> Tensor:
     return torch.arange(first, first + z.shape[2], device=z.device)[:, None]
 
 
+@tells(given_group)
 def adaptive_attention(
     q: Tensor,
     k: Tensor,
@@ -385,6 +379,7 @@ class AdaptiveBlockSparse(nn.Module):
             for _ in range(2)
         )
 
+    @tells(lambda layer, *_, **__: layer.group)
     def logits(self, q: Tensor, k: Tensor, causal: bool = False) -> Tensor:
         """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b,
         n, h_kv, d); a rank's rows.

@@ -41,6 +41,7 @@ from .engine.documents import Documents, integers
 from .kv_cache import KVCache
 from .patterns import Dense, Dilated, Pattern, as_pattern, warn_of_idle
 from .presets import NAMED, named
+from .ring.group import tells
 from .ring.ulysses import HeadRange
 from .selected import Selected
 
@@ -74,6 +75,11 @@ REFUSED = {
 Patterns = Pattern | PerHead | Selected | str
 
 
+def _group_of(*_, group=None, cache=None, **__):
+    """The group of a call of ``attention``, its own or its cache's."""
+    return cache.group if isinstance(cache, KVCache) else group
+
+
 @overload
 def attention(
     q: Tensor,
@@ -88,6 +94,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, **options: Any
 ) -> Tensor: ...
+@tells(_group_of)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -467,7 +474,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> N
     many = MANY_HEADS <= heads == kv_heads and 1 < q.shape[1] < heads
     if many and not torch.compiler.is_compiling():  # a warning would break the graph
         what = f"q {tuple(q.shape)} has {heads} heads at {q.shape[1]} positions"
-        warnings.warn(f"{what}: {AXES}, not as in torch", stacklevel=3)
+        warnings.warn(f"{what}: {AXES}, not as in torch", stacklevel=4)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"q, k and v must have one dtype: {q.dtype}, {k.dtype}, {v.dtype}"

@@ -41,7 +41,7 @@ from .engine.chunked import OOMBackoff
 from .integrations.torchscale import longnet as longnet
 from .patterns import Dilated, Pattern
 from .ring import Simulated
-from .ring.group import Group
+from .ring.group import Group, tells
 
 FLASH = (
     "flash_attn_4",
@@ -197,6 +197,7 @@ class PublishedAttention(nn.Module):
             self.device = made[0].device
         return self
 
+    @tells(lambda layer, *_, **__: layer.group)
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **refused
     ) -> Tensor:

@@ -220,12 +220,12 @@ struct Call {  // kernels/compiled.py fills it; every field has 8 bytes
   int64_t batch, heads, queries, keys, d, dtype, causal, merge, narrow, threads;
   Rows q, k, v, bias, out, lse;
   Rows index;  // of a forward: key j is row index[j] of k and v
-  Rows rows;  // query i is row rows[i] of q, out, lse, dout and dq; none if it is below 0, as are all that follow
+  Rows rows;  // query i is row rows[i] of q, out, lse, dout and dq; none, read as 0 and not written, if it is below 0
   Rows dout, dq, dk, dv;  // of a backward
 
   // The row of query i of a head.
   long row(long b, long h, long i) const { return rows.data ? rows.at<int64_t>(b, h)[i * rows.row] : i; }
-  // How many of so many queries from the first on there are.
+  // How many of so many queries from the first on there are, up to the last that is one.
   long there(long b, long h, long first, long count) const {
     while (count && rows.data && row(b, h, first + count - 1) < 0) count--;
     return count;
@@ -237,7 +237,13 @@ template <class T>
 INLINE const T* queries_of(const Call& call, const Rows& t, long b, long h, long first, long count, T* copy, long* step) {
   *step = call.rows.data ? call.d : t.row;
   if (!call.rows.data) return t.at<const T>(b, h, first);
-  for (long i = 0; i < count; i++) memcpy(copy + i * call.d, t.at<const T>(b, h, call.row(b, h, first + i)), call.d * sizeof(T));
+  for (long i = 0; i < count; i++) {
+    const long row = call.row(b, h, first + i);
+    if (row < 0)
+      memset(copy + i * call.d, 0, call.d * sizeof(T));
+    else
+      memcpy(copy + i * call.d, t.at<const T>(b, h, row), call.d * sizeof(T));
+  }
   return copy;
 }
 
@@ -512,6 +518,7 @@ void run_forward(const Call& call, float scale) {
       }
       for (long r = 0; r < rows; r++) {
         const long row = call.row(b, h, start + r);
+        if (row < 0) continue;
         float* lse = call.lse.at<float>(b, h, row);
         if (call.narrow)
           finish(call, sums + r * D, top[r] * scale, sum[r], call.out.at<T>(b, h, row), lse);
@@ -545,7 +552,8 @@ void run_backward(const Call& call, float scale) {
       const long queries = call.there(b, h, 0, call.queries);
       long q_step, dout_step;
       for (long r = 0; r < padded; r++) {
-        const float found = r < queries ? *call.lse.at<float>(b, h, call.row(b, h, r)) : -INF;
+        const long row = r < queries ? call.row(b, h, r) : -1;
+        const float found = row < 0 ? -INF : *call.lse.at<float>(b, h, row);
         lse[r] = found == -INF ? INF : found;  // a row that sees nothing has probabilities of 0
       }
       for (long r = 0; r < queries; r += QUERIES) {
@@ -598,7 +606,9 @@ void run_backward(const Call& call, float scale) {
             product<Single, true>(some, D, mine, ds, 1, QUERIES, k + key * D, D, dq, D);
           }
           for (long i = 0; i < some; i++) {
-            float* to = call.merge & 1 ? sums + (r + i) * D : call.dq.at<float>(b, h, call.row(b, h, r + i));
+            const long row = call.row(b, h, r + i);
+            if (row < 0) continue;
+            float* to = call.merge & 1 ? sums + (r + i) * D : call.dq.at<float>(b, h, row);
             if (first)
               add_scaled(to, dq + i * D, d, 1, scale);
             else
@@ -613,7 +623,10 @@ void run_backward(const Call& call, float scale) {
             write_scaled(to_k, dk + j * D, d, scale), write_scaled(to_v, dv + j * D, d, 1);
         }
       }
-      for (long r = 0; call.merge & 1 && r < queries; r++) add_rounded(call.dq.at<float>(b, h, call.row(b, h, r)), sums + r * D, d, 1);
+      for (long r = 0; call.merge & 1 && r < queries; r++) {
+        const long row = call.row(b, h, r);
+        if (row >= 0) add_rounded(call.dq.at<float>(b, h, row), sums + r * D, d, 1);
+      }
     }
   }
 }

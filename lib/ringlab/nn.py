@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ from .engine.documents import Documents, integers
 from .kernels import device_of
 from .kv_cache import KVCache
 from .patterns import Pattern, as_pattern
-from .ring.group import Group
+from .ring.group import Group, PlanMismatch, telling, tells
 from .ring.layout import layout_named
 from .ring.schemes import check_scheme
 from .selected import Selected
@@ -241,6 +242,7 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
         layer.load_state_dict(module.state_dict())
         return layer
 
+    @tells(lambda layer, *_, **__: layer.options["group"])
     def forward(
         self,
         x: Tensor,
@@ -512,23 +514,13 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
 
     Raises ValueError for ``targets`` that are no integers, and for a ``total`` that is
     no positive integer, is less than the targets of this call, or differs between ranks.
+    Where one rank refuses its logits, targets or total, all raise PlanMismatch.
 
     >>> logits, targets = torch.randn(2, 8, 5), torch.tensor([[1] * 8, [2] * 3 + [-100] * 5])
     >>> parts = [mean_loss(logits[i : i + 1], targets[i : i + 1], total=11) for i in range(2)]
     >>> torch.allclose(sum(parts), mean_loss(logits, targets))
     True
     """
-    total = None if total is None else check_int("total", total)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-    if targets.dtype not in INTEGERS:
-        raise ValueError(
-            f"targets must be integers, as targets.long(), got {targets.dtype}"
-        )
-    targets = targets.long()
-    known = targets >= 0
-    loss = F.cross_entropy(
-        logits, targets.masked_fill(~known, -100).flatten(), reduction="sum"
-    )
     parts = [Group.sharing(group) for group in groups]
     shared = [
         group
@@ -536,12 +528,30 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
         if group is not None and group.process_group is not None
     ]
     ranks = math.prod(group.size for group in shared)
-    known = known.sum().double()
-    sums = torch.stack([loss.detach().double(), known, known.new_tensor(total or 0)])
+    refused = None
+    try:
+        loss, sums = _loss_here(logits, targets, total)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if not shared:
+            raise
+        refused = error  # the others must not wait for this rank
+        sums = torch.full((3,), torch.nan, dtype=torch.float64, device=logits.device)
     for group in shared:
         dist.all_reduce(sums, group=group.process_group)
+    if shared and sums[1].isnan():
+        why = []  # of the ranks that refuse, by number
+        if refused is not None:
+            text = " ".join(str(refused).split())
+            why = [(dist.get_rank(), f"{type(refused).__name__}: {text}")]
+        for group in shared:
+            why = sorted(chain(*group.gather(why, sums)))
+        if len(why) == ranks:
+            raise refused
+        rank, text = why[0]
+        raise PlanMismatch(f"rank {rank} refuses its loss: {text}", rank)
     count = sums[1].clamp(min=1)
     if total is not None:
+        total = int(total)
         if sums[2] != total * ranks or sums[1] > total:
             raise ValueError(
                 f"total must be the number of all targets, one for all ranks, got {total}; this call has {int(sums[1])}"
@@ -553,29 +563,79 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
     return share - share.detach() + (sums[0] / count).to(loss.dtype)
 
 
+def _loss_here(logits: Tensor, targets: Tensor, total) -> tuple[Tensor, Tensor]:
+    """The sum of the losses here, and what ranks add up in float64: (that sum, how many
+    targets, ``total`` or 0).
+    """
+    total = 0 if total is None else check_int("total", total)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    if targets.dtype not in INTEGERS:
+        raise ValueError(
+            f"targets must be integers, as targets.long(), got {targets.dtype}"
+        )
+    targets = targets.long()
+    known = targets >= 0
+    loss = F.cross_entropy(
+        logits, targets.masked_fill(~known, -100).flatten(), reduction="sum"
+    )
+    known = known.sum().double()
+    return loss, torch.stack([loss.detach().double(), known, known.new_tensor(total)])
+
+
 def average_gradients(module: nn.Module, *groups) -> None:
     """Replace the gradients of replicated weights by their means over the ranks of
     ``groups``; FSDP and DDP do it.
+
+    Gradients are paired by the names of the parameters. A rank that has none counts as
+    0, and gets the mean; a parameter that no rank has one of keeps None. Ranks compare
+    their parameters first, by an all-to-all of 24 bytes to each other rank, and raise
+    PlanMismatch where names, shapes or dtypes differ.
 
     Of weights that a tensor parallel mesh shares out, each rank's part is averaged over
     the ranks that have the same part. Raises ValueError for a group that such a mesh,
     or FSDP's, has other ranks of.
     """
     for group in filter(None, map(Group.sharing, groups)):
-        if (ranks := group.process_group) is None:
+        if group.process_group is not None:
+            with telling(group):
+                _average(dict(module.named_parameters()), group)
+
+
+def _average(parameters: dict[str, nn.Parameter], group: Group) -> None:
+    """``average_gradients`` of parameters by name over the ranks of a process group."""
+    ranks = group.process_group
+    fields = {"pass": "average of gradients"}
+    kinds = []  # of the gradients here, (dtype, sparse dimensions), or None
+    for name, parameter in parameters.items():
+        if hasattr(parameter, "device_mesh"):  # a DTensor
+            mesh = parameter.device_mesh.mesh.flatten().tolist()
+            if len({*mesh} & {*dist.get_process_group_ranks(ranks)}) > 1:
+                raise ValueError(
+                    f"ranks {mesh} have parts of one gradient: average_gradients takes groups with the same part"
+                )
+        fields[f"parameter {name}"] = f"{tuple(parameter.shape)} of {parameter.dtype}"
+        grad = parameter.grad
+        sparse = grad.sparse_dim() if getattr(grad, "is_sparse", False) else 0
+        kinds.append(None if grad is None else (grad.dtype, sparse))
+    like = next(iter(parameters.values()), _NOTHING)
+    everyone = group.everyone(fields, kinds, like)
+    for name, parameter, *found in zip(parameters, parameters.values(), *everyone):
+        found = {*found} - {None}
+        if len(found) > 1:
+            raise PlanMismatch(f"ranks disagree about gradients of {name}: {found}")
+        if not found:
             continue
-        for parameter in module.parameters():
-            if (grad := parameter.grad) is None:
-                continue
-            if hasattr(grad, "to_local"):  # a DTensor
-                mesh = grad.device_mesh.mesh.flatten().tolist()
-                if len({*mesh} & {*dist.get_process_group_ranks(ranks)}) > 1:
-                    raise ValueError(
-                        f"ranks {mesh} have parts of one gradient: average_gradients takes groups with the same part"
-                    )
-                grad = grad.to_local()
-            dist.all_reduce(grad, group=ranks)
-            grad /= group.size
+        _, sparse = found.pop()
+        if parameter.grad is None:
+            zeros = torch.zeros_like(parameter)
+            parameter.grad = zeros.to_sparse(sparse) if sparse else zeros
+        grad = parameter.grad
+        if hasattr(grad, "to_local"):
+            grad = grad.to_local()
+        # In one order: the strides of ranks may differ.
+        mean = grad.coalesce() if sparse else grad.contiguous()
+        dist.all_reduce(mean, group=ranks)
+        grad.copy_(mean / group.size)
 
 
 class DecoderBlock(nn.Module):

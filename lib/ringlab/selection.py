@@ -3,7 +3,9 @@ DSA, MInference. Each gives a ``Selected``, which ``ringlab.attention`` takes wi
 ``causal=True``; ``nsa`` attends itself.
 
 A query's choice depends on no later position, but for ``vertical_slash``, which is for a
-prompt that is known whole. Of equal scores any may be chosen. A choice has no gradient.
+prompt that is known whole. What a method always takes is taken whatever the scores are;
+of others a score of NaN counts as the lowest. Of equal scores any may be chosen. A choice
+has no gradient.
 Its memory grows with the queries times ``top_k``; scores are computed in pieces.
 """
 
@@ -63,12 +65,15 @@ def _best(
     those that begin before or at it; -1 where there are fewer: (b, groups, n, number).
 
     ``score(queries, count)``: (b, groups, queries, count) for the first blocks. The
-    ``recent`` last blocks and the ``first`` are always among them.
+    ``recent`` last blocks and the ``first`` are listed before the others, whatever their
+    scores are.
     """
     b, n, heads, _ = q.shape
     every = -(-n // size)
     piece = PIECE if q.device.type == "cpu" else 32 * PIECE  # fewer launches
-    number, step = min(number, every), max(1, piece // (b * heads * every))
+    step = max(1, piece // (b * heads * every))
+    number = max(0, min(number, every) - recent - first)  # of the others
+    back, ahead = (torch.arange(c, device=q.device) for c in (recent, first))
     rows = []
     with without_autocast(q):
         for start in range(0, n, step):
@@ -76,16 +81,28 @@ def _best(
             count = (stop - 1) // size + 1
             own = torch.arange(start, stop, device=q.device).unsqueeze(1) // size
             block = torch.arange(count, device=q.device)
-            always = (block > own - recent) | (block < first)  # (queries, count)
-            scores = score(slice(start, stop), count)
-            # Any that a query may see comes before those that it may not.
-            scores.clamp_(min=torch.finfo(scores.dtype).min)
-            scores.masked_fill_(always, torch.inf)
-            scores.masked_fill_(block > own, -torch.inf)
+            taken = (block > own - recent) | (block < first)  # (queries, count)
+            scores = finite_(score(slice(start, stop), count))
+            scores.masked_fill_(taken, -torch.inf)  # after any other, as later blocks
             best, blocks = scores.topk(min(number, count), sorted=False)
             blocks = blocks.masked_fill(best == -torch.inf, -1)
-            rows.append(F.pad(blocks, (0, number - blocks.shape[3]), value=-1))
+            last = own - back  # (queries, recent)
+            always = [
+                last.masked_fill(last < first, -1),
+                torch.where(ahead <= own, ahead, -1),  # (queries, first)
+            ]
+            always = torch.cat(always, 1).expand(*blocks.shape[:3], -1)
+            missing = number - blocks.shape[3]
+            rows.append(F.pad(torch.cat([always, blocks], 3), (0, missing), value=-1))
     return torch.cat(rows, 2)
+
+
+def finite_(scores: Tensor) -> Tensor:
+    """The scores, changed in place to finite ones in the same order; NaN to the
+    lowest.
+    """
+    limits = torch.finfo(scores.dtype)
+    return scores.nan_to_num_(limits.min, limits.max, limits.min)
 
 
 def moba(q: Tensor, k: Tensor, *, block_size: int = 128, top_k: int = 8) -> Selected:
@@ -178,18 +195,17 @@ def vertical_slash(
     apart = keys[n - last :].unsqueeze(1) - keys  # (last, n)
     with without_autocast(q):
         wide = k.to(accumulation_dtype(k.dtype)).transpose(1, 2)
-        scores = d**-0.5 * _products(q[:, n - last :], wide)  # (b, h, last, n)
+        scores = finite_(d**-0.5 * _products(q[:, n - last :], wide))  # (b, h, last, n)
         seen = scores.masked_fill_(apart < 0, -torch.inf).softmax(3)
     down = seen.new_zeros(b, heads, count)
     along = down.clone()
     down.index_add_(2, keys // block_size, seen.sum(2))
     along.index_add_(2, apart.clamp(min=0).flatten() // block_size, seen.flatten(2))
-    for each in (down, along):
-        each[..., 0] = torch.inf
     down, along = (
-        each.topk(min(number, count)).indices.unsqueeze(2)  # (b, h, 1, lines)
+        each[..., 1:].topk(min(number, count) - 1).indices.unsqueeze(2) + 1
         for each, number in ((down, vertical), (along, slash))
-    )
+    )  # (b, h, 1, lines)
+    down, along = (F.pad(each, (1, 0)) for each in (down, along))  # 0 always
     row = torch.arange(count, device=q.device).unsqueeze(1)
     down = torch.where(down > row, -1, down)  # (b, h, rows, lines)
     indices = torch.cat([down, row - along, row - along - 1], 3)
@@ -214,6 +230,7 @@ def nsa_blocks(
         at = torch.arange(queries.start, queries.stop, device=q.device)
         hidden = _ends(count, size, q.device) > at.unsqueeze(1)  # (queries, count)
         scores = q.shape[3] ** -0.5 * _products(q[:, queries], means[:, :, :count])
+        scores = finite_(scores)
         shares = scores.masked_fill(hidden, -torch.inf).softmax(3)
         return shares.unflatten(1, (kv_heads, -1)).sum(2)
 

@@ -221,6 +221,19 @@ def test_top_p_keeps_the_best_blocks_whose_shares_reach_it(causal):
             Adaptive(SIZE, 5, wrong)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_logit_that_is_not_finite_has_the_whole_share(value):
+    """And a causal row its own block."""
+    z = torch.zeros(1, 1, 4, 4)
+    z[..., 1] = value
+    picks = [
+        choose_blocks(z, Adaptive(8, 3, 0.5), causal, None)[0, 0].tolist()
+        for causal in (False, True)
+    ]
+    own = [[0, -1, -1], [1, 0, -1], [2, 1, -1], [3, 1, -1]]
+    assert picks == [[[1, -1, -1]] * 4, own]
+
+
 def test_pairs_are_brute_force():
     for n in (96, 97, 101):
         count = -(-n // SIZE)

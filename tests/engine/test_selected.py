@@ -14,7 +14,14 @@ from ringlab import (
     reference,
 )
 from ringlab.engine import selected
-from selected_cases import errors, random_call, reference_of, weighed_call
+from selected_cases import (
+    errors,
+    random_call,
+    rank_call,
+    reference_of,
+    stained,
+    weighed_call,
+)
 
 ORDERS = {
     "chosen": selected.parts,
@@ -241,6 +248,38 @@ def test_a_short_list_reads_no_key_that_is_not_its_own(monkeypatch, backend, ste
     out = attention(q, k, v, pattern, backend=backend)
     assert reference.error(out[:, hidden], clean[:, hidden], 1.0) <= 1e-6
     assert out[:, ~hidden].isnan().all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("backend", ["eager", "cpu_flash", "compiled"])
+def test_padding_and_queries_that_see_nothing_reach_no_gradient(
+    monkeypatch, order, backend
+):
+    monkeypatch.setattr(selected, "parts", ORDERS[order])
+    smallest = [
+        (Selected(torch.zeros(1, 1, 2, 1).long()), {"lengths": [1]}),
+        (Selected(torch.zeros(2, 1, 2, 1).long()), {"lengths": [1, 2]}),
+        (Selected(torch.tensor([[[[0], [-1]]]])), {}),
+    ]
+    calls = [
+        ([torch.ones(len(pattern.indices), 2, 1, 8)] * 3, pattern, how)
+        for pattern, how in smallest
+    ]
+    calls = [
+        (*call[:2], {"causal": True, "scale": None} | call[2], {}) for call in calls
+    ]
+    for seed in range(12):
+        weighed = seed % 3 == 0 and order == "chosen"
+        call = (weighed_call if weighed else random_call)(seed, torch.float32)
+        shared = seed % 2 and rank_call(seed, 2, weighed) is not None
+        calls.append((*call, {"group": Simulated(2)} if shared else {}))
+    for number, (*call, options, more) in enumerate(calls):
+        options = options | {"backend": backend}
+        clean, *found = (
+            stained(*call, options, bad, **more) for bad in (0.0, torch.nan, torch.inf)
+        )
+        for each in found:
+            assert all(map(torch.equal, each, clean)), number
 
 
 def test_a_key_that_is_not_finite_changes_no_query_that_it_is_hidden_from():

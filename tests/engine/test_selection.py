@@ -174,6 +174,58 @@ def test_scores_that_are_equal_or_not_finite_leave_no_slot_empty_and_none_twice(
                 assert max(blocks) <= t // size
 
 
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_always_taken_is_so_whatever_the_scores_are(value):
+    """A block whose score is NaN comes after all others."""
+    q, k = torch.rand(1, 64, 2, 8), torch.rand(1, 64, 1, 8)
+    k[:, 8:16] = value  # the second block of 8
+    for choice, always in (
+        (selection.moba(q, k, block_size=8, top_k=1), lambda t: {t // 8}),
+        (
+            selection.nsa_blocks(q, k, block_size=8, top_k=3),
+            lambda t: {0, max(t // 8 - 1, 0), t // 8},
+        ),
+        (
+            selection.vertical_slash(q, k, block_size=8, vertical=1, slash=1),
+            lambda row: {0, row},
+        ),
+    ):
+        for row in range(choice.indices.shape[2]):
+            for blocks in choice.indices[0, :, row].tolist():
+                assert always(row) <= {*blocks}
+    if value != value:
+        weights = torch.ones(1, 64, 2)
+        for choice, number in (
+            (selection.moba(q, k, block_size=8, top_k=3), 1),
+            (selection.nsa_blocks(q, k, block_size=8, top_k=4), 1),
+            (selection.dsa(q, k, weights, top_k=20), range(8, 16)),
+        ):
+            late = choice.indices[:, :, 40:]
+            assert not torch.isin(late, torch.tensor(number)).any()
+
+
+def test_padding_reaches_no_gradient_whoever_chose():
+    q, k, v = (torch.randn(2, 40, h, 8) for h in (2, 1, 1))
+    padding = torch.arange(40) >= torch.tensor([[29], [0]])
+    tensors = [t.masked_fill(padding[:, :, None, None], torch.nan) for t in (q, k, v)]
+    for choose in (
+        selection.moba,
+        selection.nsa_blocks,
+        selection.vertical_slash,
+        lambda q, k, **_: selection.dsa(q, k, torch.ones(q.shape[:3]), top_k=5),
+    ):
+        pattern = choose(*tensors[:2], block_size=4)
+        results = []
+        for given in ((q, k, v), tensors):
+            leaves = [t.clone().requires_grad_() for t in given]
+            out = attention(*leaves, pattern, causal=True, lengths=[29, 0])
+            dout = torch.ones_like(out)
+            dout[padding] = given[0][padding]
+            results.append([out, *torch.autograd.grad(out, leaves, dout)])
+        assert all(map(torch.equal, *results))
+
+
 def test_half_precision_is_scored_in_float32():
     q, k = (torch.randn(1, 128, 2, 8) for _ in range(2))
     q, k = q.bfloat16(), k.bfloat16()

@@ -17,6 +17,7 @@ from ringlab import (
     Adaptive,
     Execution,
     KVCache,
+    Selected,
     Simulated,
     adaptive_attention,
     attention,
@@ -332,8 +333,10 @@ def llama(pattern):
     )
 
 
-def shards_of_llama() -> tuple[float, float]:
-    """How far this rank's logits, and the sum of all losses, are from a whole call."""
+def shards_of_llama() -> tuple[float, float, str]:
+    """How far this rank's logits, and the sum of all losses, are from a whole call; and
+    what refuses 7 tokens on two ranks.
+    """
     group, model = dist.group.WORLD, llama("dense").double()
     tokens = torch.randint(3, 40, (1, 32), generator=torch.Generator().manual_seed(1))
     shards = {
@@ -346,9 +349,12 @@ def shards_of_llama() -> tuple[float, float]:
     how = {"ringlab_group": group, "use_cache": False, "num_items_in_batch": 31}
     with torch.no_grad():
         want, got = model(tokens, labels=tokens), model(**shards, **how)
+        uneven = {name: t[:, : 4 - dist.get_rank()] for name, t in shards.items()}
+        uneven["position_ids"] = uneven["position_ids"] - 12 * dist.get_rank()
+        refused = told(model, **uneven, **how)
     dist.all_reduce(got.loss)
     off = apart([got.logits], [shard_sequence(want.logits, group)])
-    return off, float((got.loss - want.loss).abs())
+    return off, float((got.loss - want.loss).abs()), refused
 
 
 def unequal_chunks():
@@ -434,6 +440,66 @@ def told(call, *args, **how) -> str:
     except PlanMismatch as error:
         return str(error)
     return "nothing"
+
+
+def refused_by_rank_1() -> dict[str, str]:
+    """What this rank is told where rank 1 alone makes a wrong call; then whether the
+    next call runs.
+    """
+    group, wrong = dist.group.WORLD, bool(dist.get_rank())
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("rows", "columns"))
+    q, found, dense = torch.ones(1, 4, 4, 8), {}, Dense()
+
+    def call(name, function, *args, **how):
+        found[name] = told(function, *args, **how)
+
+    def attend(name, tensors=(q, q, q), pattern=dense, over=group, **how):
+        call(name, attention, *tensors, pattern, **{"group": over} | how)
+
+    attend("borders", cu_seqlens=[0, 1] if wrong else None)
+    attend("documents", lengths=[4] if wrong else None)
+    attend("heads", (q, q[:, :, : 3 if wrong else 4], q[:, :, : 3 if wrong else 4]))
+    attend("gradient", (q.clone().requires_grad_(not wrong), q, q))
+    attend("layout", layout=contiguous(4 if wrong else 8, 2))
+    attend("ulysses", scheme="ulysses", causal="yes" if wrong else True)
+    scheme = ("ring", "rings" if wrong else "ulysses")
+    attend("mesh", over=mesh, scheme=scheme)
+    lists = Selected(torch.zeros(1, 1, 4, 1, dtype=torch.int64))
+    attend("selected", pattern=lists, sinks=torch.zeros(3 if wrong else 4))
+    made = {"batch": 1, "heads": 4, "head_dim": 8, "max_seq_len": 9, "group": group}
+    how = {"causal": True, "cache": KVCache(Dense(), **made), "over": None}
+    attend("cache", lengths=[5 if wrong else 4], **how)
+    pattern = Adaptive(2, 9 if wrong else 1)
+    call("adaptive", adaptive_attention, q, q, q, pattern, group=group)
+    torch.manual_seed(0)
+    layer = MultiheadAttention(32, 4, Dense(), group=group)
+    call("layer", layer, torch.ones(1, 4, 31 if wrong else 32))
+    targets = torch.zeros(1, 5 if wrong else 4, dtype=torch.int64)
+    call("loss", mean_loss, torch.ones(1, 4, 8), targets, group)
+    call("gradients", average_gradients, torch.nn.Linear(2, 3 if wrong else 2), group)
+    attend("right")
+    return found
+
+
+def averaged() -> list[list]:
+    """Gradients of modules once they are averaged over two ranks, as lists; None where
+    there is none.
+    """
+    rank, found = dist.get_rank(), []
+    for shapes in ([(1,), (1,), (1,)], [(2, 3), (2,), (1,)]):
+        module = torch.nn.ParameterList(torch.zeros(s) for s in shapes)
+        parameter = module[rank]  # of one rank each, and one that none has
+        parameter.grad = torch.full_like(parameter, 10.0 + rank)
+        average_gradients(module, dist.group.WORLD)
+        found.append([None if p.grad is None else p.grad.tolist() for p in module])
+    grad = torch.arange(6.0).view(3, 2)
+    rows = torch.sparse_coo_tensor([[0]], [[1.0, 2.0]], (3, 2))
+    for given in ((grad, grad.T.contiguous().T), (None, rows)):
+        module = torch.nn.Linear(2, 3, bias=False)
+        module.weight.grad = given[rank]
+        average_gradients(module, dist.group.WORLD)
+        found.append(module.weight.grad.to_dense().tolist())
+    return found
 
 
 def mismatch(calls, layout, order=None):

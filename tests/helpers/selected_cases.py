@@ -144,6 +144,38 @@ def errors(tensors, pattern, options, **more) -> dict[str, float]:
     return found
 
 
+def stained(tensors, pattern, options, bad: float, **more) -> list[torch.Tensor]:
+    """out, lse and the gradients where padding, and queries that see nothing, hold
+    ``bad``: in q, k, v and the incoming gradients.
+    """
+    exact = [t.double() for t in tensors]
+    _, lse = reference_of(*exact, pattern, options)
+    dead = (lse == -torch.inf).transpose(1, 2)  # (b, n, h)
+    padding = torch.ones(dead.shape[:2], dtype=torch.bool)
+    for entry, start, stop in spans(*dead.shape[:2], options):
+        padding[entry, start:stop] = False
+    shapes = tensors[0].shape, lse.transpose(1, 2).shape
+    generator = torch.Generator().manual_seed(0)
+    douts = [torch.randn(s, generator=generator).to(exact[0]) for s in shapes]
+    q, *kv = (t.clone() for t in tensors)
+    for t in (q, *douts):
+        t[dead] = bad
+    for t in kv:
+        t[padding] = bad
+    leaves = [t.requires_grad_() for t in (q, *kv)]
+    if pattern.log_weights is not None:
+        weights = pattern.log_weights.masked_fill(pattern.listed() < 0, bad)
+        # A weight of -inf says that the slot is empty.
+        weights[pattern.log_weights == -torch.inf] = -torch.inf
+        leaves.append(weights.to(q).requires_grad_())
+        pattern = replace(pattern, log_weights=leaves[3])
+    results = attention(*leaves[:3], pattern, return_lse=True, **options, **more)
+    dout, dlse = douts
+    cotangents = [dout.to(q), dlse.transpose(1, 2).to(results[1])]
+    grads = torch.autograd.grad(results, leaves, cotangents)
+    return [*(t.detach() for t in results), *grads]
+
+
 def rank_call(seed: int, ranks: int, weighed: bool = False):
     """A call that ``ranks`` ranks can share, and its layout; None where they cannot."""
     tensors, pattern, options = (weighed_call if weighed else random_call)(seed)

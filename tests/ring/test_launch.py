@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from fault_cases import case_of, inject
-from ring_cases import late_rank
+from ring_cases import late_rank, refused_by_rank_1
 from ringlab import ring
 from ringlab.ring import launch
 from ringlab.ring.launch import RankFailed
@@ -54,6 +54,31 @@ def test_a_fault_ends_in_time_with_the_culprit_named(kind, capfd):
     assert shown.count("Traceback") == (
         "raised" in FAULTS[kind] or "differs" in FAULTS[kind]
     ), "the culprit's alone"
+
+
+REFUSED = {
+    "borders": "cu_seqlens must ascend",
+    "heads": "query heads must be a multiple",
+    "layout": "the layout has 2 positions here, q has 4",
+    "ulysses": "causal must be True or False",
+    "mesh": "rings",
+    "selected": "sinks must be",
+    "cache": "lengths must be",
+    "adaptive": "top_k 9 exceeds",
+    "layer": "x must be (batch, seq, 32)",
+    "loss": "rank 1 refuses its loss",
+}
+
+
+def test_what_one_rank_refuses_all_raise_with_its_number_and_its_reason():
+    """And the next call runs."""
+    first, second = launch.launch(refused_by_rank_1, 2, timeout_s=60.0)
+    assert first == second and first.pop("right") == "nothing"
+    for name, why in REFUSED.items():
+        assert first[name].startswith("rank 1 refuses") and why in first[name], name
+    assert "pass is forward on rank 0, forward of documents" in first["documents"]
+    assert "requires_grad is True on rank 0, False on rank 1" in first["gradient"]
+    assert "parameter weight is (2, 2)" in first["gradients"]
 
 
 def test_ranks_that_all_hang_end_in_time():

@@ -355,7 +355,7 @@ def unlike(hosts):
 
 def test_ranks_whose_first_calls_or_machines_differ_are_told():
     what = (
-        "pass is documents on rank 0, forward on the others",
+        "pass is forward of documents on rank 0, forward on the others",
         "hosts is (0, 1, 0) on rank 2, (0, 0, 2) on the others",
     )
     said = tuple(f"ranks disagree about what is computed: {each}" for each in what)

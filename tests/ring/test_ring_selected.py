@@ -125,12 +125,12 @@ def test_processes_give_the_answer_of_one_device(weighed):
 
 def test_all_ranks_are_told_where_one_of_them_is_refused():
     """And the next call runs."""
-    differ = "PlanMismatch: ranks disagree about what is computed: "
     for told, out in launch(refused_on_one_rank, 2, None):
         assert told == [
-            f"{differ}refused is None on rank 0, indices must be below the 8 blocks of 1"
-            " keys, got 9 in row 0 on rank 1",
-            f"{differ}groups is 1 on rank 0, 2 on rank 1",
+            "PlanMismatch: rank 1 refuses what the others compute: ValueError: indices"
+            " must be below the 8 blocks of 1 keys, got 9 in row 0",
+            "PlanMismatch: ranks disagree about what is computed: groups is 1 on rank 0,"
+            " 2 on rank 1",
         ]
         assert torch.equal(out, torch.ones_like(out))
 

@@ -5,7 +5,14 @@ on the other.
 import pytest
 import torch
 from matrix import apart
-from ring_cases import BORDERS, micro_batches, shards_of_llama, trained, two_steps
+from ring_cases import (
+    BORDERS,
+    averaged,
+    micro_batches,
+    shards_of_llama,
+    trained,
+    two_steps,
+)
 from ringlab import Simulated
 from ringlab.nn import average_gradients, mean_loss, next_tokens, shard_sequence
 from ringlab.ring.launch import Process, launch
@@ -60,8 +67,17 @@ def test_micro_batches_of_other_numbers_of_targets_are_one_batch():
 
 def test_shards_of_a_model_of_transformers_are_the_whole_call():
     pytest.importorskip("transformers")
-    for logits, loss in launch(shards_of_llama, 2, timeout_s=180):
+    for logits, loss, refused in launch(shards_of_llama, 2, timeout_s=180):
         assert logits <= 1e-12 and loss <= 1e-6  # transformers' loss is in fp32
+        assert "rank 1 refuses" in refused and "of one length" in refused
+
+
+def test_gradients_are_paired_by_parameter_and_none_counts_as_0():
+    one, other, strided, sparse = launch(averaged, 2)[0]
+    assert one == [[5.0], [5.5], None]
+    assert other == [[[5.0] * 3] * 2, [5.5] * 2, None]
+    assert strided == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert sparse == [[0.5, 1.0], [0.0, 0.0], [0.0, 0.0]]
 
 
 def test_targets_and_losses_of_one_device():

@@ -334,12 +334,19 @@ class Part:
 
     def lines(self, call: Call) -> Tensor:
         """Where the heads of the queries lie (tiles, t * sharing) in (rows * heads + 1,
-        ...).
+        ...). The last one is of those that see nothing of the keys: it is 0 in what is
+        read, since a value that is not finite must not meet a probability of 0.
         """
         heads = torch.arange(call.sharing, device=self.queries.device)
         first = self.queries * call.heads + self.streams.unsqueeze(1) * call.sharing
         lines = (first.unsqueeze(2) + heads).flatten(1)
-        return lines.clamp(max=call.rows * call.heads)
+        none = call.rows * call.heads
+        if self.hidden is None:
+            return lines.clamp(max=none)
+        dead = self.hidden.all(2)  # (tiles, t or 1)
+        if dead.shape[1] > 1:
+            dead = dead.repeat_interleave(call.sharing, 1)
+        return lines.clamp(max=none).masked_fill(dead, none)
 
     def kv_heads(self, call: Call) -> Tensor:
         """The K/V head (tiles, 1) of each tile."""
@@ -366,11 +373,6 @@ class Part:
             to.view(-1, size * to.shape[3]).index_add_(
                 0, index.flatten(), grad.reshape(index.numel(), -1)
             )
-
-    def dead(self, call: Call) -> Tensor:
-        """Which queries (tiles, t * sharing or 1) see nothing of the keys."""
-        dead = self.hidden.all(2)
-        return dead.repeat_interleave(call.sharing, 1) if dead.shape[1] > 1 else dead
 
     def bias(self, call: Call, like: Tensor, exact: bool) -> Tensor | None:
         """0 and -inf (tiles, t * sharing or 1, 1, keys). Unless ``exact`` a query that
@@ -425,18 +427,18 @@ def parts_by_queries(call: Call, tile: int, most: int = PIECE) -> Iterator[Part]
         return
     alike = tile == call.pattern.query_block  # all queries of a tile have one list
     if alike:
-        document, within = place_of_each(-(-call.queries[:, 1] // tile))
-        first, count, _ = call.queries[document].unbind(1)
-        place = within.unsqueeze(1) * tile + torch.arange(tile, device=first.device)
-        queries = (first.unsqueeze(1) + place).masked_fill(
-            place >= count.unsqueeze(1), call.rows
-        )
         width = call.pattern.window + call.pattern.first + tile
         width += call.lists.shape[2] * call.pattern.granularity
     else:
-        queries = torch.arange(-(-call.rows // tile) * tile, device=call.lists.device)
-        queries = queries.clamp(max=call.rows).view(-1, tile)
         width = call.blocks * call.pattern.granularity
+        tile = max(1, min(tile, int(call.queries[:, 1].max())))
+    # No tile holds queries of two documents: what is not finite stays in its own.
+    document, within = place_of_each(-(-call.queries[:, 1] // tile))
+    first, count, _ = call.queries[document].unbind(1)
+    place = within.unsqueeze(1) * tile + torch.arange(tile, device=first.device)
+    queries = (first.unsqueeze(1) + place).masked_fill(
+        place >= count.unsqueeze(1), call.rows
+    )
     streams = torch.arange(call.streams, device=queries.device)
     pieces = max(1, min(PIECE // tile, most) // max(1, width))
     tiles = _tiles_of_lists if alike else _tiles
@@ -658,8 +660,9 @@ def results(call: Call, q, k, v, sinks, differentiable: bool) -> tuple[Tensor, T
         if call.weights is not None and not in_place:
             rows = _weighed(rows, d, scale)
             k, v = (F.pad(t, (0, LSE_COLUMNS)) for t in (k, v))
-        out = torch.zeros(len(rows) + 1, rows.shape[1], **made)
-        lse = torch.full((len(rows) + 1,), -torch.inf, **made)
+        rows = F.pad(rows, (0, 0, 0, 1))  # (rows * heads + 1, d)
+        out = torch.zeros(rows.shape, **made)
+        lse = torch.full(rows.shape[:1], -torch.inf, **made)
         for part in parts(call, kernel, PIECE if in_place else _copies(q)):
             index = part.lines(call)
             bias = part.bias(call, out, in_place)
@@ -670,20 +673,16 @@ def results(call: Call, q, k, v, sinks, differentiable: bool) -> tuple[Tensor, T
                     bias = weights if bias is None else bias + weights
                 tiles = (_everywhere(t, len(index)) for t in (out, lse, rows))
                 call_ = *held, part.causal, scale, bias, keys
-                more = {"merge": True, "rows": _ending(index, len(rows))}
+                more = {"merge": True, "rows": _or_none(index, len(rows) - 1)}
                 kernel.forward_into(*tiles, *call_, **more)
                 continue
-            queries = rows[index.clamp(max=len(rows) - 1)].unsqueeze(2)
+            queries = rows[index].unsqueeze(2)
             held = [part.of_keys(call, t) for t in (k, v)]
             if call.weights is not None:
                 part.weigh_(call, held[0], d, scale)
             run, more = (kernel, ()) if bias is None else (masked, (bias,))
             o, l = run.forward(queries, *held, part.causal, scale, *more)
             o, l = o.to(out.dtype), l.to(lse.dtype)
-            if part.hidden is not None:  # dropped: those that see nothing
-                dead = part.dead(call)
-                l = l.masked_fill(dead.unsqueeze(1), -torch.inf)
-                o = o.masked_fill(dead[..., None, None], 0.0)  # it may be NaN
             had = out[index].unsqueeze(2), lse[index].unsqueeze(1)
             merge_(*had, o, l)
             out[index], lse[index] = had[0].squeeze(2), had[1].squeeze(1)
@@ -728,7 +727,8 @@ def gradients(
         in_place = hasattr(kernel, "backward_into")
         d = q.shape[3]
         made = {"dtype": lse.dtype, "device": q.device}
-        reads = [t.to(q.dtype).reshape(-1, d).contiguous() for t in (dout, q, out)]
+        reads = [t.to(q.dtype).reshape(-1, d) for t in (dout, q, out)]
+        reads = [F.pad(t, (0, 0, 0, 1)) for t in reads]  # (rows * heads + 1, d)
         lse = F.pad(lse.transpose(1, 2).flatten(), (0, 1), value=-torch.inf)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # no probability
         k, v = _rows_of_keys(k, v)
@@ -745,16 +745,13 @@ def gradients(
             if in_place:
                 grads = [torch.empty(t.shape, **made) for t in held]
                 into = _everywhere(dq, len(index)), *grads
-                how = {"add": (True, False), "rows": _ending(index, len(reads[0]))}
+                how = {"add": (True, False), "rows": _or_none(index, len(dq) - 1)}
                 g, queries, o, l = (_everywhere(t, len(index)) for t in (*reads, lse))
                 call_ = g, queries, *held, o, l, part.causal, scale, bias
                 kernel.backward_into(*into, *call_, **how)
             else:
-                there = index.clamp(max=len(reads[0]) - 1)
-                g, queries, o = (t[there].unsqueeze(2) for t in reads)
+                g, queries, o = (t[index].unsqueeze(2) for t in reads)
                 l = lse[index].unsqueeze(1)
-                if part.hidden is not None:
-                    l = l.masked_fill(part.dead(call).unsqueeze(1), torch.inf)
                 run, more = (kernel, ()) if bias is None else (masked, (bias,))
                 call_ = g, queries, *held, o, l, part.causal, scale
                 d_queries, *grads = run.backward(*call_, *more)
@@ -824,9 +821,9 @@ def _everywhere(t: Tensor, tiles: int) -> Tensor:
     return t.expand(tiles, *t.shape[1:])
 
 
-def _ending(index: Tensor, lines: int) -> Tensor:
-    """Lines (tiles, 1, any), -1 for none."""
-    return index.masked_fill(index == lines, -1).unsqueeze(1)
+def _or_none(index: Tensor, none: int) -> Tensor:
+    """Lines (tiles, 1, any), -1 for the line ``none``."""
+    return index.masked_fill(index == none, -1).unsqueeze(1)
 
 
 def _in_place(call: Call, part: Part, k: Tensor, v: Tensor):

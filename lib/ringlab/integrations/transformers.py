@@ -53,7 +53,7 @@ from ..checks import LARGEST, check_int
 from ..engine.autograd import outside_graphs
 from ..kv_cache import KVCache
 from ..patterns import Dense, Pattern, as_pattern, from_dict
-from ..ring.group import Group
+from ..ring.group import Group, tells
 
 NAME = "ringlab"
 Indices = slice | Tensor  # of a dimension
@@ -390,6 +390,7 @@ def _as_slice(indices: Tensor) -> Indices:
     return slice(first, last + 1) if whole else indices
 
 
+@tells(lambda *_, ringlab_group=None, **__: ringlab_group)
 def attend(
     module,
     query: Tensor,
@@ -581,7 +582,8 @@ def _check_shard(mask: Mask, position_ids: Tensor | None, borders, group) -> Non
     wanted = at - starts[torch.searchsorted(starts.to(at.dtype), at, right=True) - 1]
     if not (position_ids == wanted).all():
         raise ValueError(
-            "position_ids of a shard must be those of its rows, in the documents that cu_seq_lens_q of the whole tells"
+            "position_ids of a shard must be those of its rows, in the documents that cu_seq_lens_q of the whole "
+            "tells; shards must be of one length"
         )
     mask.fitting = position_ids
 

@@ -74,7 +74,7 @@ class Compiled:
 
         ``merge``: join the results with those of other keys that are there, in fp32.
         ``rows`` (b, h, queries), int64: query i is row ``rows[i]`` of q, out and lse;
-        none below 0, which may only be the last ones.
+        none below 0.
         """
         tensors = q, k, v, bias, out, lse, index, rows
         _run("forward", tensors, causal, scale, merge)

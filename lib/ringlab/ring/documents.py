@@ -5,7 +5,7 @@ cut.
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..engine.autograd import local_attention
 from ..engine.documents import Documents
 from ..torch_private import outside_modes
 from .exchange import Problem, digest
-from .group import Group
+from .group import Group, telling
 from .layout import Layout, layout_named
 from .operators import attend, check_exchange_dtype
 from .schemes import check_problem, check_scheme, computing_scheme
@@ -60,15 +60,17 @@ def attend_documents(
         check_problem(problem, checked, length=False)
     borders = [(start, stop) for _, start, stop in documents.spans]
     ranks.agree(
-        "documents",
+        "forward of documents",
         problem,
         q,
         borders=f"{short_repr(borders)} ({digest(documents.spans)})",
     )
     inside, cut, index = _documents_here(documents, layout, rank)
-    out, lse = local_attention(q, k, v, pattern, documents=inside, **options)
+    local = partial(local_attention, q, k, v, pattern, documents=inside, **options)
     if not cut:
-        return out, lse
+        return local()
+    with telling(ranks):
+        out, lse = local()
     index = index.to(q.device)
     parts = [
         t.flatten(0, 1)[index].split([e * r for _, e, r in cut]) for t in (q, k, v)

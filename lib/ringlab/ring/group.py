@@ -7,10 +7,12 @@ from __future__ import annotations
 import math
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import chain, count, product, zip_longest
+from functools import cached_property, lru_cache, wraps
+from itertools import chain, product, zip_longest
+from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -163,11 +165,11 @@ class Group:
         return cls.over([group])
 
     @classmethod
-    def sharing(cls, group) -> Group | None:
+    def sharing(cls, group, dimensions: int = 1) -> Group | None:
         """As ``of``; None if all rows are here: no group is given, or one of a single
         rank.
         """
-        if group is not None and (ranks := cls.of(group)).size > 1:
+        if group is not None and (ranks := cls.of(group, dimensions)).size > 1:
             return ranks
         return None
 
@@ -230,9 +232,9 @@ class Group:
         return rows.tolist()
 
     @property
-    def _history(self) -> _History:
+    def _history(self) -> History:
         return _histories.setdefault(self.process_group, {}).setdefault(
-            self.name, _History()
+            self.name, History()
         )
 
     @property
@@ -262,27 +264,61 @@ class Group:
         """
         if not self.process_groups:  # simulated ranks cannot differ
             return 0
-        self.hosts(t.device)  # the first exchange of every kind of call
-        agreed = self._history.agreed
-        number = number or next(self._history.calls)
+        history = self._history
+        number = number or history.calls + 1
+        history.begun += 1  # what follows, no other rank waits for here
+        history.calls = max(history.calls, number)
         shape = ("batch", t.shape[0]), ("head_dim", t.shape[3]), ("dtype", t.dtype)
         fields, own_digest = _fields(passes, problem, (*shape, *options.items()))
-        new = own_digest not in agreed
+        new = own_digest not in history.agreed
         if new or self._on_cpu:
             header = [own_digest, number, new and plan is not None]
-            headers = self._all_rows(header, t.device)
-            if any(row[:2] != header[:2] for row in headers):
-                raise _fields_differ(
-                    self._gather(fields | {"forward call": f"number {number}"}, t)
-                )
+            fields = fields | {"forward call": f"number {number}"}
+            headers = self._compare(header, fields, t)
             if any(row[2] for row in headers):
                 self._compare_rows(plan(), t)
-            if (
-                len(agreed) >= MOST_AGREED
-            ):  # as all ranks have: their calls are the same
-                agreed.clear()
-            agreed.add(own_digest)
+            # As all ranks have: their calls are the same.
+            if len(history.agreed) >= MOST_AGREED:
+                history.agreed.clear()
+            history.agreed.add(own_digest)
         return number
+
+    def _compare(
+        self, header: list[int], fields: dict[str, str], t: Tensor
+    ) -> list[list[int]]:
+        """The headers of all ranks: a digest of the ``fields`` that must be equal, the
+        number of the call, and what may differ. PlanMismatch for the first that is not
+        equal.
+        """
+        self._history.begun += 1
+        self.hosts(t.device)  # the first exchange of every kind of call
+        headers = self._all_rows(header, t.device)
+        if any(row[:2] != header[:2] for row in headers):
+            history = self._history  # of a rank that refuses, too
+            history.calls = max(history.calls, *(row[1] for row in headers))
+            raise _fields_differ(self.gather(fields, t))
+        return headers
+
+    def everyone(self, fields: dict[str, str], value, t: Tensor) -> list:
+        """The values of all ranks, whose ``fields`` must be equal (PlanMismatch); one
+        value where all are. It costs as much as ``agree``, and a gather where values
+        differ.
+        """
+        headers = self._compare([digest(fields), 0, digest(value)], fields, t)
+        alike = all(row == headers[0] for row in headers)
+        return [value] if alike else self.gather(value, t)
+
+    def refuse(self, error: Exception) -> None:
+        """Raise PlanMismatch on all ranks, which have begun or refuse a call that this
+        one refuses; return where all refuse.
+
+        A group of NCCL alone, whose ranks may not compare what they agreed on before,
+        does so until they have agreed on something.
+        """
+        if self._on_cpu or not self._history.agreed:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            t = torch.empty(0, device="cpu" if self._on_cpu else "cuda")
+            self._compare([REFUSED, 0, 0], {"refused": why}, t)
 
     def _compare_rows(self, plan: RankPlan, t: Tensor) -> None:
         """Compare, for every pair of ranks, the rows that one sends with those that the
@@ -293,7 +329,7 @@ class Group:
             zip_longest(plan.receive, plan.passed),
         )
         sent, expected = zip(
-            *self._gather([list(map(digest, blocks)) for blocks in each], t)
+            *self.gather([list(map(digest, blocks)) for blocks in each], t)
         )
         pairs = product(range(self.size), repeat=2)
         bad = [
@@ -311,7 +347,7 @@ class Group:
                 f"ranks disagree about which rows move: {pairs}", culprit
             )
 
-    def _gather(self, value, t: Tensor) -> list:
+    def gather(self, value, t: Tensor) -> list:
         """The values of all ranks. NCCL sends objects by the current GPU, which is that
         of ``t`` meanwhile.
         """
@@ -337,21 +373,24 @@ def _groups_of_mesh(mesh: dist.DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 MOST_AGREED = 4096  # digests that are kept
+REFUSED = -1  # in place of a digest, which is not negative
 
 
 @dataclass
-class _History:
-    """What the ranks of a group have told each other: the host of each, the digests that
-    they agreed on, and the numbers of their next forward calls.
+class History:
+    """What the ranks of a group have told each other: the host of each, the digests of
+    calls that they agreed on, the number of the last forward, and how many comparisons
+    this rank has begun.
     """
 
     hosts: tuple[int, ...] | None = None
     agreed: set[int] = field(default_factory=set)
-    calls: Iterator[int] = field(default_factory=lambda: count(1))
+    calls: int = 0
+    begun: int = 0
 
 
 # By the first process group, then by the name of the group.
-_histories: WeakKeyDictionary[dist.ProcessGroup, dict[str, _History]] = (
+_histories: WeakKeyDictionary[dist.ProcessGroup, dict[str, History]] = (
     WeakKeyDictionary()
 )
 
@@ -364,13 +403,63 @@ def refuse_transforms(*tensors: Tensor) -> None:
 
 
 class PlanMismatch(RuntimeError):
-    """Ranks disagree about what is computed or which rows move. ``rank`` differs from
-    all others, if one does.
+    """Ranks disagree about what is computed or which rows move, or one refuses it.
+    ``rank`` differs from all others, if one does.
     """
 
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)
         self.rank = rank
+
+
+@contextmanager
+def telling(group) -> Iterator[None]:
+    """Tell the other ranks of ``group`` what this one raises before it has begun to
+    agree with them: all raise PlanMismatch with its number and its reason, or each its
+    own error where all refuse. Nothing is sent unless something is raised.
+    """
+    ranks = None if group is None else Group.sharing(group, dimensions=2)
+    if ranks is None or ranks.process_group is None:
+        yield
+        return
+    history = ranks._history
+    begun = history.begun
+    try:
+        yield
+    except Exception as error:
+        if history.begun == begun:
+            ranks.refuse(error)
+        raise
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def tells(
+    group_of: Callable[..., object],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a call to run inside ``telling`` of the group that ``group_of`` gives
+    for its arguments; graphs are traced without.
+    """
+
+    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+        @wraps(call)
+        def told(*args: P.args, **options: P.kwargs) -> R:
+            group = group_of(*args, **options)
+            if group is None or torch.compiler.is_compiling():
+                return call(*args, **options)
+            with telling(group):
+                return call(*args, **options)
+
+        return told
+
+    return decorate
+
+
+def given_group(*_, group=None, **__):
+    """The ``group`` among the arguments of a call."""
+    return group
 
 
 @lru_cache(maxsize=256)
@@ -384,17 +473,22 @@ def _fields(
         "layout": str(problem.layout),
         "causal": str(problem.causal),
         "heads": f"{problem.heads} / {problem.kv_heads}",
-        "hosts": str(problem.hosts),
         "exchange_dtype": str(problem.exchange_dtype),
     }
     fields |= {name: str(value) for name, value in options}
+    fields["hosts"] = str(problem.hosts)  # after the scheme, which decides it
     return fields, digest(fields)
 
 
 def _fields_differ(fields: list[dict[str, str]]) -> PlanMismatch:
-    """The first field that differs, and the rank that differs from all others, if one
-    does.
+    """What a rank refuses, or the first field that differs, and the rank that differs
+    from all others, if one does.
     """
+    refused = [rank for rank, each in enumerate(fields) if "refused" in each]
+    if refused:
+        why = fields[refused[0]]["refused"]
+        message = f"rank {refused[0]} refuses what the others compute: {why}"
+        return PlanMismatch(message, refused[0] if len(refused) == 1 else None)
     name = next(
         name
         for name in fields[0]

@@ -39,7 +39,14 @@ from ..torch_private import (
 from ..tracking import seen_inside
 from .comm import drive
 from .exchange import Problem, digest, on_hosts, plan_rank
-from .group import Group, Simulated, refuse_transforms
+from .group import (
+    Group,
+    Simulated,
+    given_group,
+    refuse_transforms,
+    telling,
+    tells,
+)
 from .layout import Layout, layout_named
 from .rank import Rank, rank_of
 from .schemes import algorithms, check_problem, check_scheme, computing_scheme
@@ -49,9 +56,12 @@ from .volume import choose
 
 @dataclass(frozen=True, eq=False)
 class RankCall:
-    """All of a call but its group, tensors and scale."""
+    """All of a call but its group, tensors and scale. ``follows``: whether autograd
+    records it.
+    """
 
     name: str
+    follows: bool
     problem: Problem
     scheme: str | MeshScheme
     backend: str | tuple[str, ...]
@@ -82,6 +92,7 @@ class RankCall:
         ], flip
 
 
+@tells(given_group)
 def attend(
     q,
     k,
@@ -126,6 +137,7 @@ def attend(
         width = q.shape[3], q.dtype, "fwd+bwd" if follows else "fwd"
     scale = options["scale"]
     key = (
+        follows,
         options["backend"],
         options.get("softcap"),
         options["execution"],
@@ -189,7 +201,7 @@ def check_one_device(scheme, layout, exchange_dtype=None) -> None:
 
 
 def _call(
-    backend, softcap, execution, process_groups, pattern, layout, *key
+    follows, backend, softcap, execution, process_groups, pattern, layout, *key
 ) -> RankCall:
     """The call, checked; ``key``: what more ``_problem`` takes."""
     if not isinstance(layout, str | Layout):
@@ -204,8 +216,8 @@ def _call(
         execution.check(pattern, computing_scheme(scheme))
     # Of pools and caches the text has addresses, which are theirs alone: a call holds them.
     # With the rank, by which sizes differ: processes share compiled graphs by their texts.
-    name = f"{text} {backend} {softcap} {execution.text} {rank}"
-    return RankCall(name, problem, scheme, backend, softcap, execution)
+    name = f"{text} {backend} {softcap} {execution.text} {rank} {follows}"
+    return RankCall(name, follows, problem, scheme, backend, softcap, execution)
 
 
 # Calls by name. Whoever passes a name on holds its call: the context of a backward, or
@@ -313,6 +325,7 @@ def forward(
                 q,
                 plan=lambda: ranks[0].plan,
                 sinks=sinks is not None,
+                requires_grad=call.follows,
                 scheme=call.scheme,
                 scale=scale,
                 backend=call.backend,
@@ -398,7 +411,7 @@ def ranks_backward(
     those of the forward.
     """
     call, group = _look_up(name, group)
-    with seen_inside(), without_autocast(q):
+    with seen_inside(), without_autocast(q), telling(group):
         columns = 0 if dlse is None else LSE_COLUMNS
         ranks, flip = call.ranks(group, q, scale, True, columns)
         group.agree(

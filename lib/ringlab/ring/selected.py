@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..checks import short_repr
 from ..engine import selected
-from ..engine.autograd import gradients_once
+from ..engine.autograd import gradients_once, is_followed
 from ..engine.selected import Call, weighed_by
 from ..engine.sinks import sinks_gradient
 from ..engine.ways import LocalCall
@@ -49,13 +49,25 @@ def attend(
     local = LocalCall(replace(pattern, log_weights=None), **options)
     tensors = q, k, v, sinks, pattern.log_weights, *lists
     refuse_transforms(q, k, v)
-    return _Attention.apply(*tensors, ranks, layout, local)
+    followed = is_followed(*tensors)
+    return _Attention.apply(*tensors, ranks, layout, local, followed)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q, k, v, sinks, log_weights, indices, counts, group, layout, local
+        ctx,
+        q,
+        k,
+        v,
+        sinks,
+        log_weights,
+        indices,
+        counts,
+        group,
+        layout,
+        local,
+        followed,
     ):
         local = weighed_by(local, log_weights)
         heads = q.shape[2], k.shape[2]
@@ -67,15 +79,9 @@ class _Attention(torch.autograd.Function):
         if local.documents is not None:
             borders = [span[1:] for span in local.documents.spans]
             options["borders"] = f"{short_repr(borders)} ({digest(borders)})"
-        # One rank alone may be refused: the others must not wait for it.
-        refused = None
-        try:
-            calls = _calls(group, layout, q, k, local)
-        except (ValueError, NotImplementedError) as error:
-            refused = error
-        number = group.agree("forward", problem, q, **options, refused=str(refused))
-        if refused is not None:
-            raise refused
+        calls = _calls(group, layout, q, k, local)
+        followed = {"requires_grad": followed}
+        number = group.agree("forward", problem, q, **options, **followed)
         differentiable = any(ctx.needs_input_grad)
         shards = zip(*(group.split(t, 1, layout) for t in (q, k, v)))
         steps = [
@@ -97,7 +103,7 @@ class _Attention(torch.autograd.Function):
         # Without a cotangent too: the other ranks go through their backward.
         dout = torch.zeros_like(tensors[7]) if dout is None else dout
         grads = gradients_once(_gradients, dout, dlse, ctx.rest, *tensors)
-        return *grads, *[None] * 5
+        return *grads, *[None] * 6
 
 
 def _gradients(
@@ -287,14 +293,16 @@ def gather_means(
     problem = Problem(f"means of blocks of {size}", layout, False, *heads)
     pairs = [torch.cat(pair, 1) for pair in parts]  # (b, h + h_kv, own blocks, d)
     refuse_transforms(*pairs)
-    every = _Gather.apply(group, problem, *pairs)  # (b, h + h_kv, blocks, d) each
+    followed = is_followed(*pairs)
+    every = _Gather.apply(group, problem, followed, *pairs)  # (b, h + h_kv, blocks, d)
     return [tuple(t.contiguous() for t in each.split(heads, 1)) for each in every]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, problem, *means):
-        ctx.rest = group, problem, group.agree("forward", problem, means[0])
+    def forward(ctx, group, problem, followed, *means):
+        number = group.agree("forward", problem, means[0], requires_grad=followed)
+        ctx.rest = group, problem, number
         return tuple(
             drive([_everyone(group.size, tensors) for tensors in means], group)
         )
@@ -308,7 +316,7 @@ class _Gather(torch.autograd.Function):
             steps = [_home(group.size, grad) for grad in grads]
             return tuple(drive(steps, group))
 
-        return None, None, *gradients_once(gradients, *grads)
+        return None, None, None, *gradients_once(gradients, *grads)
 
 
 def _everyone(ranks: int, part: Tensor) -> Steps:
