@@ -124,7 +124,7 @@ def write_rows(folder: Path, results) -> None:
                 about = {"run": r.run, "point": r.point.id}
                 store.append(kind="sample", **about, round=i, seconds=s, loops=1)
             store.append(
-                run=r.run, **{k: v for k, v in result_row(r, 0.1).items() if k != "run"}
+                run=r.run, **{k: v for k, v in result_row(r).items() if k != "run"}
             )
 
 

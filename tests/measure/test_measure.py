@@ -140,7 +140,8 @@ def test_a_run_goes_on_beside_samples_that_name_none(tmp_path, field):
         rows.append(kind="run", run="r", group="g", members=group.id, key=key)
         for changed in ({}, {"seconds": 0}, {field: []}, {field: None}):
             rows.append(**sample | changed)
-    assert store.unfinished(tmp_path, group, {}).samples == {TINY.id: {0: 0.1}}
+    _, runs = store.read_with_runs(tmp_path)
+    assert store.unfinished(runs, group, {}).samples == {TINY.id: {0: 0.1}}
 
 
 def test_the_newest_result_counts_and_an_interleaved_group_is_of_one_make_up(tmp_path):

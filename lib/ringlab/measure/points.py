@@ -221,7 +221,7 @@ class Result:
     taken), the ``scheme`` and, by rank, ``bytes_sent`` in a call, ``planned`` bytes,
     ``messages`` and ``tracked_peak_bytes``. Times are those of the slowest rank,
     ``memory`` that of the rank with the highest peak. ``host_seconds``, on a GPU: the
-    median time in which the host issues a call.
+    median time in which the host issues a call. ``duration``: all that the point took.
     """
 
     point: Point
@@ -247,6 +247,7 @@ class Result:
     final: bool = True
     rounds: tuple[int, ...] = ()
     ranks: dict = field(default_factory=dict)
+    duration: float = 0.0
 
     def __post_init__(self):
         if len(self.rounds) != len(self.seconds):

@@ -24,9 +24,8 @@ from .stats import is_unstable, summary
 from .store import (
     Run,
     Store,
-    durations,
     latest,
-    read,
+    read_with_runs,
     result_row,
     unfinished,
     warn,
@@ -274,7 +273,8 @@ class Session:
         until = self.clock() + 60 * minutes
         self.more_s = min(MORE_S, 6 * minutes)
         with Store(self.folder) as self.store:
-            stored = [] if force else read(self.folder)
+            everything, runs = read_with_runs(self.folder)
+            stored = [] if force else everything
             kept = [r for r in stored if self._counts(r)]
             crowded = [r for r in kept if r.provenance.get("crowded")]
             disturbed = set()
@@ -286,14 +286,14 @@ class Session:
             requested = sum(len(g.points) for g in groups)
             if self.show:
                 self._say_what_counts(stored, kept, count, requested)
-            seconds = durations(self.folder)
+            seconds = {r.id: r.duration for r in everything if r.duration}
             self.progress = Progress(todo, seconds, self.show, self.clock)
             try:
                 self.after(None, count)
                 while todo:
                     group, points = todo.pop(0)
                     anew = force or group.name in disturbed
-                    run = None if anew else unfinished(self.folder, group, self.here)
+                    run = None if anew else unfinished(runs, group, self.here)
                     self._run_group(group, points, run)
                     self.after(group, _count(todo))
                     if todo and self.clock() >= until:
@@ -542,13 +542,14 @@ class Session:
                 composition=group.composition(point),
                 interleaved=group.interleave,
                 final=row["status"] != "crashed",
+                duration=round(member.spent, 3),
                 provenance=origin | {"seed": point.id},
                 **{name: x for name, x in row.items() if name not in PASSING},
             )
             if result.status == "ok" and (why := why_not_quotable(result)):
                 status, _, reason = why.partition(": ")
                 result = replace(result, status=status, reason=reason)
-            self.store.append(**result_row(result, member.spent))
+            self.store.append(**result_row(result))
             if point not in self.anchors:
                 self.results.append(result)
                 self.progress.result(result)

@@ -9,7 +9,7 @@ id). Non-finite numbers are strings ("inf").
     sample  one time: ``round``, ``seconds`` for one call, ``loops`` calls that were timed together
     result  an attempt ended: the fields of ``points.Result`` but for ``seconds`` and ``rounds``, which are the rows
             "sample" of this run and point, as many as ``samples`` says; ``definition``
-            is the whole point, ``duration`` all seconds spent on it
+            is the whole point
 
 Lines that cannot be read, or that hold a number that is no time, are skipped with a
 warning; a result without all of its samples does not count.
@@ -23,7 +23,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -97,31 +97,45 @@ def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Re
     """All complete results in the order of the file but those of anchors; [] if there
     is none yet. Lines that are skipped are told by ``warn``.
     """
+    return read_with_runs(folder, warn)[0]
+
+
+def read_with_runs(
+    folder: Path | str, warn: Callable[[str], None] = warn_once
+) -> tuple[list[Result], list[Run]]:
+    """What ``read`` returns, and the runs in the order of the file."""
     path = Path(folder) / NAME
-    results, faults = scan(_bytes(path))
+    results, faults, runs = scan(path.read_bytes() if path.exists() else b"")
     if faults:
         warn(told(path, faults))
-    return [r for r in results if not r.option(ANCHOR)]
+    return [r for r in results if not r.option(ANCHOR)], runs
 
 
-def scan(data: bytes) -> tuple[list[Result], dict[int, Exception]]:
-    """All complete results in the order of a file with this content, anchors too, and
-    what is wrong with each line that was skipped.
+def scan(data: bytes) -> tuple[list[Result], dict[int, Exception], list[Run]]:
+    """All complete results in the order of a file with this content, anchors too, what
+    is wrong with each line that was skipped, and the runs.
     """
-    samples: dict[tuple, dict] = {}
+    runs: dict[str, Run] = {}
     results: list[Result] = []
     faults: dict[int, Exception] = {}
-    for number, row in _rows(data, faults):
+    for number, line in enumerate(data.split(b"\n"), 1):
         try:
-            if row["kind"] == "sample":
-                taken = samples.setdefault((row["run"], row["point"]), {})
+            if not line.strip() or (row := json.loads(line))["schema"] != SCHEMA:
+                continue
+            _check(row)
+            run = runs.setdefault(row["run"], Run(row["run"]))
+            if row["kind"] == "run":
+                run.begun = row
+            elif row["kind"] == "sample":
+                taken = run.samples.setdefault(row["point"], {})
                 taken[row["round"]] = float(row["seconds"])
+                run.rounds = max(run.rounds, row["round"] + 1)
             elif row["kind"] == "result":
-                taken = samples.pop((row["run"], row["point"]), {})
+                taken = run.samples.pop(row["point"], {})
                 results.append(_result(row, taken))
         except UNREADABLE as error:
             faults[number] = error
-    return results, faults
+    return results, faults, [*runs.values()]
 
 
 # What a row raises that another program wrote or damaged.
@@ -139,23 +153,6 @@ def told(name: Path | str, faults: dict[int, Exception]) -> str:
     found = [f"line {n}: {x}" for n, x in faults.items() if isinstance(x, NoTime)]
     why = f"; {shown(found, '; ')}" if found else ""
     return f"{name}: skipped {what} (line {lines}){why}; without these lines in the file this is not said"
-
-
-def _bytes(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
-
-
-def _rows(data: bytes, faults: dict[int, Exception]) -> Iterator[tuple[int, dict]]:
-    """(line number, row) of this schema; what is wrong with other lines is added to
-    ``faults``.
-    """
-    for number, line in enumerate(data.split(b"\n"), 1):
-        try:
-            if line.strip() and (row := json.loads(line))["schema"] == SCHEMA:
-                _check(row)
-                yield number, row
-        except UNREADABLE as error:
-            faults[number] = error
 
 
 def _check(row: dict) -> None:
@@ -177,40 +174,20 @@ def _check(row: dict) -> None:
 @dataclass
 class Run:
     """A run of a group: its name, the rounds begun, the samples of points without a
-    result.
+    result, and the row with which it began.
     """
 
     name: str
     rounds: int = 0
     samples: dict[str, dict[int, float]] = field(default_factory=dict)
+    begun: dict = field(default_factory=dict)
 
 
-def unfinished(folder: Path | str, group: Group, here: dict) -> Run | None:
+def unfinished(runs: list[Run], group: Group, here: dict) -> Run | None:
     """The newest run of exactly these points by this engine, torch, device and machine."""
-    run: Run | None = None
     same = {"group": group.name, "members": group.id, "key": list(key(here))}
-    for _, row in _rows(_bytes(Path(folder) / NAME), {}):
-        if row.get("kind") == "run" and same.items() <= row.items():
-            run = Run(row["run"])
-        elif run is None or row.get("run") != run.name:
-            continue
-        elif row["kind"] == "sample":
-            run.samples.setdefault(row["point"], {})[row["round"]] = row["seconds"]
-            run.rounds = max(run.rounds, row["round"] + 1)
-        elif row["kind"] == "result":
-            run.samples.pop(row["point"], None)
-    return run
-
-
-def durations(folder: Path | str) -> dict[tuple[str, str], float]:
-    """Seconds that each point took when it was last measured, on whatever machine, by
-    (group, point id).
-    """
-    return {
-        (row.get("group"), row.get("point")): row["duration"]
-        for _, row in _rows(_bytes(Path(folder) / NAME), {})
-        if row.get("kind") == "result" and isinstance(row.get("duration"), float)
-    }
+    found = (run for run in reversed(runs) if same.items() <= run.begun.items())
+    return next(found, None)
 
 
 def load(
@@ -239,12 +216,11 @@ OTHERWISE = (
 )  # fields of a Result that its row holds in another form
 
 
-def result_row(result: Result, duration: float) -> dict:
+def result_row(result: Result) -> dict:
     """The fields of a result as a row."""
     row = {name: x for name, x in vars(result).items() if name not in OTHERWISE}
     row |= {"point": result.point.id, "definition": result.point.to_dict()}
-    row |= {"kind": "result", "samples": len(result.seconds)}
-    return row | {"duration": round(duration, 3)}
+    return row | {"kind": "result", "samples": len(result.seconds)}
 
 
 def _result(row: dict, taken: dict[int, float]) -> Result:
@@ -259,6 +235,7 @@ def _result(row: dict, taken: dict[int, float]) -> Result:
         for f in fields(Result)
         if f.name in row and f.name not in OTHERWISE
     }
+    values["duration"] = float(row.get("duration", 0.0))
     for k in ("errors", "tolerance"):
         values[k] = {name: float(x) for name, x in values[k].items()}
     if values["ci"]:

@@ -105,7 +105,7 @@ def read_side(text: str, reports: Path) -> Side:
             f"{text}: rows of schema {', '.join(map(str, other))}, this version of ringlab reads schema "
             f"{measure.SCHEMA}; compare runs of one version"
         )
-    everything, faults = store.scan(data)
+    everything, faults, _ = store.scan(data)
     if faults:
         note(f"ringlab: {store.told(text, faults)}")
     if not everything:
