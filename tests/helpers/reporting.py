@@ -21,7 +21,7 @@ from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
 from ringlab.report import claims, figures, predicted, render, tables
 from ringlab.report.published import DOCUMENTS, published
-from ringlab.report.study import Source, Study, cost_of
+from ringlab.report.study import Source, Study
 from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def made_up(
         "machine": "made up",
         "interleaved": group.interleave,
     }
-    work = cost_of(point)
+    work = point.call().cost()
     slow = 1.6 if dict(point.options).get("gather") else 1.0
     slow *= 1.1 if point.system == "copying" else 1.0
     slow *= 1.3 if point.dtype == "float16" else 1.0

@@ -147,5 +147,5 @@ def test_a_rank_that_hangs_is_named(measured, tmp_path):
         [Group("group", [TINY.but(system="broken:sleeps")])], tmp_path, timeout_s=2.0
     )
     assert row.status == "timeout" and row.reason.startswith(
-        "took more than 2 s: rank 1 is behind, "
+        "took more than 2 s: rank 1 hangs: "
     ), row.reason

@@ -32,7 +32,6 @@ from reporting import (
 from ringlab import hardware, patterns
 from ringlab.measure import suites, validity
 from ringlab.report import cells, driver, rows, tables
-from ringlab.report.study import cost_of
 
 NAME = "optimization_results"
 
@@ -391,7 +390,8 @@ def on_gpu(point, group, rate: float | None = None, noise: float = 0.0):
     """
     row = made_up(point.but(options={}), replace(group, timed=True), False, rounds=1)
     dense = point.system == "dense_sdpa"
-    flops = cost_of(point.but(pattern={"kind": "dense"}) if dense else point).flops
+    work = point.but(pattern={"kind": "dense"}) if dense else point
+    flops = work.call().cost().flops
     flops /= 1.75 if point.system == "contiguous_segments" else 1  # one branch of three
     taken = flops / (rate or RATES[way_of(point)]) / 1e12
     where = {"device": "cuda", "device_memory_bytes": 150_000_000_000}

@@ -252,17 +252,6 @@ def test_a_row_of_a_wide_interval_is_unstable_and_a_lone_run_says_so(tmp_path):
     assert lone not in findings.limits(replace(found, paired_ratio_sd=0.1)).markdown
 
 
-def test_a_ratio_is_of_the_rows_that_are_asked_for(tmp_path):
-    """Rows that are made for one question are gone after it, and others may then have
-    their ids.
-    """
-    slow, fast = rows_at([1.0])[:2]
-    shown = study.Study(hardware.get_profile("cpu"), [slow, fast], tmp_path)
-    for factor in range(1, 40):
-        found = shown.ratio(row(slow.point, slow.group, 0.1 * factor), fast)
-        assert found.value == pytest.approx(factor / 2)
-
-
 def test_rows_with_few_rounds_in_common_are_compared_by_all_their_samples(tmp_path):
     slow, fast = (replace(r, run="one", composition="c") for r in rows_at([1.0])[:2])
     shown = study.Study(hardware.get_profile("cpu"), [slow, fast], tmp_path)

@@ -353,8 +353,13 @@ class Session:
         )
         if run is None:
             run = Run(uuid4().hex[:12])
-            origin = {"members": group.id, "key": provenance.key(self.here)}
-            self.store.append(kind="run", run=run.name, group=group.name, **origin)
+            self.store.append(
+                kind="run",
+                run=run.name,
+                group=group.name,
+                members=group.id,
+                key=provenance.key(self.here),
+            )
         most = 1  # points whose processes live at the same time
         if group.interleave:
             most = len(points)
@@ -438,9 +443,14 @@ class Session:
                     self._ask(member, "sample", share, text, last=last)
                 if member.alive:
                     member.samples[run.rounds] = row["seconds"]
-                    sample = {"round": run.rounds, "point": member.point.id}
-                    sample |= {name: row[name] for name in ("seconds", "loops")}
-                    self.store.append(kind="sample", run=run.name, **sample)
+                    self.store.append(
+                        kind="sample",
+                        run=run.name,
+                        round=run.rounds,
+                        point=member.point.id,
+                        seconds=row["seconds"],
+                        loops=row["loops"],
+                    )
             run.rounds += 1
             self.more_s -= (self.clock() - start) * more
         for member in members:

@@ -75,7 +75,7 @@ def summary(seconds: Sequence[float]) -> Summary:
     if not seconds:
         raise ValueError("no samples")
     middle = median(seconds)
-    low, high = map(math.exp, _interval([math.log(s) for s in seconds]))
+    low, high = map(math.exp, _interval(tuple(map(math.log, seconds))))
     # The median of logarithms may differ from the median's logarithm.
     ci = min(low, middle), max(high, middle)
     return Summary(middle, ci, is_unstable(seconds))
@@ -93,7 +93,8 @@ def is_unstable(values: Sequence[float]) -> bool:
     return max(q3 - q1, drift) > UNSTABLE * median(values)
 
 
-def _interval(logs: Sequence[float]) -> tuple[float, float]:
+@lru_cache(maxsize=4096)  # a page asks for a ratio more than once
+def _interval(logs: tuple[float, ...]) -> tuple[float, float]:
     """95 % interval of the median of logarithms; of too few, all numbers."""
     if len(logs) < FEWEST:
         return -math.inf, math.inf
@@ -138,12 +139,12 @@ def ratio(a, b) -> Ratio:
     runs = [[getattr(r, x, None) for x in ("run", "composition")] for r in (a, b)]
     if runs[0] == runs[1] and (rounds := sorted(x.keys() & y.keys())):
         ratios = [x[number] / y[number] for number in rounds]
-        logs = [*map(math.log, ratios)]
+        logs = tuple(map(math.log, ratios))
         ends = map(math.exp, (median(logs), *_interval(logs)))
         return Ratio(*ends, len(logs), True, is_unstable(ratios))
     x = [*x.values()]
     y = [*y.values()]
-    top, bottom = ([*map(math.log, seconds)] for seconds in (x, y))
+    top, bottom = (tuple(map(math.log, seconds)) for seconds in (x, y))
     low, high = _interval(top)
     least, most = _interval(bottom)
     # The interval of a difference from those of its parts: Zou and Donner 2008.

@@ -23,7 +23,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -93,21 +92,19 @@ def warn(text: str) -> None:
 warn_once = functools.cache(warn)  # a report reads its rows more than once
 
 
-def read(folder: Path | str, warn: Callable[[str], None] = warn_once) -> list[Result]:
+def read(folder: Path | str) -> list[Result]:
     """All complete results in the order of the file but those of anchors; [] if there
-    is none yet. Lines that are skipped are told by ``warn``.
+    is none yet. Lines that are skipped are told, once in a process.
     """
-    return read_with_runs(folder, warn)[0]
+    return read_with_runs(folder)[0]
 
 
-def read_with_runs(
-    folder: Path | str, warn: Callable[[str], None] = warn_once
-) -> tuple[list[Result], list[Run]]:
+def read_with_runs(folder: Path | str) -> tuple[list[Result], list[Run]]:
     """What ``read`` returns, and the runs in the order of the file."""
     path = Path(folder) / NAME
     results, faults, runs = scan(path.read_bytes() if path.exists() else b"")
     if faults:
-        warn(told(path, faults))
+        warn_once(told(path, faults))
     return [r for r in results if not r.option(ANCHOR)], runs
 
 
@@ -190,13 +187,11 @@ def unfinished(runs: list[Run], group: Group, here: dict) -> Run | None:
     return next(found, None)
 
 
-def load(
-    folder: Path | str, *, warn: Callable[[str], None] = warn_once
-) -> list[Result]:
+def load(folder: Path | str) -> list[Result]:
     """The newest result of each point in each group; of an interleaved group only those
     of its newest composition.
     """
-    return latest(read(folder, warn))
+    return latest(read(folder))
 
 
 def latest(results: list[Result]) -> list[Result]:

@@ -717,9 +717,8 @@ def published(point: Point, device) -> System:
     if curved:  # the reference follows its curve
         layout = module._ranks(point.seq_len)["layout"]
         if several:
-            call = {"scheme": module.scheme, "layout": layout} | {
-                "group": dist.group.WORLD
-            }
+            group = dist.group.WORLD
+            call = {"scheme": module.scheme, "layout": layout, "group": group}
             module._ranks = lambda rows: call
             system.layout = layout
         positions = torch.cat([*map(layout.positions, range(layout.ranks))])

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from .. import hardware, reference
 from ..ring import launch
 from ..ring.launch import Ended, Process, end_of
-from ..ring.watch import End, culprit, signal_name
+from ..ring.watch import End, culprit, describe, signal_name
 from ..tracking import OUT_OF_MEMORY, is_out_of_memory
 from .points import Point
 from .systems import Output, Refused, System, build, count_step
@@ -115,13 +115,12 @@ class Workers(ExitStack):
         if rank is None:  # ranks differ, and each that ended says in what
             rank = next((rank for rank, end in ends.items() if end.kind != "ok"), None)
         if rank not in ends:
-            text = f"took more than {self.settings['timeout_s']:g} s"
-            if several and rank is not None:
-                begun = [max(0, each.begun) for each in progress]
-                text += (
-                    f": rank {rank} is {'stopped' if kind == 'stopped' else 'behind'}, "
-                )
-                text += f"{begun[rank]} steps begun, others {max(begun)}"
+            limit_s = self.settings["timeout_s"]
+            text = f"took more than {limit_s:g} s"
+            if several:
+                # An error of another rank may name this one, which only hangs.
+                cause = rank, "silent" if kind == "error" else kind
+                text = f"{text}: {describe(cause, ends, progress, limit_s)}"
             return {"status": "timeout", "reason": text}
         reply = (
             ends[rank].value
@@ -132,15 +131,10 @@ class Workers(ExitStack):
             replies = [
                 end.value["reason"] for end in ends.values() if end.kind != "died"
             ]
-            name = (
-                ""
-                if replies == [reply["reason"]] * len(self.processes)
-                else f"rank {rank}: "
-            )
-            reply = {
-                "status": reply["status"],
-                "reason": name + reply["reason"],
-            }  # the rest is one rank's alone
+            same = replies == [reply["reason"]] * len(self.processes)
+            reason = reply["reason"] if same else f"rank {rank}: {reply['reason']}"
+            # The rest is one rank's alone.
+            reply = {"status": reply["status"], "reason": reason}
         return reply
 
 
@@ -205,12 +199,10 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # other processes wait for this memory
         self.cold_s = self._slowest(cold_s)
-        off = [
-            name for name, error in errors.items() if not error <= self.tolerance[name]
-        ]
         wrong = ", ".join(
-            f"{n} is off by {errors[n]:.1e}, allowed {self.tolerance[n]:.1e}"
-            for n in off
+            f"{name} is off by {error:.1e}, allowed {self.tolerance[name]:.1e}"
+            for name, error in errors.items()
+            if not error <= self.tolerance[name]
         )
         if not errors:
             wrong = "nothing was checked"

@@ -19,7 +19,7 @@ from ..measure.validity import (
     why_not_quotable,
 )
 from .rows import pass_of
-from .study import Study, cost_of, pattern_of
+from .study import Study, pattern_of
 from .tables import Cell, cell, counted, interval, number, size
 
 # --------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def density(point) -> float:
     if point.system == "adaptive":
         adaptive = Adaptive(**dict(point.options))
         return adaptive.pairs(point.seq_len, point.causal) / point.seq_len**2
-    return cost_of(point).distinct_pairs / (
+    return point.call().cost().distinct_pairs / (
         point.batch * point.heads * point.seq_len**2
     )
 

@@ -310,7 +310,9 @@ class Pages:
         """
         package = Path(__file__).resolve().parents[1]
         versions = [f"{p} {version(p)}" for p in MAKERS]
-        code = provenance.code_hash(package.rglob("*.py"), package)
+        endings = {".py", ".toml", ".j2", ".css", ".json"}
+        files = (p for p in package.rglob("*") if p.suffix in endings)
+        code = provenance.code_hash(files, package)
         texts = json.dumps(
             [
                 study.origin,
@@ -320,11 +322,6 @@ class Pages:
                 code,
                 self.parameters,
             ]
-        )
-        other = (
-            p
-            for p in package.rglob("*")
-            if p.suffix in {".toml", ".j2", ".css", ".json"}
         )
         rows = [
             p
@@ -337,7 +334,7 @@ class Pages:
             if notebook.parent.name == notebook.stem
             for module in sorted(notebook.parent.glob("*.py"))
         ]
-        return _digest(texts, [*rows, *self.notebooks, *beside, *sorted(other)])
+        return _digest(texts, [*rows, *self.notebooks, *beside])
 
     def _made(self) -> str:
         """Digest of the pages that are there, so that one edited or removed by hand is

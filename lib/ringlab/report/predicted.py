@@ -29,7 +29,7 @@ from ..measure.systems import (
 )
 from ..measure.timing import WARM_TOKENS
 from ..measure.validity import threads, why_not_quotable
-from .study import Study, cost_of, pattern_of
+from .study import Study, pattern_of
 from .tables import Text, counted
 
 # torch's sparse tensors need data.
@@ -74,7 +74,7 @@ def row_of(name: str, point: Point) -> Result:
     row = Result(point, "", "computed", provenance=origin)
     if point.system in OTHER_WORK:
         return row
-    work = cost_of(point)
+    work = point.call().cost()
     floor_bytes = work.floor_bytes // ranks
     rates = profile.rates(dtype, floor_bytes)
     bound_s = work.seconds(rates.flops_per_s, rates.bytes_per_s) / ranks or None

@@ -113,11 +113,13 @@ def measured(here: Source, points: Iterable) -> Study:
         )
     requested = {name for g in groups for name in g.keys}
 
-    def stored() -> list:
-        rows = [*store.read(here.folder), *store.read(here.folder / ADDED)]
-        return [r for r in rows if r.key in requested]
+    def stored() -> tuple[list, list]:
+        """All rows of the folder, and those that are requested."""
+        beside = store.read(here.folder)
+        both = [*beside, *store.read(here.folder / ADDED)]
+        return beside, [r for r in both if r.key in requested]
 
-    everything = stored()
+    beside, everything = stored()
     rows = newest_origin(everything)
     if here.runs:
         missing = requested - {r.key for r in rows}
@@ -134,11 +136,10 @@ def measured(here: Source, points: Iterable) -> Study:
         incomplete = [g for g in groups if compositions & {name[:2] for name in g.keys}]
         if incomplete:
             _measure(here, incomplete)
-            everything = stored()
+            beside, everything = stored()
             rows = newest_origin(everything)
     names = {g.name for g in groups}
     # The machine's pace shows in all that was measured beside these rows, too.
-    beside = store.read(here.folder)
     if rows:
         same = key(rows[0].provenance)
         beside = [r for r in beside if key(r.provenance) == same]
@@ -259,8 +260,6 @@ class Study:
     def __post_init__(self):
         self.results = mark_superlinear(self.results)
         self.computed = self.computed or any(map(computed, self.results))
-        # By the ids of two rows, with these rows, or others could get their ids.
-        self._ratios: dict[tuple[int, int], tuple] = {}
 
     def of(self, suite: str) -> Study:
         """The rows of one suite: all but those of groups that belong to another."""
@@ -352,20 +351,16 @@ class Study:
         """
         if not all(timed(r) and r.seconds for r in (slow, fast)):
             return None
-        pair = id(slow), id(fast)
-        if pair not in self._ratios:
-            ratio = measure.ratio(slow, fast)
-            if ratio.paired and ratio.high == math.inf:
-                # Too few rounds in common: each by itself may have enough.
-                ratio = measure.ratio(replace(slow, run=""), fast)
-            doubted = False in (self.reproduced.get(r.id) for r in (slow, fast))
-            ratio = replace(
-                widen_ratio(ratio, self.between_group_sd, self.paired_ratio_sd),
-                noise_floor=self.noise_floor,
-                unstable=ratio.unstable or doubted,
-            )
-            self._ratios[pair] = ratio, slow, fast
-        return self._ratios[pair][0]
+        ratio = measure.ratio(slow, fast)
+        if ratio.paired and ratio.high == math.inf:
+            # Too few rounds in common: each by itself may have enough.
+            ratio = measure.ratio(replace(slow, run=""), fast)
+        doubted = False in (self.reproduced.get(r.id) for r in (slow, fast))
+        return replace(
+            widen_ratio(ratio, self.between_group_sd, self.paired_ratio_sd),
+            noise_floor=self.noise_floor,
+            unstable=ratio.unstable or doubted,
+        )
 
     def ranks(self, rows: Iterable) -> list[int | None]:
         """The rank of each of these rows, which are sorted by time; those that the run
@@ -531,11 +526,6 @@ def _flat(result) -> dict:
         "device": device_of(origin),
         **{name: origin.get(name) for name in ("others_cores", "commit", "machine")},
     }
-
-
-def cost_of(point):
-    """Cost of a point's work."""
-    return point.call().cost()
 
 
 def _matches(result, fields: dict) -> bool:
