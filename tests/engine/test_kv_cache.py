@@ -31,6 +31,22 @@ def tensors(b, n, heads, kv_heads, d, dtype=F64):
     return [torch.randn(b, n, h, d, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
 
 
+def full(q, k, v, pattern) -> torch.Tensor:
+    """The output of full attention, by the oracle."""
+    return reference.attention(q, k, v, pattern, causal=True)[0]
+
+
+def step(cache, *rows, **how):
+    """A call with the cache, of its own pattern."""
+    return attention(*rows, cache.pattern, causal=True, cache=cache, **how)
+
+
+def stepped(cache, q, k, v, sizes) -> torch.Tensor:
+    """The output of calls with these many rows each."""
+    parts = zip(*(t.split(sizes, 1) for t in (q, k, v)))
+    return torch.cat([step(cache, *part) for part in parts], 1)
+
+
 def pieces(rng: random.Random, n: int) -> list[int]:
     """Sizes of chunks that add up to n: single positions, short and long ones."""
     sizes = []
@@ -87,7 +103,7 @@ def test_a_state_is_taken_and_restored_under_a_default_device():
     with torch.device("meta"):
         for t in range(12):
             now = rows[:, t : t + 1]
-            attention(now, now, now, pattern, causal=True, cache=cache)
+            step(cache, now, now, now)
         cache.load_state_dict(cache.state_dict())
     assert [x.tolist() for x in cache.live_rows()] == [[*range(6, 12)]] * 2
 
@@ -100,10 +116,8 @@ def test_long_pieces_see_a_window_of_tokens(window, dtype):
     q, k, v = tensors(1, n, 2, 1, 8, dtype)
     sizes_of = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 8}
     cache = KVCache(pattern, **sizes_of, max_seq_len=500, dtype=dtype)
-    parts = zip(*(t.split(sizes, 1) for t in (q, k, v)))
-    got = [attention(*some, pattern, causal=True, cache=cache) for some in parts]
-    want = reference.attention(q, k, v, pattern, causal=True)[0]
-    assert reference.error(torch.cat(got, 1), want, 1.0) <= reference.EXACT[dtype]
+    got = stepped(cache, q, k, v, sizes)
+    assert reference.error(got, full(q, k, v, pattern), 1.0) <= EXACT[dtype]
     assert cache.live_rows()[0].tolist() == [*range(n - window + 1, n)]
 
 
@@ -147,9 +161,7 @@ def test_any_pieces_give_the_rows_of_full_attention(seed, monkeypatch):
         outs, lses, t, seen = [], [], 0, shown(pattern, n, heads, kv_heads)
         for size in pieces(rng, n):
             some = (x[:, t : t + size] for x in (q, k, v))
-            out, lse = attention(
-                *some, pattern, causal=True, cache=cache, return_lse=True, sinks=sinks
-            )
+            out, lse = step(cache, *some, return_lse=True, sinks=sinks)
             outs, lses, t = [*outs, out], [*lses, lse], t + size
             live = [rows.tolist() for rows in cache.live_rows(b - 1)]
             later = [rows[t:, :t].any(0).nonzero().flatten().tolist() for rows in seen]
@@ -176,16 +188,10 @@ def test_half_precision_is_as_right_as_one_dense_call(pattern, dtype):
     cache = KVCache(
         pattern, batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=100, dtype=dtype
     )
-    want = reference.attention(q, k, v, pattern, causal=True)[0]
-    some = [x.split([40, 1, 30, *[1] * 29], 1) for x in (q, k, v)]
-    got = torch.cat(
-        [attention(*part, pattern, causal=True, cache=cache) for part in zip(*some)], 1
-    )
+    got = stepped(cache, q, k, v, [40, 1, 30, *[1] * 29])
     assert got.dtype == dtype
-    assert (
-        reference.error(got, want, 1.0)
-        <= reference.tolerance(q, k, v, pattern=pattern, causal=True)["out"]
-    )
+    bound = reference.tolerance(q, k, v, pattern=pattern, causal=True)["out"]
+    assert reference.error(got, full(q, k, v, pattern), 1.0) <= bound
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -230,8 +236,8 @@ def test_sequences_of_a_batch_are_each_what_they_are_alone(seed, monkeypatch):
                 for i, length in enumerate(lengths):
                     piece[i, :length] = torch.randn(length, *whole.shape[2:], dtype=F64)
                     whole[i, at[i] : at[i] + length] = piece[i, :length]
-            out = attention(*chunk, pattern, causal=True, cache=cache, lengths=lengths)
-            want = reference.attention(*history, pattern, causal=True)[0]
+            out = step(cache, *chunk, lengths=lengths)
+            want = full(*history, pattern)
             for i, length in enumerate(lengths):
                 if length:
                     assert (
@@ -281,24 +287,11 @@ def test_sequences_of_one_length_may_keep_other_rows_after_a_crop():
     }
     cache, restored = KVCache(pattern, **made), KVCache(pattern, **made)
     for new, lengths in ((slice(0, 17), [17, 17]), (slice(17, 20), [3, 0])):
-        attention(
-            *(x[:, new] for x in (q, k, v)),
-            pattern,
-            causal=True,
-            cache=cache,
-            lengths=lengths,
-        )
+        step(cache, *(x[:, new] for x in (q, k, v)), lengths=lengths)
     cache.crop(17)
     assert len(cache.live_rows(0)[0]) < len(cache.live_rows(1)[0])
-    out = attention(
-        *(x[:, 17:19] for x in (q, k, v)), pattern, causal=True, cache=cache
-    )
-    assert (
-        reference.error(
-            out, reference.attention(q, k, v, pattern, causal=True)[0][:, 17:19], 1.0
-        )
-        <= 1e-12
-    )
+    out = step(cache, *(x[:, 17:19] for x in (q, k, v)))
+    assert reference.error(out, full(q, k, v, pattern)[:, 17:19], 1.0) <= 1e-12
     cache.crop([17, 17])
     restored.load_state_dict(cache.state_dict())
     for one in (cache, restored):
@@ -320,7 +313,7 @@ def test_a_million_positions_keep_few_rows():
         <= 1.05 * 8 * 11_263 * row
     )
     q, k, v = tensors(1, 17_000, 8, 8, 64, F32)
-    attention(q, k, v, LADDER, causal=True, cache=cache)
+    step(cache, q, k, v)
     for head, rows in enumerate(cache.live_rows()):
         branches = zip(LADDER.segment_lengths, LADDER.dilation_rates)
         wanted = {
@@ -340,11 +333,9 @@ def test_a_key_that_is_hidden_changes_nothing_whatever_it_holds():
     spoiled[:, 8] = torch.nan  # seen by head 0 from 9 to 15 at even positions
     for t in range(40):
         now = slice(t, t + 1)
-        a = attention(
-            q[:, now], k[:, now], v[:, now], pattern, causal=True, cache=clean
-        )
-        b = attention(
-            q[:, now], spoiled[:, now], v[:, now], pattern, causal=True, cache=stained
+        a, b = (
+            step(cache, q[:, now], keys[:, now], v[:, now])
+            for cache, keys in ((clean, k), (stained, spoiled))
         )
         sees = [
             t == 8
@@ -426,7 +417,7 @@ def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(
 )
 def test_what_cannot_be_done_to_a_cache_is_refused(do, words):
     cache = KVCache(DILATED[0], **CACHE)
-    attention(*[torch.zeros(1, 4, 2, 8)] * 3, DILATED[0], causal=True, cache=cache)
+    step(cache, *[torch.zeros(1, 4, 2, 8)] * 3)
     with pytest.raises(ValueError, match=words):
         do(cache)
     assert cache.lengths == [4]
@@ -448,7 +439,7 @@ def test_what_cannot_be_done_to_a_cache_is_refused(do, words):
 def test_a_damaged_state_is_refused_and_changes_nothing(damage):
     cache, other = (KVCache(DILATED[0], **CACHE) for _ in range(2))
     for one, n in ((cache, 4), (other, 7)):
-        attention(*[torch.ones(1, n, 2, 8)] * 3, DILATED[0], causal=True, cache=one)
+        step(one, *[torch.ones(1, n, 2, 8)] * 3)
     state, kept = other.state_dict(), cache.state_dict()["parts"][0]
     for parts in ([damage(state["parts"][0])], [], {}, state["parts"] * 2):
         with pytest.raises(ValueError, match="the state is damaged"):
@@ -481,38 +472,25 @@ def test_append_takes_rows_as_attention_does_and_refuses_others_unchanged(wrong)
     with pytest.raises(ValueError, match="append takes|must agree"):
         cache.append(*wrong(k))
     cache.append(k[:, :20], v[:, :20])
-    attention(q[:, :20], k[:, :20], v[:, :20], pattern, causal=True, cache=other)
-    a, b = (
-        attention(q[:, 20:], k[:, 20:], v[:, 20:], pattern, causal=True, cache=c)
-        for c in (cache, other)
-    )
+    first, rest = ([x[:, s] for x in (q, k, v)] for s in (slice(20), slice(20, 30)))
+    step(other, *first)
+    a, b = (step(c, *rest) for c in (cache, other))
     assert torch.equal(a, b)
 
 
 def test_a_cache_made_in_inference_mode_serves_outside_and_narrow_values_come_back_narrow():
     pattern = Dilated([4, 8], [1, 2])
     q, k, v = tensors(1, 12, 2, 2, 8)
-    want = reference.attention(q, k, v[..., :4], pattern, causal=True)[0]
+    v = v[..., :4]
     with torch.inference_mode():
         cache = KVCache(
             pattern, batch=1, heads=2, head_dim=8, max_seq_len=40, dtype=F64
         )
-        first = attention(
-            q[:, :5], k[:, :5], v[:, :5, :, :4], pattern, causal=True, cache=cache
-        )
+        first = step(cache, *(x[:, :5] for x in (q, k, v)))
     with torch.no_grad():
-        rest = [
-            attention(
-                q[:, i:j],
-                k[:, i:j],
-                v[:, i:j, :, :4],
-                pattern,
-                causal=True,
-                cache=cache,
-            )
-            for i, j in ((5, 6), (6, 12))
-        ]
-    assert reference.error(torch.cat([first, *rest], 1), want, 1.0) <= 1e-12
+        rest = stepped(cache, *(x[:, 5:] for x in (q, k, v)), [1, 6])
+    got = torch.cat([first, rest], 1)
+    assert reference.error(got, full(q, k, v, pattern), 1.0) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -527,14 +505,14 @@ def test_sequences_may_take_steps_in_any_order(pattern):
     cache = KVCache(
         pattern, batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=n, dtype=F64
     )
-    want, errors = reference.attention(q[:1], k[:1], v[:1], pattern, causal=True)[0], []
+    want, errors = full(q[:1], k[:1], v[:1], pattern), []
     while min(at := cache.lengths) < n:
         steps = [int(t < n and (t == min(at) or rng.random() < 0.8)) for t in at]
         some = [
             torch.stack([x[i, min(t, n - 1) :][:1] for i, t in enumerate(at)])
             for x in (q, k, v)
         ]
-        out = attention(*some, pattern, causal=True, cache=cache, lengths=steps)
+        out = step(cache, *some, lengths=steps)
         errors += [
             float((out[i, 0] - want[0, t]).norm()) for i, t in enumerate(at) if steps[i]
         ]
@@ -551,9 +529,7 @@ def test_a_step_of_a_large_batch_takes_little_memory():
     cache.append(rows, rows)
     for _ in range(20):
         with tracking.LiveStorageTracker() as live:
-            attention(
-                rows[:, :1], rows[:, :1], rows[:, :1], pattern, causal=True, cache=cache
-            )
+            step(cache, *[rows[:, :1]] * 3)
         assert live.peak_bytes < 4 << 20
 
 
@@ -579,16 +555,10 @@ def test_a_step_that_fails_can_be_done_again(pattern, monkeypatch):
                 "one_query",
                 lambda *args: (_ for _ in ()).throw(MemoryError()),
             )
-            attention(*some, pattern, causal=True, cache=cache)
-        outs.append(attention(*some, pattern, causal=True, cache=cache))
-    assert (
-        reference.error(
-            torch.cat(outs, 1),
-            reference.attention(q, k, v, pattern, causal=True)[0],
-            1.0,
-        )
-        <= EXACT[F64]
-    )
+            step(cache, *some)
+        outs.append(step(cache, *some))
+    found = reference.error(torch.cat(outs, 1), full(q, k, v, pattern), 1.0)
+    assert found <= EXACT[F64]
 
 
 @pytest.mark.parametrize(
@@ -601,16 +571,10 @@ def test_a_value_that_was_dropped_leaves_nothing_behind(lengths, rates, at):
     """
     pattern, end = Dilated(lengths, rates, mixing="head_groups"), lengths[0]
     q, k, v = tensors(1, 32, 2, 2, 8)
-    want = reference.attention(q, k, v, pattern, causal=True)[0]
+    want = full(q, k, v, pattern)
     v[:, at, 0] = torch.nan  # the first head sees it to the end of its segment
     cache = KVCache(pattern, batch=1, heads=2, head_dim=8, max_seq_len=32, dtype=F64)
-    out = torch.cat(
-        [
-            attention(*some, pattern, causal=True, cache=cache)
-            for some in zip(*(t.split(1, 1) for t in (q, k, v)))
-        ],
-        1,
-    )
+    out = stepped(cache, q, k, v, 1)
     assert out[:, at:end, 0].isnan().all()
     out[:, at:end, 0] = want[:, at:end, 0]
     assert reference.error(out, want, 1.0) <= 1e-12
@@ -624,20 +588,8 @@ def test_a_value_that_was_cropped_leaves_nothing_behind():
     )
     draft, out = torch.full_like(v, torch.nan), []
     for t in range(32):
-        attention(
-            *(x[:, t : t + 3] for x in (q, k, draft)), pattern, causal=True, cache=cache
-        )
+        step(cache, *(x[:, t : t + 3] for x in (q, k, draft)))
         cache.crop(t)
-        out.append(
-            attention(
-                *(x[:, t : t + 1] for x in (q, k, v)), pattern, causal=True, cache=cache
-            )
-        )
-    assert (
-        reference.error(
-            torch.cat(out, 1),
-            reference.attention(q, k, v, pattern, causal=True)[0],
-            1.0,
-        )
-        <= 1e-12
-    )
+        out.append(step(cache, *(x[:, t : t + 1] for x in (q, k, v))))
+    found = reference.error(torch.cat(out, 1), full(q, k, v, pattern), 1.0)
+    assert found <= 1e-12
