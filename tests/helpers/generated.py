@@ -2,6 +2,8 @@
 and what a step calls.
 """
 
+import copy
+import io
 import random
 from unittest import mock
 
@@ -28,12 +30,15 @@ HEADS = [(1, 1), (4, 2), (6, 1), (4, 4), (20, 1)]
 NAN = torch.nan
 
 
-def drawn(seed: int, device="cpu", dtypes=(torch.float32, torch.float16)) -> dict:
+def drawn(
+    seed: int, device="cpu", dtypes=(torch.float32, torch.float16), spoil=True
+) -> dict:
     """A random generation: the greatest errors of out and lse, the bound of out, and
-    whether out was 0 and lse -inf where nothing is seen, and there alone.
+    whether out was 0 and lse -inf where nothing is seen, and there alone, and all
+    lengths were right.
 
     Sequences of other lengths take one position or several, padded with NaN, and are
-    reordered, cropped and restored.
+    reordered, cropped, saved and copied.
     """
     rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
     pattern, n = rng.choice([*PATTERNS, *LEAVING * 3]), rng.choice([7, 30, 80])
@@ -42,7 +47,10 @@ def drawn(seed: int, device="cpu", dtypes=(torch.float32, torch.float16)) -> dic
     scale, max_crop = rng.choice([None, -0.3]), rng.choice([0, 4])
     made = {"batch": b, "heads": heads, "kv_heads": kv_heads, "head_dim": d}
     made |= {"max_seq_len": n, "dtype": dtype, "device": device, "max_crop": max_crop}
-    cache = spoiled(KVCache(pattern, **made, group=rng.choice([None, Simulated(2)])))
+    made["group"] = rng.choice([None, Simulated(2)])
+    cache = KVCache(pattern, **made)
+    if spoil:  # only the kernel reads no unused slot
+        spoiled(cache)
     shapes = [(n, h, d) for h in (heads, kv_heads, kv_heads)]
     history = [torch.zeros(b, *shape, dtype=dtype) for shape in shapes]
     found = {"case": f"{seed}: {pattern}, {n}, {made}", "out": 0.0, "lse": 0.0}
@@ -91,8 +99,16 @@ def drawn(seed: int, device="cpu", dtypes=(torch.float32, torch.float16)) -> dic
                 for start, most in zip(at, peak)
             ]
             cache.crop(at)
-        if rng.random() < 0.1:
-            cache.load_state_dict(cache.state_dict())
+        draw = rng.random()
+        if draw < 0.1:
+            file = io.BytesIO()
+            torch.save(cache.state_dict(), file)
+            file.seek(0)
+            cache = KVCache(pattern, **made)
+            cache.load_state_dict(torch.load(file))
+        elif draw < 0.2:
+            cache = copy.deepcopy(cache)
+        found["zeros"] &= cache.lengths == at
     return found
 
 
