@@ -83,6 +83,16 @@ def eager_in_float64(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
 
 
+def greedy(count: int) -> dict:
+    """What ``generate`` takes to make exactly ``count`` tokens."""
+    return {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+
+
+def refused(words: str):
+    """Expect the refusal of what cannot be honoured."""
+    return pytest.raises(NotImplementedError, match=words)
+
+
 def inputs_of(model, b: int = 2) -> dict:
     if model.main_input_name == "input_features":
         sound = torch.randn(b, model.config.num_mel_bins, 256, dtype=model.dtype)
@@ -105,7 +115,7 @@ def test_logits_and_64_greedy_tokens_are_transformers_own(name):
         want = theirs(**inputs, **more).logits
         assert off(ours(**inputs, **more).logits, want) <= 1e-12
     if ours.can_generate():
-        how = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+        how = greedy(64)
         got, want = (m.generate(**inputs, **how) for m in (ours, theirs))
         assert want.shape[1] >= 64 and torch.equal(got, want)
     if name in WINDOWS:
@@ -127,7 +137,7 @@ def test_packed_documents_and_gradients_are_those_of_transformers_alone(name):
     packed = {"input_ids": tokens(1), "position_ids": WHERE[:1], "use_cache": False}
     alike, told = packed, {}
     if name == "GptOssForCausalLM":  # its masks are made without position_ids
-        with pytest.raises(NotImplementedError, match="^position_ids do not go up"):
+        with refused("^position_ids do not go up"):
             ours(**packed)
         alike = {"input_ids": tokens(1)}
         told = {"cu_seq_lens_q": torch.tensor([0, FIRST, N])}
@@ -172,7 +182,7 @@ def test_full_layers_take_a_pattern_beside_windows(name):
         "attention_mask": LEFT,
         "return_dict_in_generate": True,
     }
-    how |= {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    how |= greedy(20)
     found = ours.generate(**how)
     assert torch.equal(found.sequences, ours.generate(**how, use_cache=False).sequences)
     assert isinstance(found.past_key_values, LiveCache)
@@ -180,16 +190,14 @@ def test_full_layers_take_a_pattern_beside_windows(name):
 
 def test_windows_of_another_kind_are_refused():
     llama4, _ = pair("Llama4ForCausalLM", attention_chunk_size=W)
-    with pytest.raises(
-        NotImplementedError, match="^.* windows, .* not chunked_overlay$"
-    ):
+    with refused("^.* windows, .* not chunked_overlay$"):
         llama4(tokens())
     ours, _ = pair("MistralForCausalLM", sliding_window=W)
     one = ours.model.layers[1].self_attn
     one.config = copy.copy(one.config)
     one.config.sliding_window = W - 1
     words = "^the layer has a window of 5 tokens, the mask of 6$"
-    with pytest.raises(NotImplementedError, match=words):
+    with refused(words):
         ours(tokens())
 
 
@@ -254,14 +262,14 @@ def test_a_decoder_may_be_told_to_see_later_tokens_but_not_against_its_mask(wind
         assert off(got, want, RIGHT) <= 1e-12 < off(ours(tokens()).logits, want, RIGHT)
         bert, _ = pair("BertModel")
         bert.encoder.layer[1].attention.self.is_causal = True
-        with pytest.raises(NotImplementedError, match="^the mask shows later keys"):
+        with refused("^the mask shows later keys"):
             bert(tokens())
 
 
 def test_models_with_an_attention_of_their_own_are_refused():
     bloom = transformers.BloomForCausalLM(small("BloomForCausalLM"))
     for name in ("BloomForCausalLM", "XLNetLMHeadModel", "GitModel"):
-        with pytest.raises(NotImplementedError, match="^.* an attention of its own.*$"):
+        with refused("^.* an attention of its own.*$"):
             made(name, "ringlab", small(name))
     with pytest.raises(ValueError, match="^the model runs 'eager', not patterns.*$"):
         set_pattern(bloom, Dense())
@@ -302,7 +310,7 @@ def mask():
 )
 def test_a_mask_is_for_our_attention_alone(use):
     assert mask().shape == (1, 1, 4, 4) and mask().ndim == 4
-    with pytest.raises(NotImplementedError, match="^this model computes with its mask"):
+    with refused("^this model computes with its mask"):
         use(mask())
 
 
@@ -320,21 +328,17 @@ def test_documents_and_other_keys_need_what_they_cannot_have():
         assert off(told[:, 1:], ours(three[:, 1:]).logits) <= 1e-12
         for more in ({"past_key_values": LiveCache(ours, 9)}, {"use_cache": True}):
             if "use_cache" not in more:
-                with pytest.raises(NotImplementedError, match="^documents .*cache"):
+                with refused("^documents .*cache"):
                     ours(three, cu_seq_lens_q=borders, **more)
-            with pytest.raises(
-                NotImplementedError, match="^position_ids do not go up by one"
-            ):
+            with refused("^position_ids do not go up by one"):
                 ours(three, **where, **more)
         ones = {"attention_mask": torch.ones(1, 3), "use_cache": False}
-        with pytest.raises(
-            NotImplementedError, match="^position_ids do not go up by one"
-        ):
+        with refused("^position_ids do not go up by one"):
             ours(three, position_ids=torch.tensor([[0, 0, 1]]), **ones)
-        with pytest.raises(NotImplementedError, match="^cu_seq_lens_q disagrees"):
+        with refused("^cu_seq_lens_q disagrees"):
             where = torch.tensor([[0, 1, 0]])
             ours(three, position_ids=where, cu_seq_lens_q=borders, use_cache=False)
-        with pytest.raises(NotImplementedError, match="^cu_seq_lens_q disagrees"):
+        with refused("^cu_seq_lens_q disagrees"):
             ours(three, position_ids=where, cu_seq_lens_q=borders, **ones)
 
 
@@ -354,16 +358,14 @@ def test_wrong_calls_are_refused_in_words_that_help():
     config = small("BertModel")
     config.attention_probs_dropout_prob = 0.1
     bert = made("BertModel", "ringlab", config).train()
-    with pytest.raises(
-        NotImplementedError, match="with attention_probs_dropout_prob=0.0$"
-    ):
+    with refused("with attention_probs_dropout_prob=0.0$"):
         bert(tokens())
 
 
 def test_a_cache_takes_the_dtype_of_autocast():
     model, _ = llama()
     model = model.float()
-    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    how = greedy(6)
     with torch.autocast("cpu", torch.bfloat16):
         cache = LiveCache(model, 30)
         got = model.generate(tokens(), past_key_values=cache, **how)
@@ -382,7 +384,7 @@ def test_generation_from_transformers_caches(name, window, kind):
     copies of a prompt's cache; with left padding where it can be.
     """
     ours, theirs = pair(name, sliding_window=window)
-    how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    how = greedy(8)
     prompt = {"input_ids": tokens(), "attention_mask": LEFT}
     if kind == "assisted":
         prompt = {"input_ids": tokens(1)}
@@ -416,7 +418,7 @@ def test_patterns_keep_to_their_layers_and_refuse_what_they_cannot_have():
         set_pattern(ours, [None, None])
         assert off(ours(tokens()).logits, theirs(tokens()).logits) <= 1e-12
         set_pattern(ours, pattern)
-        with pytest.raises(NotImplementedError, match="^the layer has a window of 6"):
+        with refused("^the layer has a window of 6"):
             ours(tokens())
     ours, _ = llama()
     set_pattern(ours, [pattern, None])
@@ -424,7 +426,7 @@ def test_patterns_keep_to_their_layers_and_refuse_what_they_cannot_have():
         {"past_key_values": transformers.DynamicCache()},
         model_sweep.STATIC,
     ):
-        with pytest.raises(NotImplementedError, match="^a pattern needs a LiveCache"):
+        with refused("^a pattern needs a LiveCache"):
             ours.generate(tokens(), max_new_tokens=3, **chosen)
     bart, _ = pair("BartForConditionalGeneration")
     with pytest.raises(ValueError, match="^patterns are for models without cross-"):
@@ -434,7 +436,7 @@ def test_patterns_keep_to_their_layers_and_refuse_what_they_cannot_have():
     distil = pair("DistilBertForMaskedLM")[0]
     whole = distil(tokens()).logits
     assert off(set_pattern(distil, [Dense()]).__call__(tokens()).logits, whole) <= 1e-12
-    with pytest.raises(NotImplementedError, match="do not tell their number"):
+    with refused("do not tell their number"):
         set_pattern(distil, [Dense(), pattern])(tokens())
 
 
@@ -448,7 +450,7 @@ def test_generate_makes_the_cache_of_patterns(how):
     given = {"input_ids": tokens(), "attention_mask": LEFT}
     if how == "assisted":
         how, given = {"assistant_model": draft}, {"input_ids": tokens(1)}
-    given |= {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    given |= greedy(9)
     out = ours.generate(**given, **how, return_dict_in_generate=True)
     assert isinstance(out.past_key_values, LiveCache)
     without = {k: v for k, v in how.items() if k != "assistant_model"}
@@ -472,7 +474,7 @@ def test_half_of_the_heads_take_patterns_that_do_not_count_them():
         cache = LiveCache(ours, N)
         parts = [ours(t, past_key_values=cache).logits for t in tokens().split(7, 1)]
         assert off(torch.cat(parts, 1), got) <= 1e-12
-        with pytest.raises(NotImplementedError, match="^2 of 4 query heads"):
+        with refused("^2 of 4 query heads"):
             set_pattern(ours, Dilated([4, 8, 12], [1, 2, 3]))(tokens())
 
 
@@ -506,7 +508,7 @@ def test_shards_tell_their_positions_and_their_targets():
 
 def test_layers_without_attention_keep_their_own_state():
     ours, theirs = pair("Qwen3NextForCausalLM")
-    how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    how = greedy(8)
     cache = LiveCache(ours, 40)
     got = ours.generate(tokens(), past_key_values=cache, **how)
     assert torch.equal(got, theirs.generate(tokens(), use_cache=True, **how))
@@ -596,19 +598,19 @@ def test_padding_anywhere_gives_logits_and_gradients_of_theirs(name):
 def test_generation_with_padding_between_tokens(window):
     """A window counts padding, which a LiveCache drops; a pattern does not."""
     ours, theirs = pair("MistralForCausalLM", sliding_window=window)
-    how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    how = greedy(8)
     given = {"input_ids": tokens(), "attention_mask": GAPS[:, :19].clone()}
     given["input_ids"] = given["input_ids"][:, :19]
     want = theirs.generate(**given, **how)
     assert torch.equal(ours.generate(**given, **how), want)
     own = {"past_key_values": LiveCache(ours, 40)}
     if window == W:
-        with pytest.raises(NotImplementedError, match="use_cache=False$"):
+        with refused("use_cache=False$"):
             ours.generate(**given, **how, **own)
         own = {"use_cache": False}
     assert torch.equal(ours.generate(**given, **how, **own), want)
     capped, _ = pair("Gemma2ForCausalLM", sliding_window=W)
-    with pytest.raises(NotImplementedError, match="attn_implementation='eager'"):
+    with refused("attn_implementation='eager'"):
         capped(tokens(), attention_mask=GAPS)
     patterned, _ = llama()
     set_pattern(patterned, Dilated([4, 8], [1, 2]))
@@ -638,7 +640,6 @@ def test_a_cache_that_generate_makes_has_room_for_virtual_tokens(monkeypatch):
         return given
 
     monkeypatch.setattr(ours, "prepare_inputs_for_generation", prepared)
-    given = {"input_ids": tokens(), "attention_mask": LEFT, "do_sample": False}
-    given |= {"max_new_tokens": 8, "min_new_tokens": 8}
+    given = {"input_ids": tokens(), "attention_mask": LEFT} | greedy(8)
     got = ours.generate(**given)
     assert torch.equal(got, ours.generate(**given, use_cache=False))
