@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from matrix import Case, differentiated, drawn, errors, judged, paths
+from refusals import refused
 from ringlab import (
     Adaptive,
     Dense,
@@ -116,11 +117,10 @@ REFUSED = {
     [(error, *row) for error, rows in REFUSED.items() for row in rows],
 )
 def test_wrong_arguments_are_refused_in_one_line(error, given, message):
-    with pytest.raises(error, match=message) as caught:
+    with refused(error, match=message):
         attention(
             **{"q": GOOD, "k": GOOD, "v": GOOD, "pattern": Dilated([8], [2])} | given
         )
-    assert "\n" not in str(caught.value)
 
 
 def test_cache_and_pool_never_change_a_bit():
@@ -477,7 +477,7 @@ def test_torch_func_derives_once_and_refuses_the_rest_in_one_line():
         )
 
     assert torch.equal(torch.func.grad(loss)(q), torch.autograd.grad(loss(q), q)[0])
-    refused = {
+    calls = {
         "vmap": lambda: torch.func.vmap(loss)(q.expand(2, *q.shape)),
         "vmap or batched": lambda: torch.func.jacrev(loss)(q),
         "jvp": lambda: torch.func.jvp(loss, (q,), (q,)),
@@ -485,10 +485,9 @@ def test_torch_func_derives_once_and_refuses_the_rest_in_one_line():
             lambda q: torch.func.grad(loss)(q).sum()
         )(q),
     }
-    for words, call in refused.items():
-        with pytest.raises(NotImplementedError, match=words) as caught:
+    for words, call in calls.items():
+        with refused(NotImplementedError, match=words):
             call()
-        assert "\n" not in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------

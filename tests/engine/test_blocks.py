@@ -26,6 +26,7 @@ from matrix import (
     judged,
 )
 from matrix import BLOCK_SPARSE as PATTERNS
+from refusals import refused
 from ring_cases import warnings_of_bsr
 from ringlab import Execution, attention, blocks, kernels, patterns, reference
 from ringlab.blocks import (
@@ -651,9 +652,8 @@ def test_a_block_mask_of_flex_attention_is_a_pattern(rule, causal, n):
     ],
 )
 def test_wrong_values_are_one_line(make, why):
-    with pytest.raises(ValueError, match=why) as failure:
+    with refused(ValueError, match=why):
         make()
-    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize(
@@ -708,9 +708,8 @@ def test_published_systems_compute_one_function(system):
     ],
 )
 def test_published_systems_refuse_in_one_line(arguments, why):
-    with pytest.raises(ValueError, match=why) as failure:
+    with refused(ValueError, match=why):
         ringlab.BlockSparseOptimized(**arguments)
-    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from refusals import refused
 from ringlab import Dense, Dilated, attention, kernels, native
 from ringlab.engine.execute import merge
 from ringlab.kernels import Eager
@@ -315,9 +316,8 @@ def test_without_a_compiler_torchs_kernel_runs_and_the_reason_is_told(
     try:
         choice = kernels.choose("cpu", torch.float32, 8)
         assert choice.name == "cpu_flash"
-        with pytest.raises(NotImplementedError, match=why) as caught:
+        with refused(NotImplementedError, match=why):
             attention(q, q, q, Dense(), backend="compiled")
-        assert "\n" not in str(caught.value)
         assert torch.equal(attention(q, q, q, Dilated([16, 32], [1, 2])), want)
         assert native.multiply_rate(1, False, None) == 0
         assert not [*tmp_path.rglob("*.so")]

@@ -10,6 +10,7 @@ import torch
 from document_cases import EXACT, PATTERNS
 from matrix import BLOCK_SPARSE, DILATED, F32, F64
 from random_cases import seeds
+from refusals import refused
 from ringlab import (
     Dense,
     Dilated,
@@ -328,9 +329,8 @@ def call(cache_options=None, pattern=DILATED[0], n=4, b=1, heads=2, dtype=F32, *
 def test_what_does_not_fit_is_refused_in_one_line_and_changes_nothing(
     change, error, words
 ):
-    with pytest.raises(error, match=words) as caught:
+    with refused(error, match=words):
         call(**change)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

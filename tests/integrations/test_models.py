@@ -3,6 +3,7 @@ gives, or is refused in one line.
 """
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 import model_sweep  # noqa: E402
+import refusals  # noqa: E402
 from model_sweep import FIRST, LEFT, RIGHT, WHERE, N, made, small, tokens  # noqa: E402
 from ringlab import Dense, Dilated, Simulated, blocks  # noqa: E402
 from ringlab.integrations.transformers import (  # noqa: E402
@@ -20,6 +22,7 @@ from ringlab.integrations.transformers import (  # noqa: E402
 
 register()
 
+refused = partial(refusals.refused, NotImplementedError)
 ROOT = Path(__file__).resolve().parents[2]
 W = 6  # tokens of a window
 BOTH = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
@@ -86,11 +89,6 @@ def eager_in_float64(monkeypatch):
 def greedy(count: int) -> dict:
     """What ``generate`` takes to make exactly ``count`` tokens."""
     return {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-
-
-def refused(words: str):
-    """Expect the refusal of what cannot be honoured."""
-    return pytest.raises(NotImplementedError, match=words)
 
 
 def inputs_of(model, b: int = 2) -> dict:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from matrix import apart
+from refusals import refused
 from ringlab import Dense, Dilated, blocks
 
 transformers = pytest.importorskip("transformers")
@@ -195,9 +196,8 @@ def forward(change: dict, **how):
     ],
 )
 def test_what_cannot_be_honoured_is_refused_in_one_line(change, words):
-    with pytest.raises(NotImplementedError, match=words) as caught:
+    with refused(NotImplementedError, match=words):
         forward(change)
-    assert "\n" not in str(caught.value)
 
 
 def test_wrong_calls_are_refused():

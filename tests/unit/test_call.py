@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from refusals import refused
 from ringlab import (
     Dense,
     Dilated,
@@ -65,9 +66,8 @@ CALL = CallSpec(
     ],
 )
 def test_what_no_call_can_have_is_refused_in_one_line(wrong, error, why):
-    with pytest.raises(error, match=why) as caught:
+    with refused(error, match=why):
         replace(CALL, **wrong)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_call_costs_what_its_fields_cost():

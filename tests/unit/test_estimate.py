@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from ringlab import (
     Execution,
     attention,
@@ -398,11 +399,8 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(pattern, more):
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(given, said):
-    with pytest.raises(
-        (ValueError, NotImplementedError, TypeError), match=said
-    ) as error:
+    with refused((ValueError, NotImplementedError, TypeError), match=said):
         estimate(**{"pattern": Dense(), "seq_len": 1024} | given)
-    assert "\n" not in str(error.value)
 
 
 def test_no_length_is_told_where_none_fits():

@@ -1,0 +1,13 @@
+"""What must be refused."""
+
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def refused(error, match: str):
+    """Expect an error of one line."""
+    with pytest.raises(error, match=match) as caught:
+        yield
+    assert "\n" not in str(caught.value)
