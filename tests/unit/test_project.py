@@ -408,7 +408,6 @@ LAYERS = [
         "hardware",
         "native",
         "selected",
-        "presets",
         "torch_private",
     },
     {"kernels"},
@@ -416,6 +415,7 @@ LAYERS = [
     {"attention", "call", "ring", "kv_cache"},
     {
         "estimate",
+        "presets",
         "meta_run",
         "advise",
         "adaptive",
