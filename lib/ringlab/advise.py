@@ -37,7 +37,6 @@ DENSE_LAYER = 4  # of so many layers with windows one is dense, the first
 SECONDS = 1.0  # what a call of one layer may take
 EVEN = 1.1  # shards stay contiguous while the busiest rank computes at most this many times the average
 SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its backward
-MOST_RANKS = 32  # tried for a sequence that does not fit
 STEP = 128  # a shorter length is sought in multiples of so many positions a rank
 TRIES = 6
 NEEDS = ("exact", "far", "local")
@@ -180,12 +179,11 @@ class Advice:
     dense attention keeps within the time and the memory, and ``ends`` says which of
     them ends it ("time", "memory"; None: neither is known). ``need_bytes`` is what the
     rank that needs most needs, ``budget_bytes`` what it has (None: not known); where
-    that is less, ``longest`` is a length of this pattern that fits, near the longest,
-    and ``enough_ranks`` a number of ranks that hold the sequence. ``cache_bytes``: what
-    the caches of all layers take for generating up to this length, on the rank with
-    most (None: not causal, or not estimated). ``choosing``: methods that choose their
-    keys by content and were measured to take less time than dense attention, a line
-    each; their memory is not estimated.
+    that is less, ``longest`` is a length of this pattern that fits, near the longest.
+    ``cache_bytes``: what the caches of all layers take for generating up to this
+    length, on the rank with most (None: not causal, or not estimated). ``choosing``:
+    methods that choose their keys by content and were measured to take less time than
+    dense attention, a line each; their memory is not estimated.
     """
 
     call: CallSpec  # its shape, passes, ranks and profile
@@ -200,7 +198,6 @@ class Advice:
     budget_bytes: int | None = None
     need_bytes: int | None = None
     longest: int | None = None
-    enough_ranks: int | None = None
     cache_bytes: int | None = None
     choosing: tuple[str, ...] = ()
 
@@ -251,13 +248,12 @@ class Advice:
             if self.longest
             else "no shorter length was found that fits"
         )
-        ranks = f"; {self.enough_ranks} ranks hold it" if self.enough_ranks else ""
         held = [
             f"; {x.name} fit"
             for x in self.options
             if x.peak_bytes and x.peak_bytes <= self.budget_bytes
         ]
-        return f"does not fit: {have}; {longest}{ranks}{''.join(held)}"
+        return f"does not fit: {have}; {longest}{''.join(held)}"
 
     @property
     def settings(self) -> str:
@@ -577,7 +573,6 @@ class _Advisor:
                 memory["cache_bytes"] = self._cache(advised)
             if not self._fits(placed.estimate, kept.value):
                 memory["longest"] = self._longest(placed, kept.value)
-                memory["enough_ranks"] = self._enough_ranks(placed, kept.value)
         return Advice(
             c,
             self.layers,
@@ -780,9 +775,7 @@ class _Advisor:
             )
             return "exact", f"{takes}; {until}"
         learned = options["far"].trained or "whether models learn with it is unknown"
-        ranks = math.ceil(dense.seconds * self.call.ranks / self.seconds)
-        more = f", within it on {ranks} ranks at least" if ranks <= MOST_RANKS else ""
-        return "far", f"{until}, here it takes {dense.takes}{more}; {learned}"
+        return "far", f"{until}, here it takes {dense.takes}; {learned}"
 
     # ----------------------------------------------------------------------------------
     # by estimate
@@ -897,19 +890,6 @@ class _Advisor:
             need = self._need(shorter, checkpointing)
             if need <= self.budget:
                 return n
-        return None
-
-    def _enough_ranks(self, placed: Candidate, checkpointing: bool) -> int | None:
-        """The first doubling of the ranks that holds the sequence; what cannot suffice
-        is not tried.
-        """
-        ranks = self.call.ranks
-        total = self.call.ranks * self._need(placed.estimate, checkpointing)
-        while (ranks := 2 * ranks) <= min(MOST_RANKS, self.call.seq_len):
-            if total / ranks <= 1.1 * self.budget:
-                more = replace(self, call=replace(self.call, ranks=ranks))
-                if more._fits(more.place(placed.call.pattern).estimate, checkpointing):
-                    return ranks
         return None
 
     def _cache(self, advised: Option) -> int:

@@ -173,6 +173,7 @@ def attention(
     for an argument that cannot be honoured, and NotImplementedError, with the reason,
     for a backend that cannot serve the call, a second derivative, ``vmap``, ``jvp`` and
     ``torch.jit.trace``.
+    What one rank of a group refuses, all raise as ``PlanMismatch``.
 
     >>> from ringlab.patterns import Dilated
     >>> q = torch.randn(1, 100, 4, 16)

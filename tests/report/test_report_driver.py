@@ -50,7 +50,7 @@ def place(tmp_path, monkeypatch):
     write_two_rows(tmp_path / "reports")
     monkeypatch.setattr(measure, "run", lambda *a, **k: [])
     monkeypatch.setattr(render, "execute", in_process)
-    monkeypatch.setattr(driver, "_utc", lambda: "2026-01-01T00:00:00Z")
+    monkeypatch.setattr(provenance, "utc", lambda: "2026-01-01T00:00:00Z")
     (
         provenance.engine_hash(),
         provenance.method_hash(),

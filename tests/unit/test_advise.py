@@ -149,14 +149,9 @@ def test_memory_agrees_with_the_estimate():
         head_dim=16,
         **how,
     )
+    assert over.fits is False and 0.95 * most <= over.longest <= most < 8192
     assert (
-        over.fits is False
-        and 0.95 * most <= over.longest <= most < 8192
-        and over.enough_ranks == 4
-    )
-    assert (
-        "does not fit" in over.memory
-        and f"{over.longest:,} tokens fit; 4 ranks hold it" in over.memory
+        "does not fit" in over.memory and f"{over.longest:,} tokens fit" in over.memory
     )
     held = sum(found.parts[name] for name in ("q", "k", "v", "out", "lse"))
     deep = advise(GTX, 8192, layers=5, **shape)

@@ -106,8 +106,8 @@ class Profile:
             return False, f"needs {self.title}; no GPU here, only {machine.cpu_model}"
         if self.name not in (here, "generic"):
             return False, f"needs {self.title}; here is {machine.name} (profile {here})"
-        if why := obstacle(machine):
-            return False, "; ".join(why)
+        if why := drivable(machine):
+            return False, why
         return True, f"{machine.name} is here"
 
     def default_dtype(self) -> torch.dtype:
@@ -196,7 +196,7 @@ FIGURES = (
     "l2_bytes",
     "clock_hz",
 )
-ARITHMETIC = ("float32", "tf32", "float16", "bfloat16")
+KEYS = *TEXTS, "memory_gib", *FIGURES, "flops", "links", "notes", "variant"
 # What the profile of a GPU has beside name, title and kind, and from 8.0 on flops.tf32.
 NEEDED = (
     "match",
@@ -209,6 +209,7 @@ NEEDED = (
     "flops.bfloat16",
     "links.pcie",
 )
+NUMBERS = (int, float)  # no Booleans
 UNREAD = "vendor data sheet, not re-read"  # a source without a page
 
 
@@ -229,25 +230,19 @@ def load(path: Path) -> Profile:
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-        base = _profile(data, path.stem)
-        variants = data.get("variant", [])
-        tables = isinstance(variants, list)
-        if not tables or not all(isinstance(row, dict) for row in variants):
-            raise ValueError("variant: must be tables, [[variant]]")
-        cards = tuple(replace(base, **_fields(row, "variant.")) for row in variants)
-        return replace(base, variants=cards)
+        base = _profile(_fields(data), path.stem)
+        rows = [_fields(row, "variant.") for row in data.get("variant", ())]
+        return replace(base, variants=tuple(replace(base, **row) for row in rows))
     except (OSError, ValueError) as error:
         raise UnknownProfile(f"{path} is no profile: {error}") from None
 
 
-def _profile(data: dict, name: str) -> Profile:
-    """A profile without its variants; ValueError names the key that is wrong."""
-    found = _fields(data)
+def _profile(found: dict, name: str) -> Profile:
+    """A profile without its variants; ValueError names the key that is missing."""
     needed = ["name", "title", "kind"]
     if found.get("kind") == "cuda" and name != "generic":
-        needed += NEEDED
-        if found.get("capability", ()) >= (8, 0):
-            needed.append("flops.tf32")
+        new = found.get("capability", ()) >= (8, 0)
+        needed += [*NEEDED, "flops.tf32"] if new else NEEDED
     for key in needed:
         group, _, part = key.partition(".")
         if group not in found or part and part not in found[group]:
@@ -264,36 +259,26 @@ def _profile(data: dict, name: str) -> Profile:
 def _fields(table: dict, where: str = "") -> dict:
     """The fields of a Profile that a table of a file has, figures without sources."""
     found = {}
+    if not isinstance(table, dict):
+        raise ValueError("variant: must be tables, [[variant]]")
     for key, entry in table.items():
         at = where + key
-        if key in TEXTS:
-            if not isinstance(entry, str):
-                raise ValueError(f"{at}: must be a text")
-            if key == "match":
-                try:
-                    re.compile(entry)
-                except re.error as error:
-                    raise ValueError(f"{at}: {error}") from None
-            found[key] = entry
+        if key not in KEYS:
+            raise ValueError(f"{at}: no such key; known: {', '.join(KEYS)}")
+        if key in FIGURES:
+            found[key] = _figure(entry, at)
+        elif key in ("flops", "links"):
+            found[key] = {x: _figure(entry[x], f"{at}.{x}") for x in entry}
         elif key == "memory_gib":
-            ends = isinstance(entry, list) and all(map(_is_number, entry))
-            if not ends or len(entry) != 2 or entry[0] > entry[1]:
+            if [type(x) in NUMBERS for x in entry] != [True, True]:
                 raise ValueError(f"{at}: must be the least and the most, two numbers")
             found[key] = tuple(entry)
-        elif key in ("flops", "links"):
-            if not isinstance(entry, dict):
-                raise ValueError(f"{at}: must be a table of figures")
-            for part in entry:
-                if key == "flops" and part not in ARITHMETIC:
-                    raise ValueError(
-                        f"{at}.{part}: no such key; known: {', '.join(ARITHMETIC)}"
-                    )
-            found[key] = {x: _figure(entry[x], f"{at}.{x}") for x in entry}
-        elif key in FIGURES:
-            found[key] = _figure(entry, at)
-        elif key not in ("notes", "variant"):
-            known = *TEXTS, "memory_gib", "flops", "links", *FIGURES, "notes", "variant"
-            raise ValueError(f"{at}: no such key; known: {', '.join(known)}")
+        elif key in TEXTS:
+            try:
+                re.compile(entry)
+            except (TypeError, re.error) as error:
+                raise ValueError(f"{at}: {entry!r} is no text: {error}") from None
+            found[key] = entry
     return found
 
 
@@ -301,22 +286,17 @@ def _figure(entry, at: str):
     """The value of a figure; None where its source states none."""
     if not isinstance(entry, dict) or not entry.keys() <= {"value", "source"}:
         raise ValueError(f"{at}: must be a table of value and source")
-    source = entry.get("source")
-    if not isinstance(source, str) or not ("http" in source or UNREAD in source):
+    source = str(entry.get("source"))
+    if "http" not in source and UNREAD not in source:
         raise ValueError(f"{at}: its source must have the address of a page, http...")
     value = entry.get("value")
     if at.endswith("capability"):
-        pair = isinstance(value, list) and [type(x) for x in value] == [int, int]
-        if not pair:
+        if [type(x) for x in value] != [int, int]:
             raise ValueError(f"{at}: must be two whole numbers, as [7, 5]")
         return tuple(value)
-    if value is not None and not _is_number(value):
+    if value is not None and (type(value) not in NUMBERS or value <= 0):
         raise ValueError(f"{at}: {value!r} is no number above 0")
     return value
-
-
-def _is_number(value) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
 
 
 @cache
@@ -493,29 +473,8 @@ def driver_major(driver: str | None) -> float:
 
 
 def drivable(machine: Machine) -> str | None:
-    """Return None where torch can use the machine's GPU or there is none; else one
-    screen that says what to install.
-    """
-    if (problem := obstacle(machine)) is None:
-        return None
-    reason, remedy = problem
-    gpu = machine.gpus[0]
-    known = sm(gpu.capability) if gpu.capability else "compute capability unknown"
-    gib = (gpu.memory_bytes or 0) / 2**30
-    memory = f"{gib:.1f} GiB" if gib else "memory unknown"
-    cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "a CPU build"
-    return (
-        f"{reason}\n"
-        f"  found:   {gpu.name}, {known}, {memory}, driver {gpu.driver or 'unknown'}\n"
-        f"  torch:   {machine.torch}, {cuda}, kernels for: {' '.join(machine.arch_list) or 'no GPU'}\n"
-        f"  {remedy}\n"
-        "  or:      GPU=cpu measures the CPU of this machine instead"
-    )
-
-
-def obstacle(machine: Machine) -> tuple[str, str] | None:
-    """Say why torch cannot use the GPU that is there, and what would help; None where
-    it can or there is none.
+    """Return None where torch can use the machine's GPU or there is none; else one line
+    that says why not, and what to install.
     """
     if not machine.gpus or machine.device == "cuda":
         return None
@@ -542,4 +501,4 @@ def obstacle(machine: Machine) -> tuple[str, str] | None:
     else:
         cause = f": {machine.torch_error}" if machine.torch_error else ""
         reason = f"is here, but {torch} cannot start it{cause}"
-    return f"{gpu.name} {reason}", remedy
+    return f"{gpu.name} {reason}; {remedy}; or GPU=cpu measures this CPU"

@@ -137,14 +137,10 @@ def pretend(device: DeviceSpec, kernel: Kernel | None = None) -> Iterator[None]:
         PRETENDED.reset(token)
 
 
-def tensor_device(t: Tensor) -> torch.device | DeviceSpec:
-    """A tensor's device, or the one that ``pretend`` names."""
-    pretended = PRETENDED.get()
-    return t.device if pretended is None else pretended[0]
-
-
 def device_type_of(t: Tensor) -> str:
-    """The type of ``tensor_device``, "cpu" or "cuda"."""
+    """The type of a tensor's device, "cpu" or "cuda", or of the one that ``pretend``
+    names.
+    """
     pretended = PRETENDED.get()
     return t.device.type if pretended is None else pretended[0].type
 

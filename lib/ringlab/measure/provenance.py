@@ -249,9 +249,14 @@ def device_of(origin: dict) -> str:
     return f"{name} ({capability})" if on_cpu and capability else name
 
 
+def utc() -> str:
+    """This second, as 2026-11-28T17:20:00Z."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
 def moment(device: str) -> dict:
     """What changes from group to group: UTC time, and the state of a GPU."""
-    values = {"utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    values = {"utc": utc()}
     if state := device_state(device):
         values["gpu_before"] = state
     return values

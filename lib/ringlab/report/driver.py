@@ -6,7 +6,6 @@ and shown at once.
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -391,7 +390,7 @@ def _about(study: Study) -> dict:
         "dirty": newest.get("dirty"),
         **{name: newest.get(name, "") for name in ("commit", "torch")},
         "made_by": {
-            "utc": _utc(),
+            "utc": provenance.utc(),
             "commit": commit,
             "dirty": dirty,
             "ringlab": __version__,
@@ -399,7 +398,3 @@ def _about(study: Study) -> dict:
             "torch": torch.__version__,
         },
     }
-
-
-def _utc() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -180,9 +180,7 @@ def _takes(advice: Advice | None, need: str = "") -> Cell | None:
         return None
     budget = advice.budget_bytes
     if budget is not None and (option.peak_bytes or 0) > budget:
-        enough = option is advice.advised and advice.enough_ranks
-        ranks = f"{enough} devices hold it" if enough else ""
-        return Cell("does not fit", ranks, kind="bad")
+        return Cell("does not fit", kind="bad")
     return Cell(option.takes)
 
 

@@ -169,14 +169,14 @@ def run_target(
     """The RunTarget for a profile, whose rows lie in ``data`` or else below ``reports``.
 
     Raises UnknownProfile, and UsageError for a GPU that is here but that torch cannot
-    drive (one screen with the install line), for an absent one of unknown capability
+    drive (one line with what to install), for an absent one of unknown capability
     without rows, and with ``strict`` for any that cannot be measured here.
     """
     profile = hardware.resolve(name, machine)
     data = Path(data or reports / profile.name / "data")
     here = profile.kind == "cpu" or profile.name in (hardware.match(machine), "generic")
-    if profile.kind != "cpu" and here and (screen := hardware.drivable(machine)):
-        raise UsageError(screen)
+    if profile.kind != "cpu" and here and (problem := hardware.drivable(machine)):
+        raise UsageError(problem)
     runnable, why = profile.runnable(machine)
     if runnable:
         return RunTarget(profile.on(machine), data)

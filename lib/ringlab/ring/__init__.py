@@ -19,9 +19,11 @@ once for each query head. A striped layout needs "ulysses" first. Block-sparse p
 need "plan". Caches and content-adaptive attention take one dimension.
 
 Before they move data the ranks of a process group compare what they compute, and all
-raise ``PlanMismatch`` where it differs. With the backend "cpu:gloo,cuda:nccl" they do so
-in each call, through the CPU. A group of NCCL alone compares only calls that are new to
-it, since reading more would stall the GPU: one rank that repeats another call may hang.
+raise ``PlanMismatch`` where it differs. A rank that refuses its call takes part in that
+exchange, so that all raise, with its number and its reason; nothing more is sent where
+none does. With the backend "cpu:gloo,cuda:nccl" they do so in each call, through the CPU.
+A group of NCCL alone compares only calls that are new to it, since reading more would
+stall the GPU: one rank that repeats another call, or refuses a later one, may hang.
 
 With documents the layout is "contiguous" or "zigzag", and a document inside a shard
 moves nothing. Along a Hilbert layout the pattern runs along the curve: that is the

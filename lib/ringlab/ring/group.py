@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, wraps
 from itertools import chain, product, zip_longest
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -432,20 +432,17 @@ def telling(group) -> Iterator[None]:
         raise
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Call = TypeVar("Call", bound=Callable)
 
 
-def tells(
-    group_of: Callable[..., object],
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def tells(group_of: Callable[..., object]) -> Callable[[Call], Call]:
     """Decorate a call to run inside ``telling`` of the group that ``group_of`` gives
     for its arguments; graphs are traced without.
     """
 
-    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+    def decorate(call):
         @wraps(call)
-        def told(*args: P.args, **options: P.kwargs) -> R:
+        def told(*args, **options):
             group = group_of(*args, **options)
             if group is None or torch.compiler.is_compiling():
                 return call(*args, **options)
