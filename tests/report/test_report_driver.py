@@ -605,9 +605,9 @@ def test_stopped_while_a_notebook_runs_and_on_a_full_or_read_only_disk(place, tm
         disks = [tmp_path / "full", tmp_path / "read-only"]
         command = [*NAMESPACE, DISKS, "sh", *command, *disks]
     pipe = subprocess.PIPE
-    running = subprocess.Popen(
-        command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True
-    )
+    # What is killed by SIGKILL leaves its temporary folder.
+    how = {"cwd": tmp_path, "env": os.environ | {"TMPDIR": str(tmp_path)}}
+    running = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **how)
     until, kernels = time.monotonic() + 120, []
     for reports, stop in stops.items():
         while not (
