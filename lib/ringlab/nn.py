@@ -545,7 +545,7 @@ def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
             why = [(dist.get_rank(), f"{type(refused).__name__}: {text}")]
         for group in shared:
             why = sorted(chain(*group.gather(why, sums)))
-        if len(why) == ranks:
+        if refused is not None and len(why) == ranks:
             raise refused
         rank, text = why[0]
         raise PlanMismatch(f"rank {rank} refuses its loss: {text}", rank)
