@@ -745,6 +745,13 @@ def test_the_names_of_blocks_are_patterns_and_their_makers():
     assert modules == {"ringlab.block_patterns"}
 
 
+def test_pairs_of_a_window_of_tokens():
+    pattern, at = BlockSparse([Window(3, 1)], 1), torch.arange(9)
+    seen = pattern.multiplicity(at, at, n=9, head=0, heads=1)
+    assert pattern.pairs(9) == seen.sum()
+    assert pattern.pairs(9, True) == seen.tril().sum()
+
+
 def test_patterns_are_drawn():
     assert (
         patterns.show(patterns.Dilated([2, 4], [1, 2]), 4) == "███ \n██  \n█ ██\n  ██"
