@@ -233,7 +233,7 @@ def load(path: Path) -> Profile:
         base = _profile(_fields(data), path.stem)
         rows = [_fields(row, "variant.") for row in data.get("variant", ())]
         return replace(base, variants=tuple(replace(base, **row) for row in rows))
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise UnknownProfile(f"{path} is no profile: {error}") from None
 
 
@@ -265,20 +265,22 @@ def _fields(table: dict, where: str = "") -> dict:
         at = where + key
         if key not in KEYS:
             raise ValueError(f"{at}: no such key; known: {', '.join(KEYS)}")
-        if key in FIGURES:
-            found[key] = _figure(entry, at)
-        elif key in ("flops", "links"):
-            found[key] = {x: _figure(entry[x], f"{at}.{x}") for x in entry}
-        elif key == "memory_gib":
-            if [type(x) in NUMBERS for x in entry] != [True, True]:
-                raise ValueError(f"{at}: must be the least and the most, two numbers")
-            found[key] = tuple(entry)
-        elif key in TEXTS:
-            try:
+        try:
+            if key in FIGURES:
+                found[key] = _figure(entry, at)
+            elif key in ("flops", "links"):
+                found[key] = {x: _figure(entry[x], f"{at}.{x}") for x in entry}
+            elif key == "memory_gib":
+                if [type(x) in NUMBERS for x in entry] != [True, True]:
+                    raise ValueError(
+                        f"{at}: must be the least and the most, two numbers"
+                    )
+                found[key] = tuple(entry)
+            elif key in TEXTS:
                 re.compile(entry)
-            except (TypeError, re.error) as error:
-                raise ValueError(f"{at}: {entry!r} is no text: {error}") from None
-            found[key] = entry
+                found[key] = entry
+        except (TypeError, re.error) as error:
+            raise ValueError(f"{at}: {entry!r} does not fit: {error}") from None
     return found
 
 
@@ -294,7 +296,7 @@ def _figure(entry, at: str):
         if [type(x) for x in value] != [int, int]:
             raise ValueError(f"{at}: must be two whole numbers, as [7, 5]")
         return tuple(value)
-    if value is not None and (type(value) not in NUMBERS or value <= 0):
+    if value is not None and (type(value) not in NUMBERS or not 0 < value < math.inf):
         raise ValueError(f"{at}: {value!r} is no number above 0")
     return value
 

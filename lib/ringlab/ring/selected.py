@@ -80,8 +80,7 @@ class _Attention(torch.autograd.Function):
             borders = [span[1:] for span in local.documents.spans]
             options["borders"] = f"{short_repr(borders)} ({digest(borders)})"
         calls = _calls(group, layout, q, k, local)
-        followed = {"requires_grad": followed}
-        number = group.agree("forward", problem, q, **options, **followed)
+        number = group.agree("forward", problem, q, **options, requires_grad=followed)
         differentiable = any(ctx.needs_input_grad)
         shards = zip(*(group.split(t, 1, layout) for t in (q, k, v)))
         steps = [
