@@ -439,7 +439,7 @@ position_ids; `generate` with transformers' own cache, growing and static, greed
 with beams, or with a `LiveCache`; the same with a `window` of {WINDOW} of {N} tokens;
 a dilated `pattern`. Models of images and of sound are called with one input alone.
 Calls that transformers' own attention did not take were not judged. Not called: masks
-of pairs (batch, 1, tokens, tokens) and padding between tokens, which are refused.
+of pairs (batch, 1, tokens, tokens), which are refused, and padding between tokens.
 
 Where packed `documents mix` (marked * in the list), position_ids tell transformers of
 no documents: models whose masks are made without them, and layers that carry a state.

@@ -525,3 +525,119 @@ def test_padded_queries_of_encoders_are_transformers_own_too(keep):
         alone = window(tokens()[1:, keep[1].bool()]).last_hidden_state
         if keep is RIGHT:  # BERT counts positions from the padding
             assert off(got[1:, keep[1].bool()], alone) <= 1e-12
+
+
+VIRTUAL = 3  # tokens in front of all others, as peft's prompt and prefix tuning have
+GAPS = torch.ones(2, N, dtype=torch.long)
+GAPS[0, 4:11] = 0
+GAPS[1, [5, 6, 9, 19]] = 0
+
+
+def told(text: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor:
+    """What peft puts before a mask or labels."""
+    return torch.cat([text.new_full((len(text), VIRTUAL), value), mask], 1)
+
+
+def tuned(model, kind: str, mask: torch.Tensor) -> list[torch.Tensor]:
+    """The loss, and its gradients by virtual tokens and weights, as peft calls a model."""
+    text, b, config = tokens(), len(mask), model.config
+    generator = torch.Generator().manual_seed(4)
+    labels = text.masked_fill(mask == 0, -100)
+    given = {"attention_mask": told(mask, mask, 1)}
+    if kind == "prompt":
+        shape = VIRTUAL, config.hidden_size
+    else:
+        heads = config.num_key_value_heads, VIRTUAL, config.head_dim
+        shape = config.num_hidden_layers, 2, *heads
+    virtual = torch.randn(shape, generator=generator).double().requires_grad_()
+    if kind == "prompt":
+        embeds = virtual.expand(b, -1, -1), model.get_input_embeddings()(text)
+        given |= {"inputs_embeds": torch.cat(embeds, 1)}
+        labels = told(labels, labels, -100)
+    else:
+        keys = [[t.expand(b, -1, -1, -1) for t in layer] for layer in virtual]
+        cache = transformers.DynamicCache(keys, config=config)
+        given |= {"input_ids": text, "past_key_values": cache}
+    loss = model(**given, labels=labels).loss
+    weights = [p for p in model.parameters() if p.requires_grad]
+    return [loss, *torch.autograd.grad(loss, [virtual, *weights])]
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("Llama", 0), ("Mistral", W), ("Gemma3", W), ("GptOss", W), ("Gemma2", 4096)],
+)
+def test_virtual_tokens_before_left_padding_give_loss_and_gradients_of_theirs(
+    name, window, kind
+):
+    """A query of the padding sees them too: the last one predicts the first token."""
+    ours, theirs = pair(f"{name}ForCausalLM", sliding_window=window)
+    for got, want in zip(tuned(ours, kind, LEFT), tuned(theirs, kind, LEFT)):
+        assert (got - want).abs().max() <= 1e-12 * max(1, want.abs().max())
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "GptOss", "Bert", "ModernBert", "GPT2"]
+)
+def test_padding_anywhere_gives_logits_and_gradients_of_theirs(name):
+    tail = {"Bert": "Model", "ModernBert": "Model", "GPT2": "LMHeadModel"}
+    ours, theirs = pair(name + tail.get(name, "ForCausalLM"), sliding_window=W)
+    found = []
+    for model in (ours, theirs):
+        out = model(tokens(), attention_mask=GAPS)[0] * GAPS[..., None]
+        weight = model.get_input_embeddings().weight
+        found.append([out, *torch.autograd.grad(out.sin().sum(), weight)])
+    for got, want in zip(*found):
+        assert (got - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+@pytest.mark.parametrize("window", [4096, W])
+def test_generation_with_padding_between_tokens(window):
+    """A window counts padding, which a LiveCache drops; a pattern does not."""
+    ours, theirs = pair("MistralForCausalLM", sliding_window=window)
+    how = greedy(8)
+    given = {"input_ids": tokens(), "attention_mask": GAPS[:, :19].clone()}
+    given["input_ids"] = given["input_ids"][:, :19]
+    want = theirs.generate(**given, **how)
+    assert torch.equal(ours.generate(**given, **how), want)
+    own = {"past_key_values": LiveCache(ours, 40)}
+    if window == W:
+        with refused("use_cache=False$"):
+            ours.generate(**given, **how, **own)
+        own = {"use_cache": False}
+    assert torch.equal(ours.generate(**given, **how, **own), want)
+    capped, _ = pair("Gemma2ForCausalLM", sliding_window=W)
+    with refused("attn_implementation='eager'"):
+        capped(tokens(), attention_mask=GAPS)
+    patterned, _ = llama()
+    set_pattern(patterned, Dilated([4, 8], [1, 2]))
+    where = (GAPS.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        got = patterned(tokens(), attention_mask=GAPS, position_ids=where).logits
+        for entry, real in enumerate(GAPS.bool()):
+            alone = patterned(tokens()[entry : entry + 1, real]).logits
+            assert off(got[entry : entry + 1, real], alone) <= 1e-12
+
+
+def test_a_cache_that_generate_makes_has_room_for_virtual_tokens(monkeypatch):
+    """As peft adds them: to what the first call is given, and to each mask."""
+    ours, _ = llama()
+    set_pattern(ours, Dilated([4, 8], [1, 2]))
+    virtual = torch.randn(2, VIRTUAL, 64).double()
+    plain = ours.prepare_inputs_for_generation
+
+    def prepared(*args, **kwargs):  # transformers looks at this name
+        given = plain(*args, **kwargs)
+        given["attention_mask"] = told(*[given["attention_mask"]] * 2, 1)
+        cache = given.get("past_key_values")
+        if cache is None or not cache.get_seq_length():
+            embeds = ours.get_input_embeddings()(given.pop("input_ids"))
+            given["inputs_embeds"] = torch.cat([virtual, embeds], 1)
+        given.pop("position_ids", None)
+        return given
+
+    monkeypatch.setattr(ours, "prepare_inputs_for_generation", prepared)
+    given = {"input_ids": tokens(), "attention_mask": LEFT} | greedy(8)
+    got = ours.generate(**given)
+    assert torch.equal(got, ours.generate(**given, use_cache=False))

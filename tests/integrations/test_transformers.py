@@ -191,14 +191,6 @@ def forward(change: dict, **how):
             {"config": {"attention_dropout": 0.1}, "train": True},
             "attention dropout is not supported",
         ),
-        (
-            {
-                "attention_mask": torch.ones(3, 50).scatter_(
-                    1, torch.tensor([[3]] * 3), 0
-                )
-            },
-            "padding between tokens",
-        ),
         ({"attention_mask": torch.ones(3, 1, 50, 50)}, "a mask of padding"),
         ({"output_attentions": True}, "keeps no weights"),
     ],

@@ -56,6 +56,9 @@ from ..patterns import Dense, Pattern, as_pattern, from_dict
 from ..ring.group import Group, tells
 
 NAME = "ringlab"
+Indices = slice | Tensor  # of a dimension
+COLUMNS = 8  # that hide keys: kernels want head_dim in such steps
+HIDING = 2.0**8, -(2.0**15)  # of q and k there: any dtype holds it, no score is as low
 REFUSED = {
     "position_bias": "a bias of the scores is not supported",
     "head_mask": "masks of heads are not supported",
@@ -81,9 +84,12 @@ def register() -> None:
     mix as with transformers' own attention (``lib/MODELS.md``). Positions of a pattern
     count from the first token of each document.
 
+    Padding may lie between tokens, as behind the virtual tokens of peft: windows of the
+    model count it as positions, as the model does; positions of a pattern do not.
+
     Refused in one line (NotImplementedError): a model that runs an attention of its
-    own, and what this one cannot do: dropout, biases, masks of pairs, padding
-    between tokens. A compiled model breaks its graph at each mask.
+    own, and what this one cannot do: dropout, biases, masks of pairs. A compiled model
+    breaks its graph at each mask.
 
     ``model(..., ringlab_group=group, use_cache=False)`` takes shards of the sequence
     (``ringlab.nn.shard_sequence``): of the tokens, of their ``position_ids`` and, beside
@@ -149,6 +155,8 @@ def _cache(
     if free and patterns and any(patterns) and config._attn_implementation == NAME:
         drafts = mode == "assisted_generation" or generation_config.is_assistant
         cache = LiveCache(model, length, max_crop=length if drafts else 0)
+        if (told := model_kwargs.get("attention_mask")) is not None:
+            cache.prompt = told.shape[1]
         model_kwargs["past_key_values"] = cache
     else:
         _their_cache(model, generation_config, model_kwargs, mode, batch_size, length)
@@ -221,8 +229,8 @@ class Mask:
     there, without those after all queries if the call is ``causal``. ``window``: keys
     at a distance below it are seen; None: all. ``borders``: where the documents of a
     packed batch begin and end, its entries in a row; None: each entry is one. ``real``
-    (b, keys): which keys are no padding, and ``spans`` the first and the end of them
-    for each entry; None: all.
+    (b, keys): which keys are no padding, and ``groups`` the entries of the batch that
+    share them, with their places; None: all.
 
     Only ``attend`` reads it. Every operator of a tensor raises NotImplementedError: a
     model that computes with its mask runs an attention that is not ours.
@@ -236,11 +244,16 @@ class Mask:
     keys: int
     borders: Tensor | None = None
     real: Tensor | None = None
-    spans: list[tuple[int, int]] | None = None
+    groups: list[tuple[Indices, Indices]] | None = None
     fitting: Tensor | None = None  # position_ids that were seen to agree
 
     ndim = 4
     dtype = torch.bool
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether padding lies between tokens."""
+        return any(isinstance(seen, Tensor) for _, seen in self.groups or ())
 
     def to(self, *args, **options) -> Mask:
         """The mask on another device, as hooks for models on several GPUs ask for it."""
@@ -318,7 +331,7 @@ def _mask(
         real = F.pad(real, (0, keys - real.shape[1]))  # what is not told is hidden
         if not real.all():
             mask.real = real
-            mask.spans = _spans(real)
+            mask.groups = _groups(real)
     return mask
 
 
@@ -358,17 +371,23 @@ def _borders(begins: Tensor) -> Tensor:
     return torch.cat([entry * n + token + 1, ends]).sort().values
 
 
-def _spans(real: Tensor) -> list[tuple[int, int]]:
-    """The first and the end of the tokens of each entry that are ``real`` (b, n)."""
-    first = real.int().argmax(1)
-    at = torch.arange(real.shape[1], device=real.device)
-    stop = first + real.sum(1)
-    if not torch.equal(real, (at >= first[:, None]) & (at < stop[:, None])):
-        raise NotImplementedError(
-            "padding between tokens is not supported; generate takes each pad_token_id for it: "
-            "if they are tokens, give attention_mask=torch.ones_like(input_ids)"
-        )
-    return list(zip(first.tolist(), stop.tolist()))
+def _groups(real: Tensor) -> list[tuple[Indices, Indices]]:
+    """The entries that share their ``real`` tokens (b, n), and the places of these."""
+    kinds, kind = real.cpu().unique(dim=0, return_inverse=True)  # (kinds, n), (b,)
+    groups = []
+    for i, row in enumerate(kinds):
+        entries = (kind == i).nonzero()[:, 0]
+        groups.append((_as_slice(entries), _as_slice(row.nonzero()[:, 0])))
+    return groups
+
+
+def _as_slice(indices: Tensor) -> Indices:
+    """Ascending ``indices`` as a slice where none is left out, which copies nothing."""
+    if not len(indices):
+        return slice(0, 0)
+    first, last = indices[[0, -1]].tolist()
+    whole = last - first + 1 == len(indices)
+    return slice(first, last + 1) if whole else indices
 
 
 @tells(lambda *_, ringlab_group=None, **__: ringlab_group)
@@ -441,17 +460,27 @@ def attend(
         _check_shard(mask, position_ids, cu_seq_lens_q, ringlab_group)
     most = layer.max_length if layer else LARGEST if ringlab_group else mask.keys
     pattern = _pattern_here(mask, module, sliding_window, most)
+    by_position = False
     if pattern is None:
         local = mask.window is not None and mask.window < most
         pattern = window_of(tokens=mask.window) if local else Dense()
         if local and not mask.causal and n != mask.keys:
             raise NotImplementedError("a window of other keys has to be causal")
+        by_position = local and mask.has_gaps
+        if by_position and (layer or softcap is not None):
+            what, instead = "a soft cap", "attn_implementation='eager' takes it"
+            if layer:
+                what, instead = "a LiveCache", "give use_cache=False"
+            raise NotImplementedError(
+                f"padding between tokens of a window and {what}: {instead}"
+            )
     else:
         _check_pattern(pattern, module.config, q.shape[2], k.shape[2])
         own = layer is None and not isinstance(pattern, Dense)
         if own and n != mask.keys:
             raise NotImplementedError(
-                "a pattern needs a LiveCache: generate makes it, or give past_key_values=LiveCache(model, length)"
+                "a pattern needs a LiveCache: generate makes it, or give past_key_values=LiveCache(model, length); "
+                "with prefix tuning, Dense()"
             )
     options = {
         "causal": mask.causal,
@@ -469,8 +498,9 @@ def attend(
         packed = (t.flatten(0, 1)[None] for t in (q, k, v))
         out = attention(*packed, pattern, cu_seqlens=documents, **options)
         out = out[0].unflatten(0, (b, n))
-    elif mask.spans is not None:
-        out = outside_graphs(_of_spans)(q, k, v, pattern, mask, options)
+    elif mask.real is not None:
+        padded = _of_positions if by_position else _of_groups
+        out = outside_graphs(padded)(q, k, v, pattern, mask, options)
     else:
         out = _of_last(q, k, v, pattern, mask, options)
     return out, None
@@ -587,40 +617,68 @@ def _check_pattern(pattern: Pattern, config, heads: int, kv_heads: int) -> None:
         check_share(pattern, heads, kv_heads, every, kv_every)
 
 
-def _of_spans(q, k, v, pattern: Pattern, mask: Mask, options: dict) -> Tensor:
-    """Attention (b, n, h, d) of the keys that are no padding; 0 for queries that are.
-
-    Of a causal call the padding of queries is that of the keys at their positions.
-    Otherwise it is not known, and all queries count.
+def _of_groups(q, k, v, pattern: Pattern, mask: Mask, options: dict) -> Tensor:
+    """Attention (b, n, h, d) of the keys that are no padding; 0 for queries that are,
+    but for those of ``_parts``.
     """
-    (b, n), alike = q.shape[:2], {}
-    for entry, span in enumerate(mask.spans):
-        alike.setdefault(span, []).append(entry)
-    out = q.new_zeros(b, n, q.shape[2], v.shape[3])
-    for (start, stop), entries in alike.items():
-        rows = slice(0, n)
-        if mask.causal:
-            rows = slice(max(start - mask.first, 0), stop - mask.first)
-        elif not isinstance(pattern, Dense):
-            rows = slice(start, stop)
-        if start == stop or rows.start >= rows.stop:
-            continue
-        same_span = (
-            slice(None) if len(entries) == b else torch.tensor(entries, device=q.device)
-        )
-        seen = slice(start, stop)
-        part = _of_last(
-            q[same_span, rows],
-            k[same_span, seen],
-            v[same_span, seen],
-            pattern,
-            mask,
-            options,
-        )
-        if part.shape == out.shape:
-            return part
-        out[same_span, rows] = part
+    b, n, heads, _ = q.shape
+    out = q.new_zeros(b, n, heads, v.shape[3])
+    for entries, seen in mask.groups:
+        for rows, shown, causal in _parts(seen, mask, isinstance(pattern, Dense)):
+            queries = q[entries][:, rows]
+            keys, values = (t[entries][:, shown] for t in (k, v))
+            if not queries.numel() or not keys.numel():
+                continue
+            how = options | {"causal": causal}
+            part = _of_last(queries, keys, values, pattern, mask, how)
+            if part.shape == out.shape:
+                return part
+            both = isinstance(entries, Tensor) and isinstance(rows, Tensor)
+            out[entries[:, None] if both else entries, rows] = part
     return out
+
+
+def _parts(
+    seen: Indices, mask: Mask, dense: bool
+) -> Iterator[tuple[Indices, Indices, bool]]:
+    """(queries, the keys that they see, whether causally) where ``seen`` are shown.
+
+    Of a causal call the padding of queries is that of the keys at their positions, and
+    between tokens a dense query sees those before it: the last one tells the loss the
+    next token. Otherwise it is not known, and all queries count.
+    """
+    if not mask.causal:
+        yield slice(None) if dense else seen, seen, False
+        return
+    yield _after(seen, mask.first), seen, True
+    if dense and isinstance(seen, Tensor):
+        for i in (seen.diff() > 1).nonzero()[:, 0].tolist():
+            gap = slice(int(seen[i]) + 1, int(seen[i + 1]))
+            yield _after(gap, mask.first), seen[: i + 1], False
+
+
+def _after(places: Indices, first: int) -> Indices:
+    """The places from ``first`` on, counted from there."""
+    if isinstance(places, slice):
+        return slice(max(places.start - first, 0), max(places.stop - first, 0))
+    return places[places >= first] - first
+
+
+def _of_positions(q, k, v, pattern: Pattern, mask: Mask, options: dict) -> Tensor:
+    """Attention (b, n, h, d) under a window that counts padding between tokens as
+    positions.
+
+    More columns of q and k hide padding: they add 0 to a score, or all but minus
+    infinity.
+    """
+    d = q.shape[3]
+    hidden = ~mask.real[..., None, None]  # (b, keys, 1, 1)
+    k, v = (t.masked_fill(hidden, 0) for t in (k, v))
+    q = F.pad(q, (0, COLUMNS), value=HIDING[0])  # (b, n, h, d + 8)
+    hiding = (hidden * HIDING[1]).to(k).expand(*k.shape[:3], COLUMNS)
+    k = torch.cat([k, hiding], 3)  # (b, keys, kv_heads, d + 8)
+    options = options | {"scale": options["scale"] or d**-0.5}
+    return _of_last(q, k, v, pattern, mask, options)
 
 
 def _of_last(q, k, v, pattern: Pattern, mask: Mask, options: dict) -> Tensor:
@@ -641,14 +699,11 @@ def _padded(q, k, v, pattern: Pattern, real: Tensor, options: dict) -> Tensor:
     """Attention of the rows that are ``real`` (b, n), which are moved to the front; 0
     elsewhere.
     """
-    n = real.shape[1]
-    first = real.int().argmax(1)
-    at = torch.arange(n, device=real.device)
+    order = (~real).int().argsort(dim=1, stable=True)  # (b, n)
     entry = torch.arange(len(q), device=real.device)[:, None]
-    there = (at + first[:, None]) % n
-    moved = (t[entry, there] for t in (q, k, v))
+    moved = (t[entry, order] for t in (q, k, v))
     out = attention(*moved, pattern, lengths=real.sum(1), **options)
-    return out[entry, (at - first[:, None]) % n]
+    return out[entry, order.argsort(1)]
 
 
 class LiveCache(Cache):
@@ -663,6 +718,8 @@ class LiveCache(Cache):
     allocated by the first call; ``ringlab.cache_bytes`` tells those of each beforehand.
     Layers without attention keep transformers' own state.
     """
+
+    prompt: int | None = None  # tokens that generate knows of: peft adds virtual ones
 
     def __init__(self, model, max_length: int, *, max_crop: int = 0):
         self.config = config = model.config.get_text_config()
@@ -684,6 +741,7 @@ class LiveCache(Cache):
                 f"a LiveCache serves no layer of {type(model).__name__}: leave past_key_values out"
             )
         super().__init__(layers)
+        self.max_cache_len = n  # peft asks for it
         self.layers: list = layers
 
     def update(
@@ -698,6 +756,9 @@ class LiveCache(Cache):
             raise NotImplementedError(
                 "this model has more layers than its config says: leave past_key_values out"
             )
+        layer, n = self.layers[layer_idx], key_states.shape[2]
+        if self.prompt is not None and isinstance(layer, _Layer) and not layer.seen:
+            layer.max_length = self.max_cache_len + max(0, n - self.prompt)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
