@@ -22,7 +22,7 @@ from .block_patterns import BlockSparse, sliding_window
 from .call import CallSpec
 from .checks import LARGEST, check_bool, check_choice, check_int, is_real, short_repr
 from .cost import far_queries, format_bytes, format_seconds
-from .estimate import Estimate, estimate_call, rates_of
+from .estimate import Estimate, estimate_call, longest_call, rates_of
 from .meta_run import check_size
 from .patterns import Dense, Pattern
 from .ring import bytes_by_scheme
@@ -37,8 +37,8 @@ DENSE_LAYER = 4  # of so many layers with windows one is dense, the first
 SECONDS = 1.0  # what a call of one layer may take
 EVEN = 1.1  # shards stay contiguous while the busiest rank computes at most this many times the average
 SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its backward
-STEP = 128  # a shorter length is sought in multiples of so many positions a rank
-TRIES = 6
+START, STEPS = 65536, 12  # of the search for a length that takes so long
+ROOM = 0.5  # of the memory: checkpointing leaves more where layers would take it
 NEEDS = ("exact", "far", "local")
 MEASURED, ABOUT, AT_LEAST = "measured", "about", "at least"  # a time, surest first
 
@@ -126,10 +126,12 @@ class Option:
     @property
     def takes(self) -> str:
         """Its time in words."""
-        if not self.seconds:
-            return "not known"
+        return self.in_words(self.seconds)
+
+    def in_words(self, seconds: float) -> str:
+        """A time that is as sure as its own."""
         sign = {MEASURED: "", ABOUT: "about ", AT_LEAST: "≥ "}[self.time]
-        return sign + format_seconds(self.seconds)
+        return sign + format_seconds(seconds) if seconds else "not known"
 
     @property
     def evidence(self) -> str:
@@ -167,7 +169,8 @@ LAPTOP = 1e11  # FLOP/s of its CPU, of which the printed code tells
 TORCHRUN = (
     '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
 )
-HEADER = ("need", "use", "pairs", "see half away", "a call", "peak", "sent", "evidence")
+HEADER = ("need", "use", "pairs", "see half away")
+HEADER += ("a layer takes", "peak", "a layer sends", "evidence")
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class Advice:
     dense attention keeps within the time and the memory, and ``ends`` says which of
     them ends it ("time", "memory"; None: neither is known). ``need_bytes`` is what the
     rank that needs most needs, ``budget_bytes`` what it has (None: not known); where
-    that is less, ``longest`` is a length of this pattern that fits, near the longest.
+    that is less, ``longest`` is the longest sequence of this pattern that fits.
     ``cache_bytes``: what the caches of all layers take for generating up to this
     length, on the rank with most (None: not causal, or not estimated). ``choosing``:
     methods that choose their keys by content and were measured to take less time than
@@ -237,12 +240,21 @@ class Advice:
         """One line on whether it fits."""
         if self.need_bytes is None:
             return "not estimated"
-        need = f"{format_bytes(self.need_bytes)} of attention alone, on the rank that needs most"
+        what = "of attention alone"
+        if self.layers > 1 and self.call.backward:
+            what = f"of attention in {self.layers:,} layers"
+        elif self.layers > 1:
+            what += f", one of {self.layers:,} layers at a time"
+        need = f"{format_bytes(self.need_bytes)} {what}, on the rank that needs most"
         if self.budget_bytes is None:
             return f"{need}; how much there is, is not known: give a budget"
         have = f"{need}, of {format_bytes(self.budget_bytes)}"
         if self.fits:
-            return f"fits: {have}"
+            rest = format_bytes(self.budget_bytes - self.need_bytes)
+            kept = (
+                "weights, gradients and optimizer" if self.call.backward else "weights"
+            )
+            return f"fits: {have}: {rest} are left for {kept}"
         longest = (
             f"{self.longest:,} tokens fit"
             if self.longest
@@ -254,6 +266,19 @@ class Advice:
             if x.peak_bytes and x.peak_bytes <= self.budget_bytes
         ]
         return f"does not fit: {have}; {longest}{''.join(held)}"
+
+    @property
+    def takes(self) -> str:
+        """One line on its time: of a layer, and of all."""
+        x, layers = self.advised, self.layers
+        if layers == 1 or not x.seconds:
+            return x.takes
+        total = layers * x.seconds
+        if x.dense_every:
+            each = {x.need: x.seconds for x in self.options}
+            dense = -(-layers // x.dense_every)
+            total = dense * each["exact"] + (layers - dense) * each["local"]
+        return f"{x.takes} a layer, {x.in_words(total)} in all {layers:,} layers"
 
     @property
     def settings(self) -> str:
@@ -273,6 +298,7 @@ class Advice:
                 self.title,
                 "",
                 f"use      {self.advised.name}: {self.why}",
+                f"takes    {self.takes}",
                 f"memory   {memory}",
                 f"runs by  {self.settings}",
                 "",
@@ -572,7 +598,7 @@ class _Advisor:
             if c.causal:
                 memory["cache_bytes"] = self._cache(advised)
             if not self._fits(placed.estimate, kept.value):
-                memory["longest"] = self._longest(placed, kept.value)
+                memory["longest"] = self._longest(placed)
         return Advice(
             c,
             self.layers,
@@ -733,17 +759,37 @@ class _Advisor:
 
     def _dense_until(self, dense: Option) -> tuple[int | None, str | None]:
         """The length up to which dense attention keeps within the time and the memory,
-        and which of them ends it. Time grows as the square of the length, memory as it.
+        and which of them ends it; the same for any length that is asked about.
         """
-        n, ends = self.call.seq_len, {}
+        ends = {}
         if dense.seconds:
-            ends["time"] = n * math.sqrt(self.seconds / dense.seconds)
+            ends["time"] = self._within(self.seconds)
         if dense.peak_bytes and self.budget:
-            ends["memory"] = n * self.budget / dense.peak_bytes
+            about = self.call.seq_len * self.budget / dense.peak_bytes
+            # To know it exactly takes long, and pays only where it may be the end.
+            if about < 1.2 * ends.get("time", math.inf):
+                ends["memory"] = self._longest(self.place(Dense())) or 0
         if not ends:
             return None, None
         which = min(ends, key=ends.get)
-        return int(ends[which]), which
+        return ends[which], which
+
+    def _within(self, seconds: float) -> int:
+        """The length at which dense attention takes so many seconds. Times grow about
+        as the square of it.
+        """
+        n = START
+        for _ in range(STEPS):
+            before, takes = n, self._dense_seconds(n)
+            n = min(max(int(n * math.sqrt(seconds / takes)), 1), LARGEST)
+            if abs(n - before) <= n >> 9:
+                break
+        return n
+
+    def _dense_seconds(self, n: int) -> float:
+        ranks = min(self.call.ranks, n)
+        other = replace(self, call=replace(self.call, seq_len=n, ranks=ranks))
+        return other._time(Dense(), other._bounded(Dense()).bound_s)[0]
 
     def _chosen(
         self,
@@ -771,11 +817,13 @@ class _Advisor:
             return "local", f"neighbours alone, as asked: {seen}; {until}"
         if dense.seconds <= self.seconds:
             takes = (
-                f"it takes {dense.takes}" if dense.seconds else "its time is not known"
+                f"a layer takes {dense.takes}"
+                if dense.seconds
+                else "its time is not known"
             )
             return "exact", f"{takes}; {until}"
         learned = options["far"].trained or "whether models learn with it is unknown"
-        return "far", f"{until}, here it takes {dense.takes}; {learned}"
+        return "far", f"{until}, here a layer takes {dense.takes}; {learned}"
 
     # ----------------------------------------------------------------------------------
     # by estimate
@@ -869,28 +917,22 @@ class _Advisor:
         without = self._need(placed.estimate)
         with_ = self._need(placed.estimate, checkpointing=True)
         why = f"{self.layers} layers need {format_bytes(without)} without, {format_bytes(with_)} with"
-        return Decision(
-            "checkpointing",
-            not self._fits(placed.estimate) and with_ < without,
-            why,
-        )
+        why += ", which runs each forward twice; weights and optimizer need room, too"
+        most = math.inf if self.budget is None else ROOM * self.budget
+        return Decision("checkpointing", most < without > with_, why)
 
-    def _longest(self, placed: Candidate, checkpointing: bool) -> int | None:
-        """A length that fits with this pattern, scheme and layout; the memory is nearly
-        linear in the length.
+    def _longest(self, placed: Candidate) -> int | None:
+        """The longest sequence that fits with this pattern, scheme and layout, and
+        checkpointing; None for none.
         """
-        unit = STEP * self.call.ranks
-        n = self.call.seq_len
-        need = self._need(placed.estimate, checkpointing)
-        for _ in range(TRIES):
-            n = int(n * self.budget / need) // unit * unit
-            if not n:
-                break
-            shorter = estimate_call(replace(placed.call, seq_len=n))
-            need = self._need(shorter, checkpointing)
-            if need <= self.budget:
-                return n
-        return None
+        try:
+            return longest_call(placed.call, self.budget, self._least_of)
+        except ValueError:
+            return None
+
+    def _least_of(self, call: CallSpec) -> int:
+        estimated = estimate_call(call)
+        return min(self._need(estimated, kept) for kept in (False, True))
 
     def _cache(self, advised: Option) -> int:
         """Bytes of the caches of all layers, on the rank with most."""

@@ -178,10 +178,10 @@ def longest(pattern: Pattern, memory_bytes: int | str, **call) -> int:
     """The longest sequence whose peak on every rank fits ``memory_bytes``, a number or
     a text as "8GiB"; keywords are those of ``estimate``.
 
-    A multiple of 128 positions (of blocks, where they are larger) a rank, to within
-    1/256 of itself. Of a block-sparse pattern over more than 1,024 blocks the peak is
-    taken from the line through shorter ones, and a hundredth more. Raises ValueError
-    where not even the shortest fits, and as ``estimate`` does.
+    A multiple of 128 positions (of blocks, where they are larger) a rank. Of a
+    block-sparse pattern over more than 1,024 blocks the peak is taken from the line
+    through shorter ones, and a hundredth more. Raises ValueError where not even the
+    shortest fits, and as ``estimate`` does.
 
     >>> from ringlab.patterns import Dilated
     >>> longest(Dilated([2048, 4096], [1, 2]), "8GiB", profile="gtx1080")
@@ -193,8 +193,18 @@ def longest(pattern: Pattern, memory_bytes: int | str, **call) -> int:
     memory_bytes = check_int(
         "the memory budget in bytes", memory_bytes, most=MOST_BYTES
     )
+    return longest_call(call, memory_bytes, lambda one: meta_run.run(one).peak_bytes)
+
+
+def longest_call(
+    call: CallSpec, memory_bytes: int, need: Callable[[CallSpec], int]
+) -> int:
+    """The longest sequence of calls like this one that ``need`` at most so many bytes a
+    rank, as ``longest`` finds it.
+    """
+    pattern, only = call.pattern, False
     unit = low = ROWS * call.ranks
-    peak, only = lru_cache(maxsize=64)(partial(_peak, call)), False
+    peak = lru_cache(maxsize=64)(lambda n: need(replace(call, seq_len=n)))
     if isinstance(pattern, BlockSparse):
         size = pattern.block_size
         unit = max(ROWS, size) * call.ranks
@@ -211,9 +221,7 @@ def longest(pattern: Pattern, memory_bytes: int | str, **call) -> int:
             f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are"
         )
     high, guess = None, 2 * low
-    while not only and (
-        high is None or high - low > max(unit, low // 256 // unit * unit)
-    ):
+    while not only and (high is None or high - low > unit):
         at_guess = peak(guess)
         if at_guess > memory_bytes:
             high, other, at_other = guess, guess, at_guess
@@ -224,16 +232,10 @@ def longest(pattern: Pattern, memory_bytes: int | str, **call) -> int:
         # The peak is nearly linear in the length.
         slope = (at_other - at_low) / (other - low)
         ahead = (memory_bytes - at_low) / slope if slope > 0 else low
-        step = max(unit, low // 512 // unit * unit)
-        guess = low + max(step, int(min(ahead, 64 * low)) // unit * unit)
+        guess = low + max(unit, int(min(ahead, 64 * low)) // unit * unit)
         if high is not None:
-            half = max(unit, (high - low) // unit // 2 * unit)
-            guess = min(guess, high - min(step, half))
+            guess = min(guess, high - unit)
     return low
-
-
-def _peak(call: CallSpec, n: int) -> int:
-    return meta_run.run(replace(call, seq_len=n)).peak_bytes
 
 
 def _extrapolated(peak: Callable[[int], int], far: int, unit: int, n: int) -> int:

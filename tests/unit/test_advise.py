@@ -21,7 +21,7 @@ from ringlab import (
 )
 from ringlab.advise import Choosing, local
 from ringlab.block_patterns import sliding_window
-from ringlab.cost import far_queries, format_bytes
+from ringlab.cost import far_queries, format_bytes, format_seconds
 from ringlab.estimate import estimate, longest
 from ringlab.measure import suites
 from ringlab.presets import ladder
@@ -172,6 +172,41 @@ def test_memory_agrees_with_the_estimate():
     sizes = dict(max_seq_len=8192, heads=2, head_dim=16, dtype=deep["dtype"], ranks=2)
     assert deep.cache_bytes == 5 * cache_bytes(shape["pattern"], **sizes)
     assert format_bytes(deep.cache_bytes) in deep.text()
+
+
+def test_layers_count_in_time_and_memory():
+    """Of half a card or more checkpointing leaves room for what is not attention."""
+    ask = partial(advise, "rtx4090", 32768, **MODEL)
+    deep = ask(passes="fwd+bwd", layers=32)
+    assert deep["checkpointing"] and deep.need_bytes < 2**34 < deep.budget_bytes
+    each, total = (format_seconds(n * deep.advised.seconds) for n in (1, 32))
+    assert f"≥ {each} a layer, ≥ {total} in all 32 layers" in deep.text()
+    left = format_bytes(deep.budget_bytes - deep.need_bytes)
+    assert f"{left} are left for weights, gradients and optimizer" in deep.memory
+    few = {"seconds": 0.01, "estimates": False}
+    once, far = (ask(layers=n, **few) for n in (1, 5))
+    dense, near = once.options[0].seconds, once.options[-1].seconds
+    assert far.takes.endswith(f"{format_seconds(2 * dense + 3 * near)} in all 5 layers")
+    assert once.takes == once.advised.takes
+    many = advise(GTX, 1024, layers=10**9)
+    assert "one of 1,000,000,000 layers at a time" in many.text()
+    assert many.need_bytes == advise(GTX, 1024).need_bytes
+
+
+def test_one_question_has_one_value():
+    """Whatever length is asked about, and whoever asks."""
+    ask = partial(advise, GTX, causal=True, estimates=False)
+    for how in ({}, {"ranks": 2}, {"heads": 32, "passes": "fwd+bwd"}):
+        found = {ask(n, **how).dense_until for n in (512, 65536, 200_000)}
+        assert len(found) == 1
+        end = ask(int(0.99 * found.pop()), **how)
+        assert end.options[0].seconds == pytest.approx(0.98, rel=0.01)
+    for pattern in (Dense(), Dilated([2048, 4096], [1, 2])):
+        how = {"pattern": pattern, "memory_bytes": 2**26}
+        found = {advise(GTX, n, **how).longest for n in (8500, 9000, 10000)}
+        assert found == {longest(pattern, "64MiB", profile=GTX, backend="efficient")}
+    ends = {advise(GTX, n, memory_bytes=2**26).dense_until for n in (4096, 8192)}
+    assert ends == {longest(Dense(), "64MiB", profile=GTX, backend="efficient")}
 
 
 # --------------------------------------------------------------------------------------
