@@ -39,13 +39,14 @@ from .engine import selected as selected_engine
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
 from .kv_cache import KVCache
-from .patterns import Dense, Dilated, Pattern, as_pattern
+from .patterns import Dense, Dilated, Pattern, as_pattern, check_heads
+from .presets import NAMED, named
 from .ring.group import tells
 from .ring.ulysses import HeadRange
 from .selected import Selected
 
 AXES = "tensors are (batch, seq, heads, head_dim)"
-MANY_HEADS = 256  # more than models have: these may be positions, in torch's layout
+MANY_HEADS = 65  # few models have as many: these may be positions, in torch's layout
 MASKS = ("attn_mask", "mask", "attention_mask", "key_padding_mask")
 REFUSED = {
     **dict.fromkeys(
@@ -109,7 +110,7 @@ def attention(
     exchange_dtype: torch.dtype | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     lengths: Tensor | Sequence[int] | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | Sequence[float] | None = None,
     softcap: float | None = None,
     cache: KVCache | None = None,
     return_lse: bool = False,
@@ -124,10 +125,11 @@ def attention(
     v) in q's dtype, and with ``return_lse`` also lse (batch, heads, seq), natural log,
     in fp32 (fp64 for fp64). A query that sees nothing gets out 0 and lse -inf.
 
-    ``pattern``: ``Dense()`` or "dense", ``Dilated``, one of ``ringlab.blocks``, or
-    ``Selected``, whose keys were selected for each query. Of ``Dense`` k and v may have
-    another length than q; with ``causal`` a longer one, and the queries are the last
-    positions then. ``causal`` hides keys after the query.
+    ``pattern``: ``Dense()``, ``Dilated``, one of ``ringlab.blocks``, a name of the
+    command line as "dense" or "ladder", or ``Selected``, whose keys were selected for
+    each query. Of ``Dense`` k and v may have another length than q; with ``causal`` a
+    longer one, and the queries are the last positions then. ``causal`` hides keys after
+    the query.
     ``scale``: 1 / sqrt(head_dim) by default. ``backend``: "auto", "sdpa", a name of
     ``ringlab.kernels.KERNELS`` or a tuple of these to try in order. ``execution``:
     switches that change no value.
@@ -168,8 +170,8 @@ def attention(
     ``scaled_dot_product_attention``, ``is_causal`` is ``causal``, and ``enable_gqa``,
     ``dropout_p=0.0`` and ``attn_mask=None`` change nothing.
 
-    Warns of 256 heads or more that are more than the positions: such tensors may be in
-    torch's layout. Raises ValueError for tensors or arguments that disagree, TypeError
+    Warns of more than 64 heads that are more than the positions, if these are several:
+    such tensors may be in torch's layout. Raises ValueError for tensors or arguments that disagree, TypeError
     for an argument that cannot be honoured, and NotImplementedError, with the reason,
     for a backend that cannot serve the call, a second derivative, ``vmap``, ``jvp`` and
     ``torch.jit.trace``.
@@ -192,6 +194,9 @@ def attention(
     if selected is not None:
         pattern = Dense()  # is checked in its place: what is remembered has no tensors
         _check_selected(group, scheme, exchange_dtype, execution)
+    if isinstance(pattern, str) and pattern != "dense" and pattern in NAMED:
+        n = ring.length_of(q, group, layout)
+        pattern = named(pattern, n, q.shape[2])
     arguments = pattern, causal, scale, backend, softcap, execution, return_lse
     if group is None:
         arguments += scheme, layout, exchange_dtype
@@ -202,6 +207,7 @@ def attention(
         pattern, options = _checked(*arguments)
     q, k, v = as_autocast(q, k, v)
     check_tensors(q, k, v, shards=group is not None)
+    check_heads(pattern, q.shape[2])
     alone = cu_seqlens is None and lengths is None and cache is None and group is None
     if q.shape[1] != k.shape[1]:
         if (
@@ -218,6 +224,8 @@ def attention(
             raise ValueError(
                 f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}: {AXES}; ringlab.KVCache is for generation"
             )
+    if isinstance(sinks, list | tuple):
+        sinks = torch.tensor(sinks, dtype=torch.float32, device=q.device)
     if sinks is not None:
         axes = "(heads,)"
         shape = q.shape[2:3]
@@ -462,7 +470,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, shards: bool = False) -> N
         raise ValueError(
             f"query heads must be a multiple of K/V heads: {heads} and {kv_heads}: {AXES}"
         )
-    many = MANY_HEADS <= heads == kv_heads and q.shape[1] < heads
+    many = MANY_HEADS <= heads == kv_heads and 1 < q.shape[1] < heads
     if many and not torch.compiler.is_compiling():  # a warning would break the graph
         what = f"q {tuple(q.shape)} has {heads} heads at {q.shape[1]} positions"
         warnings.warn(f"{what}: {AXES}, not as in torch", stacklevel=4)

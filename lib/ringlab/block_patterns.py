@@ -663,7 +663,9 @@ def sliding_window(
     return BlockSparse([Window(before)], 128 if block_size is None else block_size)
 
 
-def local_global(before: int, count: int, *, block_size: int = 128) -> BlockSparse:
+def local_global(
+    before: int = 2, count: int = 2, *, block_size: int = 128
+) -> BlockSparse:
     """A sliding window and global blocks: Longformer (Beltagy et al. 2020, arXiv
     2004.05150) in blocks.
     """
@@ -671,7 +673,12 @@ def local_global(before: int, count: int, *, block_size: int = 128) -> BlockSpar
 
 
 def bigbird(
-    before: int, count: int, random: int, *, seed: int = 0, block_size: int = 64
+    before: int = 2,
+    count: int = 2,
+    random: int = 3,
+    *,
+    seed: int = 0,
+    block_size: int = 64,
 ) -> BlockSparse:
     """Window, global and random blocks (Zaheer et al. 2020, arXiv 2007.14062)."""
     return BlockSparse(

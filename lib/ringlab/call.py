@@ -16,11 +16,13 @@ from .checks import (
     check_float_dtype,
     check_int,
     is_int,
+    parse_count,
     short_repr,
 )
 from .engine import DEFAULT, Execution
 from .kernels.base import DeviceSpec
-from .patterns import Pattern, as_pattern
+from .patterns import Pattern, as_pattern, check_heads
+from .presets import NAMED, named
 from .ring import Layout, Problem, choose
 from .ring.exchange import on_hosts
 from .ring.layout import layout_named
@@ -39,8 +41,9 @@ class CallSpec:
     Points that are measured, estimates, advice, costs and problems across ranks are
     made from it. ``kv_heads`` None: as many as heads. ``passes``: "fwd" or "fwd+bwd".
     ``scheme``, ``layout``, ``backend``, ``execution`` and ``exchange_dtype`` are those
-    of ``attention``; ``ranks`` share the sequence, and ``hosts`` has a number for the
-    host of each, () for one host. ``profile``: a hardware profile or its name; None:
+    of ``attention``, ``seq_len`` and ``pattern`` also texts of the command line, as
+    "128K" and "ladder"; ``ranks`` share the sequence, and ``hosts`` has a number for
+    the host of each, () for one host. ``profile``: a hardware profile or its name; None:
     this CPU.
 
     Raises ValueError or TypeError, in one line, for what no call can have.
@@ -77,8 +80,13 @@ class CallSpec:
             set_field("kv_heads", self.heads)
         for name in ("batch", "heads", "kv_heads", "head_dim", "ranks"):
             set_field(name, check_int(name, getattr(self, name)))
+        if isinstance(self.seq_len, str):
+            set_field("seq_len", parse_count(self.seq_len, "seq_len"))
         set_field("seq_len", check_int("seq_len", self.seq_len, most=LARGEST))
+        if isinstance(self.pattern, str) and self.pattern in NAMED:
+            set_field("pattern", named(self.pattern, self.seq_len, self.heads))
         set_field("pattern", as_pattern(self.pattern))
+        check_heads(self.pattern, self.heads)
         if isinstance(self.profile, str):
             set_field("profile", hardware.resolve(self.profile))
         if self.heads % self.kv_heads:

@@ -557,6 +557,8 @@ def _estimate(args) -> None:
     profile = hardware.resolve(args.profile).on(hardware.detect())
     dtype = args.dtype or profile.default_dtype()
     pattern = _pattern_of(args)
+    if args.ranks == 1 and (args.scheme, args.layout) != ("auto", "contiguous"):
+        raise ValueError("--scheme and --layout are for several ranks: give --ranks N")
     call = _options(args, "scheme", "layout", "backend")
     call |= {"dtype": dtype, "profile": profile}
     estimated = (

@@ -242,11 +242,26 @@ def as_pattern(pattern, kinds=Pattern):
         return Dense()
     if not isinstance(pattern, kinds):
         known = "ringlab.Dense(), ringlab.Dilated(...) or one of ringlab.blocks"
+        if isinstance(pattern, str):
+            known += (
+                "; calls know dense, dilated, ladder, window, local_global, bigbird"
+            )
+        if type(pattern).__name__ == "Adaptive":
+            known += "; ringlab.adaptive_attention(q, k, v, pattern) takes an Adaptive"
         if isinstance(pattern, Selected):
             alone = "Selected is for attention alone, with a cache of Dense()"
             raise TypeError(f"pattern must be {known}: {alone}")
         raise TypeError(f"pattern must be {known}, got {short_repr(pattern)}")
     return pattern
+
+
+def check_heads(pattern, heads: int) -> None:
+    """Raise ValueError where a branch of groups of heads has no head to run it."""
+    grouped = isinstance(pattern, Dilated) and pattern.mixing == "head_groups"
+    if grouped and heads < (branches := len(pattern.segment_lengths)):
+        raise ValueError(
+            f"mixing='head_groups' of {branches} branches needs as many heads, got {heads}; mixing='lse' runs all"
+        )
 
 
 def from_dict(data: dict) -> Pattern:

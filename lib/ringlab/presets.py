@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from inspect import signature
 
 from .block_patterns import bigbird, local_global, sliding_window
@@ -13,7 +14,7 @@ def ladder(
     seq_len: int, first: int = 2048, heads: int | None = None
 ) -> Dense | Dilated:
     """LongNet's ladder up to the sequence (Ding et al. 2023, arXiv 2307.02486): segments
-    first, 2 first, ... at rates 1, 2, ...; dense where one holds all.
+    first, 2 first, ... at rates 1, 2, ...; dense, with a warning, where one holds all.
 
     With ``heads``, no rate is larger than their number: at a rate r head h takes every
     r-th position from h on, so with fewer heads no head would take some of them.
@@ -27,6 +28,8 @@ def ladder(
     first = check_int("first", first, most=LARGEST)
     steps = max(0, (-(-seq_len // first) - 1).bit_length())
     if not steps:
+        what = f"ladder({seq_len}) is Dense(): one segment of {first} holds all"
+        warnings.warn(what, stacklevel=2)
         return Dense()
     most = steps if heads is None else check_int("heads", heads).bit_length() - 1
     segments = [first << i for i in range(steps + 1)]

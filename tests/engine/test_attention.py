@@ -10,6 +10,7 @@ import torch
 from matrix import Case, differentiated, drawn, errors, judged, paths
 from refusals import refused
 from ringlab import (
+    Adaptive,
     Dense,
     Dilated,
     Execution,
@@ -17,13 +18,17 @@ from ringlab import (
     attention,
     blocks,
     cache_bytes,
+    estimate,
+    ladder,
     longest,
     memory,
     nn,
     reference,
 )
+from ringlab.call import CallSpec
 from ringlab.engine.execute import merge
 from ringlab.patterns import show
+from ringlab.presets import NAMED, named
 from ringlab.ring import SCHEMES, contiguous
 from ringlab.torch_private import IN_GRAPHS
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -418,7 +423,10 @@ def test_dense_has_a_name():
     "shape, kv_heads, warned",
     [
         ((1, 8, 256, 8), 256, True),  # of torch, for 8 heads at 256 positions
-        ((1, 8, 255, 8), 255, False),
+        ((1, 8, 64, 8), 64, False),
+        ((1, 12, 197, 8), 197, True),  # of torch, for a small vision model
+        ((1, 1, 197, 8), 197, False),  # a step of generation
+        ((1, 12, 40, 8), 40, False),  # few tokens
         ((1, 256, 256, 8), 256, False),
         ((1, 8, 256, 8), 1, False),
     ],
@@ -597,3 +605,25 @@ def test_mistakes_are_seen(name):
     found = differentiated(out, want["lse"], (q, k, v), dout, None)
     worst = max(errors(found, want, q, k, dout).values())
     assert worst <= 5e-6 if name == "right" else 1e-4 < worst < torch.inf
+
+
+def test_what_the_command_line_takes_as_text_python_takes_too():
+    q = torch.randn(1, 100, 2, 8, dtype=torch.float64)
+    for name in NAMED:
+        if name != "dense":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of 100 tokens a ladder is dense
+                want = attention(q, q, q, named(name, 100, 2))
+                assert torch.equal(attention(q, q, q, name), want)
+    assert CallSpec("ladder", "8K").pattern == named("ladder", 8192, 8)
+    assert estimate("dense", seq_len="8K") == estimate(Dense(), seq_len=8192)
+    listed = attention(q, q, q, "dense", sinks=[0.0] * 2)
+    assert torch.equal(listed, attention(q, q, q, "dense", sinks=torch.zeros(2)))
+    with pytest.raises(TypeError, match="adaptive_attention"):
+        attention(q, q, q, Adaptive(64, 4))
+    with pytest.raises(ValueError, match="2 branches needs as many heads"):
+        attention(*[q[:, :, :1]] * 3, Dilated([8, 16], [1, 2], mixing="head_groups"))
+    with pytest.warns(UserWarning, match="is Dense"):
+        assert ladder(1024) == Dense()
+    assert blocks.local_global(2) == blocks.local_global(2, 2)
+    assert blocks.bigbird() == blocks.bigbird(2, 2, 3)

@@ -360,3 +360,9 @@ def test_a_folder_that_cannot_be_is_one_line(capsys, command, name):
     with pytest.raises(SystemExit) as stop:
         cli.main([*command, name])
     assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_scheme_without_ranks_names_the_option(capsys):
+    how = ["--profile", "gtx1080", "--seq-len", "4K", "--scheme", "ring"]
+    code, _, err = said(capsys, "estimate", *how)
+    assert code == 2 and "--ranks N" in err

@@ -408,6 +408,7 @@ LAYERS = [
         "hardware",
         "native",
         "selected",
+        "presets",
         "torch_private",
     },
     {"kernels"},
@@ -415,7 +416,6 @@ LAYERS = [
     {"attention", "call", "ring", "kv_cache"},
     {
         "estimate",
-        "presets",
         "meta_run",
         "advise",
         "adaptive",
