@@ -39,7 +39,7 @@ from .engine import selected as selected_engine
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, integers
 from .kv_cache import KVCache
-from .patterns import Dense, Dilated, Pattern, as_pattern, check_heads
+from .patterns import Dense, Dilated, Pattern, as_pattern, warn_of_idle
 from .presets import NAMED, named
 from .ring.group import tells
 from .ring.ulysses import HeadRange
@@ -171,9 +171,10 @@ def attention(
     ``dropout_p=0.0`` and ``attn_mask=None`` change nothing.
 
     Warns of more than 64 heads that are more than the positions, if these are several:
-    such tensors may be in torch's layout. Raises ValueError for tensors or arguments that disagree, TypeError
-    for an argument that cannot be honoured, and NotImplementedError, with the reason,
-    for a backend that cannot serve the call, a second derivative, ``vmap``, ``jvp`` and
+    such tensors may be in torch's layout; and of branches that no head runs. Raises
+    ValueError for tensors or arguments that disagree, TypeError for an argument that
+    cannot be honoured, and NotImplementedError, with the reason, for a backend that
+    cannot serve the call, a second derivative, ``vmap``, ``jvp`` and
     ``torch.jit.trace``.
     What one rank of a group refuses, all raise as ``PlanMismatch``.
 
@@ -207,7 +208,8 @@ def attention(
         pattern, options = _checked(*arguments)
     q, k, v = as_autocast(q, k, v)
     check_tensors(q, k, v, shards=group is not None)
-    check_heads(pattern, q.shape[2])
+    if not torch.compiler.is_compiling():  # a warning would break the graph
+        warn_of_idle(pattern, q.shape[2])
     alone = cu_seqlens is None and lengths is None and cache is None and group is None
     if q.shape[1] != k.shape[1]:
         if (

@@ -21,7 +21,7 @@ from .checks import (
 )
 from .engine import DEFAULT, Execution
 from .kernels.base import DeviceSpec
-from .patterns import Pattern, as_pattern, check_heads
+from .patterns import Pattern, as_pattern
 from .presets import NAMED, named
 from .ring import Layout, Problem, choose
 from .ring.exchange import on_hosts
@@ -86,7 +86,6 @@ class CallSpec:
         if isinstance(self.pattern, str) and self.pattern in NAMED:
             set_field("pattern", named(self.pattern, self.seq_len, self.heads))
         set_field("pattern", as_pattern(self.pattern))
-        check_heads(self.pattern, self.heads)
         if isinstance(self.profile, str):
             set_field("profile", hardware.resolve(self.profile))
         if self.heads % self.kv_heads:

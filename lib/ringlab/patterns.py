@@ -255,12 +255,13 @@ def as_pattern(pattern, kinds=Pattern):
     return pattern
 
 
-def check_heads(pattern, heads: int) -> None:
-    """Raise ValueError where a branch of groups of heads has no head to run it."""
+def warn_of_idle(pattern, heads: int) -> None:
+    """Warn where a branch of groups of heads has no head to run it."""
     grouped = isinstance(pattern, Dilated) and pattern.mixing == "head_groups"
     if grouped and heads < (branches := len(pattern.segment_lengths)):
-        raise ValueError(
-            f"mixing='head_groups' of {branches} branches needs as many heads, got {heads}; mixing='lse' runs all"
+        warnings.warn(
+            f"mixing='head_groups' has {branches} branches for {heads} heads: the last run nowhere",
+            stacklevel=3,
         )
 
 

@@ -20,13 +20,13 @@ import json
 import os
 import shlex
 import socket
-import subprocess
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import hardware
+from ..measure.provenance import NoGit, git
 from ..measure.store import warn as note
 
 NO_MEASURING = (
@@ -71,10 +71,9 @@ def changes(folder: Path) -> str:
     """How to keep or drop the changes of files below ``folder`` that git tracks; empty
     where there are none.
     """
-    asked = ["git", "-C", folder, "status", "--porcelain", "--untracked-files=no", "."]
     try:
-        changed = subprocess.run(asked, capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        changed = git(folder, "status", "--porcelain", "--untracked-files=no", ".")
+    except NoGit:
         return ""
     if not changed:
         return ""
