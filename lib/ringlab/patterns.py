@@ -262,7 +262,7 @@ def warn_of_idle(pattern, heads: int) -> None:
     if grouped and heads < (branches := len(pattern.segment_lengths)):
         warnings.warn(
             f"mixing='head_groups' has {branches} branches for {heads} heads: the last run nowhere",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
