@@ -42,6 +42,8 @@ ROOM = 0.5  # of the memory: checkpointing leaves more where layers would take i
 NEEDS = ("exact", "far", "local")
 MEASURED, ABOUT, AT_LEAST = "measured", "about", "at least"  # a time, surest first
 
+Shape = tuple[int, int, int, int, bool]
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -54,14 +56,14 @@ class Evidence:
 
     pattern: Pattern
     seq_len: int
-    shape: tuple
+    shape: Shape
     dtype: torch.dtype
     passes: str
     seconds: float
     over_roofline: float
 
     @property
-    def kind(self) -> tuple:
+    def kind(self) -> tuple[type, torch.dtype, str]:
         return type(self.pattern), self.dtype, self.passes
 
 
@@ -74,7 +76,7 @@ class Choosing:
 
     name: str
     seq_len: int
-    shape: tuple
+    shape: Shape
     dtype: torch.dtype
     passes: str
     of_dense: float
@@ -204,7 +206,7 @@ class Advice:
     cache_bytes: int | None = None
     choosing: tuple[str, ...] = ()
 
-    def __getitem__(self, name: str):
+    def __getitem__(self, name: str) -> object:
         return self.choices[name].value
 
     @property

@@ -5,12 +5,14 @@ estimates, advice, costs and problems across ranks are made.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from . import cost, hardware, kernels
 from .checks import (
     LARGEST,
+    Backend,
     check_bool,
     check_choice,
     check_float_dtype,
@@ -66,13 +68,13 @@ class CallSpec:
     ranks: int = 1
     scheme: str = "auto"
     layout: str | Layout = "contiguous"
-    backend: str | tuple[str, ...] = "auto"
+    backend: Backend = "auto"
     execution: Execution = DEFAULT
     hosts: tuple[int, ...] = ()
     exchange_dtype: torch.dtype | None = None
     profile: hardware.Profile | str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         def set_field(name: str, value) -> None:
             object.__setattr__(self, name, value)
 
@@ -114,7 +116,7 @@ class CallSpec:
             check_one_device(self.scheme, self.layout, self.exchange_dtype)
         check_exchange_dtype(self.exchange_dtype, self.dtype)
 
-    def options(self, *names: str) -> dict:
+    def options(self, *names: str) -> dict[str, Any]:
         """Some fields by name, as keyword arguments of another function."""
         return {name: getattr(self, name) for name in names}
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Any
 
 from . import cost, hardware, meta_run
 from .block_patterns import BlockSparse, Given
@@ -93,7 +94,7 @@ class Estimate:
         )
 
 
-def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
+def estimate(pattern: Pattern, *, seq_len: int, **call: Any) -> Estimate:
     """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim)
     tensors, sharded where ``ranks`` > 1.
 
@@ -174,7 +175,7 @@ def _probed(dtype: str) -> hardware.Peaks:
     return hardware.measure_cpu_peaks(dtype)
 
 
-def longest(pattern: Pattern, memory_bytes: int | str, **call) -> int:
+def longest(pattern: Pattern, memory_bytes: int | str, **call: Any) -> int:
     """The longest sequence whose peak on every rank fits ``memory_bytes``, a number or
     a text as "8GiB"; keywords are those of ``estimate``.
 

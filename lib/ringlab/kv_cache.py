@@ -14,6 +14,7 @@ from torch import Tensor
 from . import kernels
 from .checks import (
     LARGEST,
+    Device,
     as_int,
     check_float_dtype,
     check_int,
@@ -34,7 +35,7 @@ from .kernels.base import accumulation_dtype
 from .patterns import Pattern, as_pattern
 from .ring.comm import Steps, all_to_all, drive
 from .ring.exchange import Problem
-from .ring.group import Group
+from .ring.group import AnyGroup, Group
 from .ring.layout import contiguous
 from .selected import Selected
 
@@ -98,11 +99,11 @@ class KVCache:
         head_dim: int,
         max_seq_len: int,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        device: Device = "cpu",
         max_crop: int = 0,
-        group=None,
+        group: AnyGroup = None,
     ):
-        self.group = Group.sharing(group)
+        self.group: Group | None = Group.sharing(group)
         here, ranks = (
             ([0], 1) if self.group is None else (self.group.here, self.group.size)
         )
@@ -110,11 +111,11 @@ class KVCache:
         launches = _launches(device_of(device))
         policies = [_policy(*sizes, rank, ranks, launches) for rank in here]
         check_float_dtype(dtype)
-        self.policy = policies[0]
+        self.policy: RetentionPolicy = policies[0]
         self.dtype = dtype
-        self.device = device_of(device)
-        self.batch = check_int("batch", batch, most=LARGEST)
-        self.head_dim = check_int("head_dim", head_dim, most=LARGEST)
+        self.device: torch.device = device_of(device)
+        self.batch: int = check_int("batch", batch, most=LARGEST)
+        self.head_dim: int = check_int("head_dim", head_dim, most=LARGEST)
         if self.device.type == "meta":
             raise ValueError(
                 "a cache holds values, which the device 'meta' has not; cache_bytes tells its size"
@@ -519,7 +520,7 @@ def cache_bytes(
     dtype: torch.dtype = torch.float32,
     max_crop: int = 0,
     ranks: int = 1,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
 ) -> int:
     """The bytes that a ``KVCache`` made with these sizes takes at most, tables
     included: on the rank with most. Patterns of blocks below 63 keep room for more

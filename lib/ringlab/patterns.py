@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
-from .block_patterns import BlockSparse, PerHead, part_from_dict
+from .block_patterns import BlockSparse, Fields, PerHead, part_from_dict
 from .checks import (
     LARGEST,
     check_bool,
@@ -64,14 +65,14 @@ class Dense:
 
     def multiplicity(
         self,
-        queries,
-        keys,
+        queries: Tensor,
+        keys: Tensor,
         *,
         head: int,
         heads: int,
         kv_heads: int | None = None,
         n: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as
         int64 (q, k).
         """
@@ -89,7 +90,7 @@ class Dense:
         """The fewest keys that one kernel call usually sees."""
         return n
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> Fields:
         return {"kind": "dense"}
 
     def __str__(self) -> str:
@@ -124,7 +125,7 @@ class Dilated:
     mixing: str = "lse"
     offsets: str = "head"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
             object.__setattr__(self, name, check_ints(name, getattr(self, name)))
         w, r = self.segment_lengths, self.dilation_rates
@@ -176,14 +177,14 @@ class Dilated:
 
     def multiplicity(
         self,
-        queries,
-        keys,
+        queries: Tensor,
+        keys: Tensor,
         *,
         head: int,
         heads: int,
         kv_heads: int | None = None,
         n: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as
         int64 (q, k), whatever n.
         """
@@ -218,7 +219,7 @@ class Dilated:
             max(2, b.length // b.rate) for b in self.branches(n, heads, kv_heads)
         )
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> Fields:
         return {"kind": "dilated"} | {
             k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()
         }
@@ -230,6 +231,7 @@ class Dilated:
 
 
 Pattern = Dense | Dilated | BlockSparse
+AnyPattern = Pattern | PerHead | Selected  # all that have multiplicities
 
 
 def as_pattern(pattern, kinds=Pattern):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..checks import check_float_dtype
+from ..checks import Backend, check_float_dtype
 from ..engine import Execution
 from ..engine.autograd import (
     LSE_COLUMNS,
@@ -64,7 +64,7 @@ class RankCall:
     follows: bool
     problem: Problem
     scheme: str | MeshScheme
-    backend: str | tuple[str, ...]
+    backend: Backend
     softcap: float | None
     execution: Execution
 
