@@ -40,7 +40,6 @@ from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, Integers, integers
 from .kv_cache import KVCache
 from .patterns import AnyPattern, Dense, Dilated, Pattern, as_pattern, warn_of_idle
-from .presets import NAMED, named
 from .ring import Layout
 from .ring.documents import attend_documents
 from .ring.group import AnyGroup, length_of, tells
@@ -200,9 +199,15 @@ def attention(
     if selected is not None:
         pattern = Dense()  # is checked in its place: what is remembered has no tensors
         _check_selected(group, scheme, exchange_dtype, execution)
-    if isinstance(pattern, str) and pattern != "dense" and pattern in NAMED:
-        n = length_of(q, group, layout)
-        pattern = named(pattern, n, q.shape[2])
+    q, k, v = as_autocast(q, k, v)
+    check_tensors(q, k, v, shards=group is not None)
+    if isinstance(pattern, str):
+        n = (
+            cache.policy.n
+            if isinstance(cache, KVCache)
+            else length_of(q, group, layout)
+        )
+        pattern = as_pattern(pattern, Pattern, n, q.shape[2])
     arguments = pattern, causal, scale, backend, softcap, execution, return_lse
     if group is None:
         arguments += scheme, layout, exchange_dtype
@@ -211,8 +216,6 @@ def attention(
         pattern, options = check(*arguments)
     except TypeError:  # an argument is wrong, or cannot be hashed
         pattern, options = _checked(*arguments)
-    q, k, v = as_autocast(q, k, v)
-    check_tensors(q, k, v, shards=group is not None)
     if not torch.compiler.is_compiling():  # a warning would break the graph
         warn_of_idle(pattern, q.shape[2])
     alone = cu_seqlens is None and lengths is None and cache is None and group is None

@@ -24,7 +24,6 @@ from .checks import (
 from .engine import DEFAULT, Execution
 from .kernels.base import DeviceSpec
 from .patterns import Pattern, as_pattern
-from .presets import NAMED, named
 from .ring import Layout, Problem, choose
 from .ring.exchange import on_hosts
 from .ring.layout import layout_named
@@ -85,9 +84,8 @@ class CallSpec:
         if isinstance(self.seq_len, str):
             set_field("seq_len", parse_count(self.seq_len, "seq_len"))
         set_field("seq_len", check_int("seq_len", self.seq_len, most=LARGEST))
-        if isinstance(self.pattern, str) and self.pattern in NAMED:
-            set_field("pattern", named(self.pattern, self.seq_len, self.heads))
-        set_field("pattern", as_pattern(self.pattern))
+        sizes = self.seq_len, self.heads
+        set_field("pattern", as_pattern(self.pattern, Pattern, *sizes))
         if isinstance(self.profile, str):
             set_field("profile", hardware.resolve(self.profile))
         if self.heads % self.kv_heads:

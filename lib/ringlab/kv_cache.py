@@ -67,9 +67,10 @@ class KVCache:
     ``cache_bytes`` tells beforehand. Rows that no later query sees leave together, when
     room is needed; ``live_rows`` and ``state_dict`` are without them.
 
-    A dense pattern keeps all rows, a window those within it, a dilated one the selected
-    rows of the segments that are open: [2048 * 2^i] / [2^i], i = 0..9, keeps at most
-    11,263 of 1,048,576. Patterns with random blocks or a given mask are those of
+    ``pattern`` may be a name, as "window". A dense pattern keeps all rows, a window
+    those within it, a dilated one the selected rows of the
+    segments that are open: [2048 * 2^i] / [2^i], i = 0..9, keeps at most 11,263 of
+    1,048,576. Patterns with random blocks or a given mask are those of
     ``max_seq_len`` positions. ``max_crop`` more positions can be taken back by
     ``crop``, for instance those of a draft that was refused; their rows are kept as
     long. Over a ``group`` (ProcessGroup, 1-D mesh or ``Simulated``) each rank keeps its
@@ -91,7 +92,7 @@ class KVCache:
     @_on_cpu
     def __init__(
         self,
-        pattern: Pattern,
+        pattern: Pattern | str,
         *,
         batch: int,
         heads: int,
@@ -485,7 +486,6 @@ def _policy(
     pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int, launches
 ) -> RetentionPolicy:
     """The policy of checked sizes."""
-    pattern = as_pattern(pattern)
     heads = check_int("heads", heads, most=2**20)
     kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads)
     if heads % kv_heads:
@@ -494,6 +494,7 @@ def _policy(
         )
     n = check_int("max_seq_len", max_seq_len, most=2**31)
     max_crop = check_int("max_crop", max_crop, 0, 2**31)
+    pattern = as_pattern(pattern, Pattern, n, heads)
     sizes = heads, kv_heads, n, max_crop, rank, ranks
     return retention_policy(pattern, *sizes, launches)
 
@@ -510,7 +511,7 @@ def _launches(device: torch.device) -> bool:
 
 @_on_cpu
 def cache_bytes(
-    pattern: Pattern,
+    pattern: Pattern | str,
     *,
     max_seq_len: int,
     batch: int = 1,

@@ -62,8 +62,8 @@ class MultiheadAttention(NotTorchsAttention, Module):
     """Self-attention over a pattern with q, k, v and output projections: (b, n,
     embed_dim) to (b, n, embed_dim).
 
-    With an ``Adaptive`` pattern the means of q and k choose the blocks; it takes no
-    documents and no cache. Nor does a function ``f(q, k) -> Selected``, as
+    ``pattern`` may be a name, as "window". With an ``Adaptive`` pattern the means of q
+    and k choose the blocks; it takes no documents and no cache. Nor does a function ``f(q, k) -> Selected``, as
     ``functools.partial(ringlab.selection.moba, top_k=4)``: each call asks it, with q and
     k (b, n, heads, d) after the rotary embedding, and it takes no group. ``num_kv_heads`` (default: ``num_heads``) must
     divide ``num_heads``, and ``num_heads`` must divide ``embed_dim``. ``group``,
@@ -99,7 +99,7 @@ class MultiheadAttention(NotTorchsAttention, Module):
         self,
         embed_dim: int,
         num_heads: int,
-        pattern: KINDS | Choice,
+        pattern: KINDS | Choice | str,
         *,
         num_kv_heads: int | None = None,
         bias: bool = True,
@@ -124,7 +124,7 @@ class MultiheadAttention(NotTorchsAttention, Module):
             num_kv_heads = num_heads
         num_kv_heads = check_int("num_kv_heads", num_kv_heads)
         if not callable(pattern) or isinstance(pattern, type):
-            pattern = as_pattern(pattern, KINDS)
+            pattern = as_pattern(pattern, KINDS, heads=num_heads)
         elif group is not None:
             raise ValueError(
                 "a pattern that is a function takes no group: q and k of a rank are not all"
@@ -161,7 +161,7 @@ class MultiheadAttention(NotTorchsAttention, Module):
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.pattern = pattern
+        self.pattern: KINDS | Choice = pattern
         self.use_gradient_checkpointing = use_gradient_checkpointing
         if rotary_base is not None:
             if not checks.is_real(rotary_base) or not 0 < rotary_base < float("inf"):
@@ -201,7 +201,10 @@ class MultiheadAttention(NotTorchsAttention, Module):
 
     @classmethod
     def from_torch(
-        cls, module: nn.MultiheadAttention, pattern: Pattern, **options: Any
+        cls,
+        module: nn.MultiheadAttention,
+        pattern: KINDS | Choice | str,
+        **options: Any,
     ) -> MultiheadAttention:
         """The layer with the weights of torch's, copied, for a pattern; ``options`` as
         of the constructor.
@@ -668,7 +671,7 @@ class DecoderBlock(Module):
         self,
         embed_dim: int,
         num_heads: int,
-        pattern: KINDS | Choice,
+        pattern: KINDS | Choice | str,
         *,
         hidden_dim: int | None = None,
         **options: Any,

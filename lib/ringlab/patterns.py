@@ -234,21 +234,23 @@ Pattern = Dense | Dilated | BlockSparse
 AnyPattern = Pattern | PerHead | Selected  # all that have multiplicities
 
 
-def as_pattern(pattern, kinds=Pattern):
-    """The pattern, which is of ``kinds``; "dense" names ``Dense()``. TypeError for
-    anything else.
+def as_pattern(
+    pattern, kinds=Pattern, seq_len: int | None = None, heads: int | None = None
+):
+    """Return the pattern, which is of ``kinds`` (TypeError for anything else), or the
+    one that a text names (ValueError for an unknown name), as ``presets.named`` makes it.
 
-    >>> as_pattern("dense")
-    Dense()
+    >>> as_pattern("dense"), as_pattern("ladder", seq_len=4096)
+    (Dense(), Dilated(segment_lengths=(2048, 4096), dilation_rates=(1, 2), mixing='lse', offsets='head'))
     """
-    if isinstance(pattern, str) and pattern == "dense":
-        return Dense()
+    if isinstance(pattern, str):
+        if pattern == "dense":  # which a graph takes whole
+            return Dense()
+        from .presets import named  # it is made of this module
+
+        return named(pattern, seq_len, heads)
     if not isinstance(pattern, kinds):
         known = "ringlab.Dense(), ringlab.Dilated(...) or one of ringlab.blocks"
-        if isinstance(pattern, str):
-            known += (
-                "; calls know dense, dilated, ladder, window, local_global, bigbird"
-            )
         if type(pattern).__name__ == "Adaptive":
             known += "; ringlab.adaptive_attention(q, k, v, pattern) takes an Adaptive"
         if isinstance(pattern, Selected):
@@ -314,7 +316,7 @@ def show(
     n, width = check_int("n", n, most=LARGEST), check_int("width", width, most=LARGEST)
     head, heads = check_int("head", head, 0), check_int("heads", heads)
     check_bool("causal", causal)
-    pattern = as_pattern(pattern, Pattern | PerHead)
+    pattern = as_pattern(pattern, Pattern | PerHead, n, heads)
     cells = min(n, width)
     generator = torch.Generator().manual_seed(0)
     edges = torch.linspace(0, n, cells + 1).long()
