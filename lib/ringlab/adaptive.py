@@ -52,7 +52,7 @@ from .engine.autograd import outside_graphs, without_autocast
 from .kernels import device_of
 from .kernels.base import accumulation_dtype
 from .ring.exchange import Problem
-from .ring.group import AnyGroup, Group, given_group, tells
+from .ring.group import AnyGroup, Group, given_group, with_shared_refusals
 from .ring.layout import contiguous
 from .ring.selected import gather_means
 from .selected import Selected
@@ -275,7 +275,7 @@ def rows_here(z: Tensor, ranks: Group | None) -> Tensor:
     return torch.arange(first, first + z.shape[2], device=z.device)[:, None]
 
 
-@tells(given_group)
+@with_shared_refusals(given_group)
 def adaptive_attention(
     q: Tensor,
     k: Tensor,
@@ -380,7 +380,7 @@ class AdaptiveBlockSparse(nn.Module):
         self.q_score: nn.Parameter = nn.Parameter(start)
         self.k_score: nn.Parameter = nn.Parameter(start.clone())
 
-    @tells(lambda layer, *_, **__: layer.group)
+    @with_shared_refusals(lambda layer, *_, **__: layer.group)
     def logits(self, q: Tensor, k: Tensor, causal: bool = False) -> Tensor:
         """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b,
         n, h_kv, d); a rank's rows.

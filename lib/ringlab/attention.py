@@ -42,7 +42,7 @@ from .kv_cache import KVCache
 from .patterns import AnyPattern, Dense, Dilated, Pattern, as_pattern, warn_of_idle
 from .ring import Layout
 from .ring.documents import attend_documents
-from .ring.group import AnyGroup, length_of, tells
+from .ring.group import AnyGroup, length_of, with_shared_refusals
 from .ring.operators import attend as attend_shards
 from .ring.operators import check_one_device
 from .ring.selected import attend as attend_selected
@@ -98,7 +98,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, **options: Any
 ) -> Tensor: ...
-@tells(_group_of)
+@with_shared_refusals(_group_of)
 def attention(
     q: Tensor,
     k: Tensor,

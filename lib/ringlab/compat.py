@@ -45,7 +45,7 @@ from .engine.chunked import OOMBackoff
 from .integrations.torchscale import longnet as longnet
 from .patterns import Dilated, Pattern
 from .ring import Simulated
-from .ring.group import AnyGroup, Group, length_of, tells
+from .ring.group import AnyGroup, Group, length_of, with_shared_refusals
 
 FLASH = (
     "flash_attn_4",
@@ -202,7 +202,7 @@ class PublishedAttention(nn.Module):
             self.device = made[0].device
         return self
 
-    @tells(lambda layer, *_, **__: layer.group)
+    @with_shared_refusals(lambda layer, *_, **__: layer.group)
     def forward(
         self,
         q: Tensor,

@@ -42,7 +42,14 @@ from .engine.documents import Documents, Integers, integers
 from .kernels import device_of
 from .kv_cache import KVCache
 from .patterns import Pattern, as_pattern
-from .ring.group import AnyGroup, Group, PlanMismatch, length_of, telling, tells
+from .ring.group import (
+    AnyGroup,
+    Group,
+    PlanMismatch,
+    length_of,
+    shared_refusals,
+    with_shared_refusals,
+)
 from .ring.layout import Layout, layout_named
 from .ring.operators import check_one_device
 from .ring.schemes import check_scheme
@@ -250,7 +257,7 @@ class MultiheadAttention(NotTorchsAttention, Module):
         layer.load_state_dict(module.state_dict())
         return layer
 
-    @tells(lambda layer, *_, **__: layer.options["group"])
+    @with_shared_refusals(lambda layer, *_, **__: layer.options["group"])
     def forward(
         self,
         x: Tensor,
@@ -617,7 +624,7 @@ def average_gradients(module: Module, *groups: AnyGroup) -> None:
     """
     for group in filter(None, map(Group.sharing, groups)):
         if group.process_group is not None:
-            with telling(group):
+            with shared_refusals(group):
                 _average(dict(module.named_parameters()), group)
 
 

@@ -417,7 +417,7 @@ class PlanMismatch(RuntimeError):
 
 
 @contextmanager
-def telling(group) -> Iterator[None]:
+def shared_refusals(group) -> Iterator[None]:
     """Tell the other ranks of ``group`` what this one raises before it has begun to
     agree with them: all raise PlanMismatch with its number and its reason, or each its
     own error where all refuse. Nothing is sent unless something is raised.
@@ -439,21 +439,21 @@ def telling(group) -> Iterator[None]:
 Call = TypeVar("Call", bound=Callable)
 
 
-def tells(group_of: Callable[..., object]) -> Callable[[Call], Call]:
-    """Decorate a call to run inside ``telling`` of the group that ``group_of`` gives
-    for its arguments; graphs are traced without.
+def with_shared_refusals(group_of: Callable[..., object]) -> Callable[[Call], Call]:
+    """Decorate a call to run inside ``shared_refusals`` of the group that ``group_of``
+    gives for its arguments; graphs are traced without.
     """
 
     def decorate(call):
         @wraps(call)
-        def told(*args, **options):
+        def wrapped(*args, **options):
             group = group_of(*args, **options)
             if group is None or torch.compiler.is_compiling():
                 return call(*args, **options)
-            with telling(group):
+            with shared_refusals(group):
                 return call(*args, **options)
 
-        return told
+        return wrapped
 
     return decorate
 
