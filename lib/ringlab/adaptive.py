@@ -38,6 +38,8 @@ from .attention import attention, check_tensors
 from .block_patterns import block_count
 from .checks import (
     LARGEST,
+    Backend,
+    Device,
     check_backend,
     check_bool,
     check_float_dtype,
@@ -50,7 +52,7 @@ from .engine.autograd import outside_graphs, without_autocast
 from .kernels import device_of
 from .kernels.base import accumulation_dtype
 from .ring.exchange import Problem
-from .ring.group import Group, given_group, tells
+from .ring.group import AnyGroup, Group, given_group, with_shared_refusals
 from .ring.layout import contiguous
 from .ring.selected import gather_means
 from .selected import Selected
@@ -73,7 +75,7 @@ class Adaptive:
     top_k: int = 8
     top_p: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("block_size", "top_k"):
             object.__setattr__(
                 self, name, check_int(name, getattr(self, name), most=LARGEST)
@@ -273,7 +275,7 @@ def rows_here(z: Tensor, ranks: Group | None) -> Tensor:
     return torch.arange(first, first + z.shape[2], device=z.device)[:, None]
 
 
-@tells(given_group)
+@with_shared_refusals(given_group)
 def adaptive_attention(
     q: Tensor,
     k: Tensor,
@@ -283,8 +285,8 @@ def adaptive_attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    backend: str | tuple[str, ...] = "auto",
-    group=None,
+    backend: Backend = "auto",
+    group: AnyGroup = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to the blocks that z chooses and weighs, or that the means of q and k
@@ -359,9 +361,9 @@ class AdaptiveBlockSparse(nn.Module):
         block_size: int = 64,
         top_k: int = 8,
         *,
-        backend: str | tuple[str, ...] = "auto",
-        group=None,
-        device: torch.device | str | None = None,
+        backend: Backend = "auto",
+        group: AnyGroup = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
@@ -371,15 +373,14 @@ class AdaptiveBlockSparse(nn.Module):
         if dtype is not None:
             check_float_dtype(dtype)
         device = device if device is None else device_of(device)
-        self.pattern = Adaptive(block_size, top_k)
+        self.pattern: Adaptive = Adaptive(block_size, top_k)
         self.backend = backend
-        self.group = Group.kept(group)
-        self.q_score, self.k_score = (
-            nn.Parameter(torch.eye(head_dim, device=device, dtype=dtype))
-            for _ in range(2)
-        )
+        self.group: AnyGroup = Group.kept(group)
+        start = torch.eye(head_dim, device=device, dtype=dtype)
+        self.q_score: nn.Parameter = nn.Parameter(start)
+        self.k_score: nn.Parameter = nn.Parameter(start.clone())
 
-    @tells(lambda layer, *_, **__: layer.group)
+    @with_shared_refusals(lambda layer, *_, **__: layer.group)
     def logits(self, q: Tensor, k: Tensor, causal: bool = False) -> Tensor:
         """z (b, h, blocks, blocks) in fp32 (fp64 for fp64) for q (b, n, h, d) and k (b,
         n, h_kv, d); a rank's rows.

@@ -20,11 +20,20 @@ import torch
 from . import hardware, kernels
 from .block_patterns import BlockSparse, sliding_window
 from .call import CallSpec
-from .checks import LARGEST, check_bool, check_choice, check_int, is_real, short_repr
+from .checks import (
+    LARGEST,
+    check_bool,
+    check_choice,
+    check_int,
+    is_real,
+    parse_bytes,
+    short_repr,
+)
 from .cost import far_queries, format_bytes, format_seconds
 from .estimate import Estimate, estimate_call, longest_call, rates_of
 from .meta_run import check_size
 from .patterns import Dense, Pattern
+from .presets import named
 from .ring import bytes_by_scheme
 from .ring.volume import unevenness
 
@@ -42,6 +51,8 @@ ROOM = 0.5  # of the memory: checkpointing leaves more where layers would take i
 NEEDS = ("exact", "far", "local")
 MEASURED, ABOUT, AT_LEAST = "measured", "about", "at least"  # a time, surest first
 
+Shape = tuple[int, int, int, int, bool]
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -54,14 +65,14 @@ class Evidence:
 
     pattern: Pattern
     seq_len: int
-    shape: tuple
+    shape: Shape
     dtype: torch.dtype
     passes: str
     seconds: float
     over_roofline: float
 
     @property
-    def kind(self) -> tuple:
+    def kind(self) -> tuple[type, torch.dtype, str]:
         return type(self.pattern), self.dtype, self.passes
 
 
@@ -74,7 +85,7 @@ class Choosing:
 
     name: str
     seq_len: int
-    shape: tuple
+    shape: Shape
     dtype: torch.dtype
     passes: str
     of_dense: float
@@ -204,7 +215,7 @@ class Advice:
     cache_bytes: int | None = None
     choosing: tuple[str, ...] = ()
 
-    def __getitem__(self, name: str):
+    def __getitem__(self, name: str) -> object:
         return self.choices[name].value
 
     @property
@@ -411,7 +422,7 @@ def local(seq_len: int, causal: bool = False, width: int = WINDOW) -> BlockSpars
 
 def advise(
     profile: hardware.Profile | str,
-    seq_len: int,
+    seq_len: int | str,
     *,
     need: str = "far",
     seconds: float = SECONDS,
@@ -425,7 +436,7 @@ def advise(
     layers: int = 1,
     pattern: str | Pattern = "auto",
     dtype: torch.dtype | None = None,
-    memory_bytes: int | None = None,
+    memory_bytes: int | str | None = None,
     estimates: bool = True,
     rows: Iterable[Evidence] = (),
     choosing: Iterable[Choosing] = (),
@@ -439,8 +450,8 @@ def advise(
     it. Beyond that ``need`` decides. "exact": dense all the same. "far": a
     query has to find keys from anywhere; windows, and the first of four layers dense. "local":
     its neighbours are enough; windows alone, at any length. ``pattern``: one to keep
-    instead of a choice by need, as ``ringlab.ladder(seq_len, heads=heads)`` for who has
-    a LongNet.
+    instead of a choice by need, or its name, as "ladder" for who has a LongNet. Sizes
+    may be texts of the command line, as "128K" and "8GiB".
 
     ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``:
     of a rank (None: the profile's). ``rows``: measured calls on this hardware, which
@@ -470,11 +481,9 @@ def advise(
         machine = hardware.detect()
         profile = hardware.resolve(profile, machine).on(machine)
     check_choice("need", need, NEEDS)
-    auto = isinstance(pattern, str) and pattern == "auto"
-    if not (auto or isinstance(pattern, Pattern)):
-        raise ValueError(
-            f'pattern must be a ringlab pattern or "auto", got {short_repr(pattern)}'
-        )
+    if not isinstance(pattern, str | Pattern):
+        known = 'a ringlab pattern, the name of one or "auto"'
+        raise ValueError(f"pattern must be {known}, got {short_repr(pattern)}")
     layers = check_int("layers", layers, most=LARGEST)
     call = CallSpec(
         Dense(),
@@ -493,6 +502,10 @@ def advise(
         raise ValueError(
             f"{short_repr(call.ranks)} ranks are more than {seq_len} tokens"
         )
+    if isinstance(pattern, str) and pattern != "auto":
+        pattern = named(pattern, call.seq_len, call.heads)
+    if isinstance(memory_bytes, str):
+        memory_bytes = parse_bytes(memory_bytes)
     limits = {"seconds": seconds}
     if memory_bytes is not None:
         limits["memory_bytes"] = memory_bytes

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import ring
 from .block_patterns import PerHead
 from .checks import (
     FLOATS,
     LARGEST,
+    Backend,
     check_backend,
     check_bool,
     check_floats,
@@ -37,11 +37,15 @@ from .checks import (
 from .engine import DEFAULT, Execution
 from .engine import selected as selected_engine
 from .engine.autograd import local_attention, outside_graphs
-from .engine.documents import Documents, integers
+from .engine.documents import Documents, Integers, integers
 from .kv_cache import KVCache
-from .patterns import Dense, Dilated, Pattern, as_pattern, warn_of_idle
-from .presets import NAMED, named
-from .ring.group import tells
+from .patterns import AnyPattern, Dense, Dilated, Pattern, as_pattern, warn_of_idle
+from .ring import Layout
+from .ring.documents import attend_documents
+from .ring.group import AnyGroup, length_of, with_shared_refusals
+from .ring.operators import attend as attend_shards
+from .ring.operators import check_one_device
+from .ring.selected import attend as attend_selected
 from .ring.ulysses import HeadRange
 from .selected import Selected
 
@@ -72,7 +76,7 @@ REFUSED = {
 }
 
 
-Patterns = Pattern | PerHead | Selected | str
+Patterns = AnyPattern | str
 
 
 def _group_of(*_, group=None, cache=None, **__):
@@ -94,7 +98,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, **options: Any
 ) -> Tensor: ...
-@tells(_group_of)
+@with_shared_refusals(_group_of)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -103,19 +107,19 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    backend: str | tuple[str, ...] = "auto",
-    group=None,
+    backend: Backend = "auto",
+    group: AnyGroup = None,
     scheme: str | tuple[str, str] = "auto",
-    layout: str | ring.Layout = "contiguous",
+    layout: str | Layout = "contiguous",
     exchange_dtype: torch.dtype | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    lengths: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Integers | None = None,
+    lengths: Integers | None = None,
     sinks: Tensor | Sequence[float] | None = None,
     softcap: float | None = None,
     cache: KVCache | None = None,
     return_lse: bool = False,
     execution: Execution = DEFAULT,
-    **others,
+    **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale * q k^T + log M) v`` for the multiplicities M of a pattern.
 
@@ -195,9 +199,15 @@ def attention(
     if selected is not None:
         pattern = Dense()  # is checked in its place: what is remembered has no tensors
         _check_selected(group, scheme, exchange_dtype, execution)
-    if isinstance(pattern, str) and pattern != "dense" and pattern in NAMED:
-        n = ring.length_of(q, group, layout)
-        pattern = named(pattern, n, q.shape[2])
+    q, k, v = as_autocast(q, k, v)
+    check_tensors(q, k, v, shards=group is not None)
+    if isinstance(pattern, str):
+        n = (
+            cache.policy.n
+            if isinstance(cache, KVCache)
+            else length_of(q, group, layout)
+        )
+        pattern = as_pattern(pattern, Pattern, n, q.shape[2])
     arguments = pattern, causal, scale, backend, softcap, execution, return_lse
     if group is None:
         arguments += scheme, layout, exchange_dtype
@@ -206,8 +216,6 @@ def attention(
         pattern, options = check(*arguments)
     except TypeError:  # an argument is wrong, or cannot be hashed
         pattern, options = _checked(*arguments)
-    q, k, v = as_autocast(q, k, v)
-    check_tensors(q, k, v, shards=group is not None)
     if not torch.compiler.is_compiling():  # a warning would break the graph
         warn_of_idle(pattern, q.shape[2])
     alone = cu_seqlens is None and lengths is None and cache is None and group is None
@@ -260,7 +268,7 @@ def attention(
             Documents.padded(lengths, q)
             options["lengths"] = integers("lengths", lengths, q)
     elif cu_seqlens is not None or lengths is not None:
-        n = ring.length_of(q, group, layout)
+        n = length_of(q, group, layout)
         options["documents"] = documents_of(q, cu_seqlens, lengths, n)
     if group is None:
         attend = local_attention if cache is None else outside_graphs(cache.attend)
@@ -268,9 +276,9 @@ def attention(
             options["selected"] = selected
     else:
         attend = (
-            outside_graphs(ring.attend_documents)
+            outside_graphs(attend_documents)
             if "documents" in options
-            else ring.attend
+            else attend_shards
         )
         options |= {
             "group": group,
@@ -283,7 +291,7 @@ def attention(
         if group is not None:
             for name in ("group", "scheme", "layout", "exchange_dtype"):
                 del options[name]
-            attend = partial(ring.attend_selected, group, layout)
+            attend = partial(attend_selected, group, layout)
         out, lse = outside_graphs(attend)(q, k, v, selected, **options)
     elif isinstance(pattern, PerHead):
         out, lse = _by_head(attend, q, k, v, pattern, options)
@@ -345,7 +353,7 @@ def _checked(
             )
         softcap = float(softcap)
     if across:
-        ring.check_one_device(*across)
+        check_one_device(*across)
     options = {"causal": causal, "scale": scale, "backend": backend}
     return pattern, options | {"softcap": softcap, "execution": execution}
 

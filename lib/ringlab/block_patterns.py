@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial, reduce
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -42,6 +43,9 @@ __all__ = [
 ]
 
 
+Fields = dict[str, Any]  # what a pattern is written as: texts, numbers and lists
+
+
 def __dir__() -> list[str]:
     return __all__
 
@@ -54,13 +58,13 @@ MAY_BE_0 = ("before", "after", "reach", "seed")
 class Part:
     """One part of a block-sparse pattern, over ``count`` blocks.
 
-    ``seen(rows, cols, count)``: which of the blocks of keys ``cols`` (1, c) each block
-    of queries ``rows`` (r, 1) sees, bool (r, c). ``near(first, last, count)``: outside
+    ``_seen(rows, cols, count)``: which of the blocks of keys ``cols`` (1, c) each block
+    of queries ``rows`` (r, 1) sees, bool (r, c). ``_near(first, last, count)``: outside
     of these blocks, a range (start, stop) that may lie beyond the sequence or their
     numbers, the blocks first .. last see nothing.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "int" or (
@@ -72,7 +76,7 @@ class Part:
                     self, field.name, check_int(name, value, least, LARGEST)
                 )
 
-    def near(self, first: int, last: int, count: int) -> tuple[int, int] | Tensor:
+    def _near(self, first: int, last: int, count: int) -> tuple[int, int] | Tensor:
         return 0, count
 
 
@@ -90,11 +94,11 @@ class Window(Part):
         """The blocks before, and those after."""
         return self.before, self.before if self.after is None else self.after
 
-    def seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
+    def _seen(self, rows: Tensor, cols: Tensor, count: int) -> Tensor:
         before, after = self.sides
         return (rows - cols <= before) & (cols - rows <= after)
 
-    def near(self, first, last, count):
+    def _near(self, first, last, count):
         before, after = self.sides
         return first - before, last + 1 + after
 
@@ -113,13 +117,13 @@ class Strided(Part):
     rate: int
     steps: int | None = None
 
-    def seen(self, rows, cols, count):
+    def _seen(self, rows, cols, count):
         distance = (rows - cols).abs()
         return (distance % self.rate == 0) & (
             distance // self.rate <= (count if self.steps is None else self.steps)
         )
 
-    def near(self, first, last, count):
+    def _near(self, first, last, count):
         reach = count if self.steps is None else self.rate * self.steps
         return first - reach, last + 1 + reach
 
@@ -138,12 +142,12 @@ class Segment(Part):
     length: int
     rate: int = 1
 
-    def seen(self, rows, cols, count):
+    def _seen(self, rows, cols, count):
         return (rows // self.length == cols // self.length) & (
             (rows - cols) % self.rate == 0
         )
 
-    def near(self, first, last, count):
+    def _near(self, first, last, count):
         return first // self.length * self.length, (
             last // self.length + 1
         ) * self.length
@@ -164,7 +168,7 @@ class Global(Part):
     rows: bool = True
     columns: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         flags = self.rows, self.columns
         if not all(isinstance(flag, bool) for flag in flags) or not any(flags):
@@ -172,10 +176,10 @@ class Global(Part):
                 f"Global: rows, columns or both must be True, the other False, got {short_repr(flags)}"
             )
 
-    def seen(self, rows, cols, count):
+    def _seen(self, rows, cols, count):
         return ((rows < self.count) & self.rows) | ((cols < self.count) & self.columns)
 
-    def near(self, first, last, count):
+    def _near(self, first, last, count):
         return (
             0,
             count if self.rows and first < self.count else self.count * self.columns,
@@ -196,7 +200,7 @@ class Random(Part):
     count: int
     seed: int = 0
 
-    def seen(self, rows, cols, count):
+    def _seen(self, rows, cols, count):
         drawn = _drawn(self.count, count, self.seed)[
             rows.flatten().cpu()
         ]  # (r, self.count)
@@ -209,7 +213,7 @@ class Random(Part):
         )
         return visible[:, where].to(rows.device)
 
-    def near(self, first, last, count):
+    def _near(self, first, last, count):
         return _drawn(self.count, count, self.seed)[first : last + 1].flatten()
 
     def __str__(self) -> str:
@@ -247,10 +251,10 @@ class Coarse(Part):
     stride: int
     reach: int
 
-    def seen(self, rows, cols, count):
+    def _seen(self, rows, cols, count):
         return (cols % self.stride == 0) & ((rows - cols).abs() <= self.reach)
 
-    def near(self, first, last, count):
+    def _near(self, first, last, count):
         return first - self.reach, last + 1 + self.reach
 
     def __str__(self) -> str:
@@ -265,7 +269,7 @@ class Given(Part):
 
     rows: tuple[str, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.rows, tuple) or not all(
             _is_row(row, len(self.rows)) for row in self.rows
         ):
@@ -273,7 +277,7 @@ class Given(Part):
                 "Given: rows must be hexadecimal bit sets, one for each block; see blocks.from_mask"
             )
 
-    def seen(self, rows, cols, count):
+    def _seen(self, rows, cols, count):
         return _bits(self.rows).to(rows.device)[rows.flatten()][:, cols.flatten()]
 
     def __str__(
@@ -348,7 +352,7 @@ class BlockSparse:
     parts: tuple[Part, ...]
     block_size: int = 128
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.parts, list | tuple) or not self.parts:
             raise ValueError(
                 f"parts must be a list of parts, as [Window(1)], got {short_repr(self.parts)}"
@@ -401,7 +405,7 @@ class BlockSparse:
         )
         return reduce(
             operator.or_,
-            (part.seen(rows[:, None], cols[None, :], count) for part in self.parts),
+            (part._seen(rows[:, None], cols[None, :], count) for part in self.parts),
         )
 
     def near(self, queries: Tensor, n: int) -> Tensor:
@@ -418,7 +422,9 @@ class BlockSparse:
         ends = F.pad(queries.diff() != 1, (1, 1), value=True).nonzero().flatten()
         runs = zip(queries[ends[:-1]].tolist(), queries[ends[1:] - 1].tolist())
         ranges = [
-            part.near(first, last, count) for first, last in runs for part in self.parts
+            part._near(first, last, count)
+            for first, last in runs
+            for part in self.parts
         ]
         ranges = [
             x if isinstance(x, Tensor) else torch.arange(max(0, x[0]), min(count, x[1]))
@@ -449,8 +455,8 @@ class BlockSparse:
 
     def multiplicity(
         self,
-        queries,
-        keys,
+        queries: Tensor,
+        keys: Tensor,
         *,
         n: int,
         head: int,
@@ -560,7 +566,7 @@ class BlockSparse:
         near = [sized(size) for size in (enough - 1, enough) if size >= least]
         return min(near, key=lambda p: abs(p.density(n, causal) - density))
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> Fields:
         parts = [{"part": type(p).__name__.lower()} | asdict(p) for p in self.parts]
         parts = [
             {k: list(v) if isinstance(v, tuple) else v for k, v in part.items()}
@@ -593,7 +599,7 @@ class PerHead:
 
     patterns: tuple[BlockSparse, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.patterns, tuple) or not all(
             isinstance(p, BlockSparse) for p in self.patterns
         ):
@@ -603,8 +609,8 @@ class PerHead:
 
     def multiplicity(
         self,
-        queries,
-        keys,
+        queries: Tensor,
+        keys: Tensor,
         *,
         n: int,
         head: int,

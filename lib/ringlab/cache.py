@@ -70,14 +70,15 @@ class PatternCache:
             raise ValueError(
                 f"max_bytes and max_entries must be >= 0, got {short_repr((max_bytes, max_entries))}"
             )
-        self.max_bytes, self.max_entries = max_bytes, max_entries
+        self.max_bytes: int = max_bytes
+        self.max_entries: int = max_entries
         self._captured: list[_Entry] = []  # kept for good, and not counted
         self._lock = threading.Lock()  # never held while building
         # Locks, for as long as one is held.
         self._building: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
         self.clear()
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return PatternCache, (self.max_bytes, self.max_entries)
 
     def get(self, key: Hashable, build: Callable[[], T]) -> T:

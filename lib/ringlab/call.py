@@ -5,12 +5,14 @@ estimates, advice, costs and problems across ranks are made.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from . import cost, hardware, kernels
 from .checks import (
     LARGEST,
+    Backend,
     check_bool,
     check_choice,
     check_float_dtype,
@@ -22,7 +24,6 @@ from .checks import (
 from .engine import DEFAULT, Execution
 from .kernels.base import DeviceSpec
 from .patterns import Pattern, as_pattern
-from .presets import NAMED, named
 from .ring import Layout, Problem, choose
 from .ring.exchange import on_hosts
 from .ring.layout import layout_named
@@ -66,13 +67,13 @@ class CallSpec:
     ranks: int = 1
     scheme: str = "auto"
     layout: str | Layout = "contiguous"
-    backend: str | tuple[str, ...] = "auto"
+    backend: Backend = "auto"
     execution: Execution = DEFAULT
     hosts: tuple[int, ...] = ()
     exchange_dtype: torch.dtype | None = None
     profile: hardware.Profile | str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         def set_field(name: str, value) -> None:
             object.__setattr__(self, name, value)
 
@@ -83,9 +84,8 @@ class CallSpec:
         if isinstance(self.seq_len, str):
             set_field("seq_len", parse_count(self.seq_len, "seq_len"))
         set_field("seq_len", check_int("seq_len", self.seq_len, most=LARGEST))
-        if isinstance(self.pattern, str) and self.pattern in NAMED:
-            set_field("pattern", named(self.pattern, self.seq_len, self.heads))
-        set_field("pattern", as_pattern(self.pattern))
+        sizes = self.seq_len, self.heads
+        set_field("pattern", as_pattern(self.pattern, Pattern, *sizes))
         if isinstance(self.profile, str):
             set_field("profile", hardware.resolve(self.profile))
         if self.heads % self.kv_heads:
@@ -114,7 +114,7 @@ class CallSpec:
             check_one_device(self.scheme, self.layout, self.exchange_dtype)
         check_exchange_dtype(self.exchange_dtype, self.dtype)
 
-    def options(self, *names: str) -> dict:
+    def options(self, *names: str) -> dict[str, Any]:
         """Some fields by name, as keyword arguments of another function."""
         return {name: getattr(self, name) for name in names}
 

@@ -36,6 +36,9 @@ BYTES = {
     for unit, base in (("IB", 1024), ("B", 1000))
 }
 
+Backend = str | tuple[str, ...]
+Device = torch.device | str
+
 
 def as_int(value) -> int | None:
     """An integer of Python, NumPy or torch as Python's; None for anything else,
@@ -171,7 +174,7 @@ def check_float_dtype(value) -> None:
         )
 
 
-def check_backend(value) -> str | tuple[str, ...]:
+def check_backend(value) -> Backend:
     """The name of a kernel, also of a list of one, or a tuple of names to try in order;
     ValueError for anything but a name or a list.
     """
@@ -188,7 +191,7 @@ def check_backend(value) -> str | tuple[str, ...]:
     return value[0] if len(value) == 1 else tuple(value)
 
 
-def check_device(device: torch.device | str) -> torch.device:
+def check_device(device: Device) -> torch.device:
     """``torch.device(device)``, which torch can use here; else ValueError in one line."""
     try:
         result = torch.device(device)

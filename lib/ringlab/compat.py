@@ -15,9 +15,11 @@ torch.Size([1, 16, 2, 8])
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,8 @@ from .attention import MASKS, REFUSED, attention, check_tensors
 from .block_patterns import BlockSparse, Segment, sliding_window
 from .checks import (
     LARGEST,
+    Backend,
+    Device,
     check_bool,
     check_float_dtype,
     check_int,
@@ -41,7 +45,7 @@ from .engine.chunked import OOMBackoff
 from .integrations.torchscale import longnet as longnet
 from .patterns import Dilated, Pattern
 from .ring import Simulated
-from .ring.group import Group, tells
+from .ring.group import AnyGroup, Group, length_of, with_shared_refusals
 
 FLASH = (
     "flash_attn_4",
@@ -52,6 +56,7 @@ FLASH = (
     "compiled",
     "cpu_flash",
 )
+Lengths = Sequence[int]
 # The published chain below flash: xformers, SDPA, standard.
 FALLBACK = (
     "xformers",
@@ -86,17 +91,17 @@ class PublishedAttention(nn.Module):
     torch.bfloat16
     """
 
-    switches: dict = {}  # of ``Execution``: how the original runs
-    scheme: str | None = None  # how ranks share the work; None: one device
-    backend: str | tuple[str, ...] = "auto"
-    auto_dtype = False  # dtype=None means the hardware's best, not the inputs' own
+    _switches = {}  # of ``Execution``: how the original runs
+    _scheme: str | None = None  # how ranks share the work; None: one device
+    _backend: Backend = "auto"
+    _auto_dtype = False  # dtype=None means the hardware's best, not the inputs' own
 
     def __init__(
         self,
-        segment_lengths,
-        dilation_rates,
+        segment_lengths: Lengths,
+        dilation_rates: Lengths,
         ring_size: int | None = None,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
         use_pattern_cache: bool = True,
         enable_memory_pool: bool = False,
@@ -105,14 +110,14 @@ class PublishedAttention(nn.Module):
         use_gradient_checkpointing: bool = False,
         block_size: int | None = None,
         density: float | None = None,
-        group=None,
-        **refused,
+        group: AnyGroup = None,
+        **refused: object,
     ):
         super().__init__()
         name = type(self).__name__
         check_unknown(name, refused, REASONS)
         ring_size = None if ring_size is None else check_int("ring_size", ring_size)
-        if self.scheme is None and (group is not None or ring_size not in (None, 1)):
+        if self._scheme is None and (group is not None or ring_size not in (None, 1)):
             raise NotImplementedError(
                 f"{name} runs on one device: ring_size must be 1 and group None"
             )
@@ -132,11 +137,13 @@ class PublishedAttention(nn.Module):
         check_bool("enable_memory_pool", enable_memory_pool)
         check_bool("use_flash_attention", use_flash_attention)
         check_bool("use_gradient_checkpointing", use_gradient_checkpointing)
-        self.pattern = self._made_pattern(
+        self.pattern: Pattern = self._made_pattern(
             segment_lengths, dilation_rates, block_size, density
         )
-        self.device = None if device is None else kernels.device_of(device)
-        if dtype is None and self.auto_dtype:
+        self.device: torch.device | None = (
+            None if device is None else kernels.device_of(device)
+        )
+        if dtype is None and self._auto_dtype:
             on_gpu = (
                 torch.cuda.is_available()
                 if self.device is None
@@ -145,8 +152,8 @@ class PublishedAttention(nn.Module):
             dtype = hardware.default_dtype(
                 torch.cuda.get_device_capability(self.device) if on_gpu else None
             )
-        self.dtype = dtype
-        self.group = (
+        self.dtype: torch.dtype | None = dtype
+        self.group: AnyGroup = (
             Simulated(ring_size)
             if group is None and (ring_size or 1) > 1
             else Group.kept(group)
@@ -157,17 +164,15 @@ class PublishedAttention(nn.Module):
             if enable_memory_pool
             else False
         )
-        self.chain = self.backend if use_flash_attention else FALLBACK
+        self.chain: Backend = self._backend if use_flash_attention else FALLBACK
         ranks = 1 if self.group is None else ring.group_size(self.group)
-        switches = self.switches if ranks == 1 else {}
-        self.execution = Execution(cache=use_pattern_cache, pool=pool, **switches)
+        switches = self._switches if ranks == 1 else {}
+        self.execution: Execution = Execution(
+            cache=use_pattern_cache, pool=pool, **switches
+        )
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
-        blocks = {
-            name: x
-            for name, x in (("block_size", block_size), ("density", density))
-            if x is not None
-        }
+        blocks = {"block_size": block_size, "density": density}
         check_unknown(
             type(self).__name__,
             blocks,
@@ -197,9 +202,14 @@ class PublishedAttention(nn.Module):
             self.device = made[0].device
         return self
 
-    @tells(lambda layer, *_, **__: layer.group)
+    @with_shared_refusals(lambda layer, *_, **__: layer.group)
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **refused
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        **refused: object,
     ) -> Tensor:
         """Attention over (b, n, h, d) tensors; returns (b, n, h, d) in the inputs'
         dtype.
@@ -229,9 +239,7 @@ class PublishedAttention(nn.Module):
             "backend": self.chain,
             "execution": self.execution,
         } | self._ranks(q.shape[1])
-        pattern = self.pattern_for(
-            ring.length_of(q, self.group, "contiguous"), is_causal
-        )
+        pattern = self.pattern_for(length_of(q, self.group, "contiguous"), is_causal)
         return attention(q, k, v, pattern, **options)
 
     def pattern_for(self, n: int, causal: bool = False) -> Pattern:
@@ -241,7 +249,7 @@ class PublishedAttention(nn.Module):
     def _ranks(self, rows: int) -> dict:
         """The arguments of ``attention`` across ranks, for q, k, v of so many rows."""
         return (
-            {} if self.group is None else {"group": self.group, "scheme": self.scheme}
+            {} if self.group is None else {"group": self.group, "scheme": self._scheme}
         )
 
     def extra_repr(self) -> str:
@@ -256,7 +264,7 @@ class DilatedAttention(PublishedAttention):
     torch.Size([1, 16, 2, 8])
     """
 
-    switches = {"gather": True}
+    _switches = {"gather": True}
 
 
 class ImprovedDilatedAttention(PublishedAttention):
@@ -274,7 +282,7 @@ class RingDilatedAttentionV2(PublishedAttention):
     True
     """
 
-    scheme = "ring"
+    _scheme = "ring"
 
 
 class RingDilatedAttentionV2Collective(PublishedAttention):
@@ -282,7 +290,7 @@ class RingDilatedAttentionV2Collective(PublishedAttention):
     gathered and no ring code runs.
     """
 
-    scheme = "all_gather"
+    _scheme = "all_gather"
 
 
 class RingDilatedAttentionV2Robust(RingDilatedAttentionV2):
@@ -299,8 +307,8 @@ class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
     torch.float32
     """
 
-    backend = FLASH + FALLBACK
-    auto_dtype = True
+    _backend = FLASH + FALLBACK
+    _auto_dtype = True
 
 
 class RingDilatedAttentionProduction(RingDilatedAttentionV2):
@@ -312,13 +320,17 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
     """
 
     def __init__(
-        self, segment_lengths, dilation_rates, ring_size: int | None = None, **options
+        self,
+        segment_lengths: Lengths,
+        dilation_rates: Lengths,
+        ring_size: int | None = None,
+        **options: Any,
     ):
         defaults = {"use_gradient_checkpointing": True, "enable_memory_pool": True}
         super().__init__(
             segment_lengths, dilation_rates, ring_size, **defaults | options
         )
-        self.execution = replace(self.execution, tile=OOMBackoff())
+        self.execution: Execution = replace(self.execution, tile=OOMBackoff())
 
     def agree(self) -> None:
         """Let all ranks use the smallest tile of any rank; call it on every rank,
@@ -335,7 +347,7 @@ class RingDilatedAttentionHybrid(RingDilatedAttentionV2):
 class RingDilatedAttentionSDPA(RingDilatedAttentionV2):
     """The ring on torch's own SDPA kernels alone."""
 
-    backend = "sdpa"
+    _backend = "sdpa"
 
 
 class RingDilatedAttentionCorrect(RingDilatedAttentionV2):
@@ -343,7 +355,7 @@ class RingDilatedAttentionCorrect(RingDilatedAttentionV2):
     reference of the ring systems.
     """
 
-    backend = "eager"
+    _backend = "eager"
 
 
 class RingDilatedAttentionHilbertGPUOptimized(PublishedAttention):
@@ -354,7 +366,7 @@ class RingDilatedAttentionHilbertGPUOptimized(PublishedAttention):
     ``is_causal=True``: steps of the curve are not in time order.
     """
 
-    scheme = "plan"
+    _scheme = "plan"
 
     def _ranks(self, rows: int) -> dict:
         if self.group is not None and not isinstance(self.group, Simulated):
@@ -365,7 +377,7 @@ class RingDilatedAttentionHilbertGPUOptimized(PublishedAttention):
         group = self.group or Simulated(1)
         return {
             "group": group,
-            "scheme": self.scheme,
+            "scheme": self._scheme,
             "layout": ring.hilbert(height, rows // height, group.ranks),
         }
 
@@ -390,43 +402,43 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
     True
     """
 
-    switches = {"blocks": "rows"}
-    scheme = "plan"
+    _switches = {"blocks": "rows"}
+    _scheme = "plan"
 
     def __init__(
         self,
-        segment_lengths=None,
-        dilation_rates=None,
-        ring_size=None,
+        segment_lengths: Lengths | None = None,
+        dilation_rates: Lengths | None = None,
+        ring_size: int | None = None,
         *,
-        pattern=None,
-        **options,
+        pattern: BlockSparse | None = None,
+        **options: Any,
     ):
-        self.own_pattern = pattern
+        self._own_pattern = pattern
         super().__init__(segment_lengths, dilation_rates, ring_size, **options)
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
         name = type(self).__name__
         segments = segment_lengths is not None or dilation_rates is not None
-        if (segments, density is not None, self.own_pattern is not None).count(
+        if (segments, density is not None, self._own_pattern is not None).count(
             True
         ) != 1:
             raise ValueError(
                 f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them"
             )
-        self.density = density
+        self.density: float | None = density
         size = check_int(
             "block_size", 128 if block_size is None else block_size, most=LARGEST
         )
-        if self.own_pattern is not None:
-            if not isinstance(self.own_pattern, BlockSparse) or block_size is not None:
+        if self._own_pattern is not None:
+            if not isinstance(self._own_pattern, BlockSparse) or block_size is not None:
                 expected = (
                     "pattern must be a BlockSparse, and block_size is the pattern's own"
                 )
                 raise ValueError(
-                    f"{name}: {expected}, got {short_repr(self.own_pattern)} and {short_repr(block_size)}"
+                    f"{name}: {expected}, got {short_repr(self._own_pattern)} and {short_repr(block_size)}"
                 )
-            return self.own_pattern
+            return self._own_pattern
         if density is not None:
             window = sliding_window(0, block_size=size)
             # Raises for a bad density now, not at the first call.
@@ -447,7 +459,7 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
             [Segment(w // size, r) for w, r in zip(lengths, rates)], size
         )
 
-    def pattern_for(self, n: int, causal: bool = False) -> BlockSparse:
+    def pattern_for(self, n: int, causal: bool = False) -> Pattern:
         """The pattern over ``n`` positions: the one given, or the window whose density
         is nearest to the one given.
         """
@@ -470,7 +482,7 @@ class BlockSparseOptimized(BlockSparseRingDilatedAttention):
     these blocks.
     """
 
-    switches = {"blocks": "batched"}
+    _switches = {"blocks": "batched"}
 
 
 class BlockSparseTorchSparse(BlockSparseRingDilatedAttention):
@@ -478,4 +490,4 @@ class BlockSparseTorchSparse(BlockSparseRingDilatedAttention):
     float64.
     """
 
-    switches = {"blocks": "bsr"}
+    _switches = {"blocks": "bsr"}

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Any
 
 from . import cost, hardware, meta_run
 from .block_patterns import BlockSparse, Given
@@ -20,7 +21,7 @@ from .call import CallSpec
 from .checks import check_arguments, check_int, parse_bytes
 from .hardware import Rates
 from .kv_cache import cache_bytes
-from .patterns import Pattern
+from .patterns import Pattern, as_pattern
 
 ROWS = 128  # the longest sequence is a multiple of so many positions a rank
 MOST_BYTES = 2**50  # of a rank's memory: beyond any machine
@@ -93,7 +94,7 @@ class Estimate:
         )
 
 
-def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
+def estimate(pattern: Pattern | str, *, seq_len: int | str, **call: Any) -> Estimate:
     """The Estimate of ``ringlab.attention`` on (batch, seq_len, heads, head_dim)
     tensors, sharded where ``ranks`` > 1.
 
@@ -122,7 +123,9 @@ def estimate(pattern: Pattern, *, seq_len: int, **call) -> Estimate:
     return estimate_call(_checked("estimate", pattern, seq_len, call))
 
 
-def _checked(name: str, pattern: Pattern, seq_len: int, options: dict) -> CallSpec:
+def _checked(
+    name: str, pattern: Pattern | str, seq_len: int | str, options: dict
+) -> CallSpec:
     """The call that a function ``name`` is asked about."""
     make = partial(CallSpec, pattern, seq_len)
     check_arguments(name, make, **options)
@@ -174,7 +177,7 @@ def _probed(dtype: str) -> hardware.Peaks:
     return hardware.measure_cpu_peaks(dtype)
 
 
-def longest(pattern: Pattern, memory_bytes: int | str, **call) -> int:
+def longest(pattern: Pattern | str, memory_bytes: int | str, **call: Any) -> int:
     """The longest sequence whose peak on every rank fits ``memory_bytes``, a number or
     a text as "8GiB"; keywords are those of ``estimate``.
 
@@ -189,7 +192,7 @@ def longest(pattern: Pattern, memory_bytes: int | str, **call) -> int:
     """
     if isinstance(memory_bytes, str):
         memory_bytes = parse_bytes(memory_bytes)
-    call = _checked("longest", pattern, ROWS, call)
+    call = _checked("longest", as_pattern(pattern), ROWS, call)
     memory_bytes = check_int(
         "the memory budget in bytes", memory_bytes, most=MOST_BYTES
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import kernels
 from .checks import (
     LARGEST,
+    Device,
     as_int,
     check_float_dtype,
     check_int,
@@ -34,7 +35,7 @@ from .kernels.base import accumulation_dtype
 from .patterns import Pattern, as_pattern
 from .ring.comm import Steps, all_to_all, drive
 from .ring.exchange import Problem
-from .ring.group import Group
+from .ring.group import AnyGroup, Group
 from .ring.layout import contiguous
 from .selected import Selected
 
@@ -66,9 +67,10 @@ class KVCache:
     ``cache_bytes`` tells beforehand. Rows that no later query sees leave together, when
     room is needed; ``live_rows`` and ``state_dict`` are without them.
 
-    A dense pattern keeps all rows, a window those within it, a dilated one the selected
-    rows of the segments that are open: [2048 * 2^i] / [2^i], i = 0..9, keeps at most
-    11,263 of 1,048,576. Patterns with random blocks or a given mask are those of
+    ``pattern`` may be a name, as "window". A dense pattern keeps all rows, a window
+    those within it, a dilated one the selected rows of the
+    segments that are open: [2048 * 2^i] / [2^i], i = 0..9, keeps at most 11,263 of
+    1,048,576. Patterns with random blocks or a given mask are those of
     ``max_seq_len`` positions. ``max_crop`` more positions can be taken back by
     ``crop``, for instance those of a draft that was refused; their rows are kept as
     long. Over a ``group`` (ProcessGroup, 1-D mesh or ``Simulated``) each rank keeps its
@@ -90,7 +92,7 @@ class KVCache:
     @_on_cpu
     def __init__(
         self,
-        pattern: Pattern,
+        pattern: Pattern | str,
         *,
         batch: int,
         heads: int,
@@ -98,11 +100,11 @@ class KVCache:
         head_dim: int,
         max_seq_len: int,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        device: Device = "cpu",
         max_crop: int = 0,
-        group=None,
+        group: AnyGroup = None,
     ):
-        self.group = Group.sharing(group)
+        self.group: Group | None = Group.sharing(group)
         here, ranks = (
             ([0], 1) if self.group is None else (self.group.here, self.group.size)
         )
@@ -110,11 +112,11 @@ class KVCache:
         launches = _launches(device_of(device))
         policies = [_policy(*sizes, rank, ranks, launches) for rank in here]
         check_float_dtype(dtype)
-        self.policy = policies[0]
+        self.policy: RetentionPolicy = policies[0]
         self.dtype = dtype
-        self.device = device_of(device)
-        self.batch = check_int("batch", batch, most=LARGEST)
-        self.head_dim = check_int("head_dim", head_dim, most=LARGEST)
+        self.device: torch.device = device_of(device)
+        self.batch: int = check_int("batch", batch, most=LARGEST)
+        self.head_dim: int = check_int("head_dim", head_dim, most=LARGEST)
         if self.device.type == "meta":
             raise ValueError(
                 "a cache holds values, which the device 'meta' has not; cache_bytes tells its size"
@@ -484,7 +486,6 @@ def _policy(
     pattern, heads, kv_heads, max_seq_len, max_crop, rank: int, ranks: int, launches
 ) -> RetentionPolicy:
     """The policy of checked sizes."""
-    pattern = as_pattern(pattern)
     heads = check_int("heads", heads, most=2**20)
     kv_heads = heads if kv_heads is None else check_int("kv_heads", kv_heads)
     if heads % kv_heads:
@@ -493,6 +494,7 @@ def _policy(
         )
     n = check_int("max_seq_len", max_seq_len, most=2**31)
     max_crop = check_int("max_crop", max_crop, 0, 2**31)
+    pattern = as_pattern(pattern, Pattern, n, heads)
     sizes = heads, kv_heads, n, max_crop, rank, ranks
     return retention_policy(pattern, *sizes, launches)
 
@@ -509,7 +511,7 @@ def _launches(device: torch.device) -> bool:
 
 @_on_cpu
 def cache_bytes(
-    pattern: Pattern,
+    pattern: Pattern | str,
     *,
     max_seq_len: int,
     batch: int = 1,
@@ -519,7 +521,7 @@ def cache_bytes(
     dtype: torch.dtype = torch.float32,
     max_crop: int = 0,
     ranks: int = 1,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
 ) -> int:
     """The bytes that a ``KVCache`` made with these sizes takes at most, tables
     included: on the rank with most. Patterns of blocks below 63 keep room for more

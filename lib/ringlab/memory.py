@@ -178,7 +178,7 @@ class MemoryPool:
         self._kept: list[_Buffer] = []  # idle or lent, the least recently lent first
         self._counts: Counter[str] = Counter()
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return MemoryPool, (self.max_bytes, self.threshold_bytes, self.waste)
 
     def lend(

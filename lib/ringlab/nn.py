@@ -7,14 +7,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Linear, Module, RMSNorm
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from . import checks, ring
+from . import checks
 from .adaptive import Adaptive, adaptive_attention
 from .attention import (
     DEFAULT,
@@ -28,18 +30,28 @@ from .block_patterns import PerHead
 from .checks import (
     FLOATS,
     LARGEST,
+    Backend,
+    Device,
     check_bool,
     check_float_dtype,
     check_int,
     check_unknown,
 )
 from .engine import Execution
-from .engine.documents import Documents, integers
+from .engine.documents import Documents, Integers, integers
 from .kernels import device_of
 from .kv_cache import KVCache
 from .patterns import Pattern, as_pattern
-from .ring.group import Group, PlanMismatch, telling, tells
-from .ring.layout import layout_named
+from .ring.group import (
+    AnyGroup,
+    Group,
+    PlanMismatch,
+    length_of,
+    shared_refusals,
+    with_shared_refusals,
+)
+from .ring.layout import Layout, layout_named
+from .ring.operators import check_one_device
 from .ring.schemes import check_scheme
 from .selected import Selected
 from .torch_private import NotTorchsAttention, has_pre_hooks, refuse_tracing
@@ -53,12 +65,12 @@ class _NotTorchs(Tensor):
     """A weight that torch's encoder does not hand to its own kernel."""
 
 
-class MultiheadAttention(NotTorchsAttention, nn.Module):
+class MultiheadAttention(NotTorchsAttention, Module):
     """Self-attention over a pattern with q, k, v and output projections: (b, n,
     embed_dim) to (b, n, embed_dim).
 
-    With an ``Adaptive`` pattern the means of q and k choose the blocks; it takes no
-    documents and no cache. Nor does a function ``f(q, k) -> Selected``, as
+    ``pattern`` may be a name, as "window". With an ``Adaptive`` pattern the means of q
+    and k choose the blocks; it takes no documents and no cache. Nor does a function ``f(q, k) -> Selected``, as
     ``functools.partial(ringlab.selection.moba, top_k=4)``: each call asks it, with q and
     k (b, n, heads, d) after the rotary embedding, and it takes no group. ``num_kv_heads`` (default: ``num_heads``) must
     divide ``num_heads``, and ``num_heads`` must divide ``embed_dim``. ``group``,
@@ -94,22 +106,22 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        pattern: Pattern | PerHead | Adaptive | Choice,
+        pattern: KINDS | Choice | str,
         *,
         num_kv_heads: int | None = None,
         bias: bool = True,
         causal: bool = False,
-        group=None,
+        group: AnyGroup = None,
         scheme: str | tuple[str, str] = "auto",
-        layout: str | ring.Layout = "contiguous",
-        backend: str | tuple[str, ...] = "auto",
+        layout: str | Layout = "contiguous",
+        backend: Backend = "auto",
         execution: Execution = DEFAULT,
         use_gradient_checkpointing: bool = False,
         batch_first: bool = True,
         rotary_base: float | None = None,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
-        **refused,
+        **refused: object,
     ):
         super().__init__()
         check_unknown("MultiheadAttention", refused, REFUSED)
@@ -119,7 +131,7 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
             num_kv_heads = num_heads
         num_kv_heads = check_int("num_kv_heads", num_kv_heads)
         if not callable(pattern) or isinstance(pattern, type):
-            pattern = as_pattern(pattern, KINDS)
+            pattern = as_pattern(pattern, KINDS, heads=num_heads)
         elif group is not None:
             raise ValueError(
                 "a pattern that is a function takes no group: q and k of a rank are not all"
@@ -127,7 +139,7 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
         if group is not None:
             check_scheme(scheme, Group.of(group, dimensions=2).shape)
         else:
-            ring.check_one_device(scheme, layout)
+            check_one_device(scheme, layout)
         usual = scheme == "auto" and layout == "contiguous" and execution == DEFAULT
         if isinstance(pattern, Adaptive) and not usual:
             raise ValueError(
@@ -156,7 +168,7 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.pattern = pattern
+        self.pattern: KINDS | Choice = pattern
         self.use_gradient_checkpointing = use_gradient_checkpointing
         if rotary_base is not None:
             if not checks.is_real(rotary_base) or not 0 < rotary_base < float("inf"):
@@ -168,7 +180,7 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
                     f"a rotary embedding needs an even head_dim, got {embed_dim // num_heads}"
                 )
         self.rotary_base = rotary_base
-        self.options = {
+        self.options: dict[str, Any] = {
             "causal": causal,
             "group": Group.kept(group),
             "backend": backend,
@@ -178,10 +190,10 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
             self.options |= {"scheme": scheme, "layout": layout}
         kv_dim = embed_dim // num_heads * num_kv_heads
         made = {"bias": bias, "device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, embed_dim, **made)
-        self.k_proj = nn.Linear(embed_dim, kv_dim, **made)
-        self.v_proj = nn.Linear(embed_dim, kv_dim, **made)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, **made)
+        self.q_proj: Linear = Linear(embed_dim, embed_dim, **made)
+        self.k_proj: Linear = Linear(embed_dim, kv_dim, **made)
+        self.v_proj: Linear = Linear(embed_dim, kv_dim, **made)
+        self.out_proj: Linear = Linear(embed_dim, embed_dim, **made)
         self.register_load_state_dict_pre_hook(_split_projections)
 
     # What torch's encoder asks of its attention beside ``NotTorchsAttention``.
@@ -196,7 +208,10 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
 
     @classmethod
     def from_torch(
-        cls, module: nn.MultiheadAttention, pattern: Pattern, **options
+        cls,
+        module: nn.MultiheadAttention,
+        pattern: KINDS | Choice | str,
+        **options: Any,
     ) -> MultiheadAttention:
         """The layer with the weights of torch's, copied, for a pattern; ``options`` as
         of the constructor.
@@ -242,21 +257,21 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
         layer.load_state_dict(module.state_dict())
         return layer
 
-    @tells(lambda layer, *_, **__: layer.options["group"])
+    @with_shared_refusals(lambda layer, *_, **__: layer.options["group"])
     def forward(
         self,
         x: Tensor,
         key: Tensor | None = None,
         value: Tensor | None = None,
         *,
-        cu_seqlens=None,
-        lengths=None,
+        cu_seqlens: Integers | None = None,
+        lengths: Integers | None = None,
         is_causal: bool = False,
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
         need_weights: bool = False,
         cache: KVCache | None = None,
-        **refused,
+        **refused: object,
     ) -> Tensor | tuple[Tensor, None]:
         """Attention of x (b, n, embed_dim) to itself: (b, n, embed_dim).
 
@@ -394,20 +409,21 @@ class MultiheadAttention(NotTorchsAttention, nn.Module):
             adaptive_options = {
                 name: options[name] for name in ("causal", "backend", "group")
             }
-            return self.out_proj(
-                adaptive_attention(q, k, v, self.pattern, **adaptive_options).flatten(2)
-            )
-        pattern = self.pattern(q, k) if callable(self.pattern) else self.pattern
-        return self.out_proj(
-            attention(q, k, v, pattern, cache=cache, **options).flatten(2)
-        )
+            out = adaptive_attention(q, k, v, self.pattern, **adaptive_options)
+        else:
+            pattern = self.pattern(q, k) if callable(self.pattern) else self.pattern
+            out = attention(q, k, v, pattern, cache=cache, **options)
+        return self.out_proj(out.flatten(2))
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {self.pattern}, causal={self.options['causal']}"
 
 
 def positions(
-    x: Tensor, cu_seqlens=None, group=None, layout: str | ring.Layout = "contiguous"
+    x: Tensor,
+    cu_seqlens: Integers | None = None,
+    group: AnyGroup = None,
+    layout: str | Layout = "contiguous",
 ) -> Tensor:
     """The positions (n,) in their documents of the rows of x (b, n, ...), which is a
     shard if there is a group.
@@ -415,7 +431,7 @@ def positions(
     >>> positions(torch.empty(1, 5, 8), cu_seqlens=[0, 3, 5]).tolist()
     [0, 1, 2, 0, 1]
     """
-    n = ring.length_of(x, group, layout)
+    n = length_of(x, group, layout)
     if cu_seqlens is None and group is None:  # no copy, which a CUDA graph refuses
         return torch.arange(n, device=x.device)
     numbers = torch.arange(n, device="cpu")
@@ -458,7 +474,9 @@ def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(t.dtype)
 
 
-def next_tokens(tokens: Tensor, cu_seqlens=None, lengths=None) -> Tensor:
+def next_tokens(
+    tokens: Tensor, cu_seqlens: Integers | None = None, lengths: Integers | None = None
+) -> Tensor:
     """The targets (b, n) of whole sequences ``tokens`` (b, n): the token after each;
     -100 at the end of a document.
 
@@ -477,7 +495,11 @@ def next_tokens(tokens: Tensor, cu_seqlens=None, lengths=None) -> Tensor:
 
 
 def shard_sequence(
-    t: Tensor, group, *, layout: str | ring.Layout = "contiguous", dim: int = 1
+    t: Tensor,
+    group: AnyGroup,
+    *,
+    layout: str | Layout = "contiguous",
+    dim: int = 1,
 ) -> Tensor:
     """This rank's part of a whole tensor along its sequence ``dim``, as ``attention``
     takes it over ``group``.
@@ -494,7 +516,12 @@ def shard_sequence(
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def mean_loss(logits: Tensor, targets: Tensor, *groups, total=None) -> Tensor:
+def mean_loss(
+    logits: Tensor,
+    targets: Tensor,
+    *groups: AnyGroup,
+    total: int | Tensor | None = None,
+) -> Tensor:
     """The mean cross-entropy of ``logits`` (b, n, vocabulary) over the ``targets`` (b,
     n) that are not negative.
 
@@ -582,7 +609,7 @@ def _loss_here(logits: Tensor, targets: Tensor, total) -> tuple[Tensor, Tensor]:
     return loss, torch.stack([loss.detach().double(), known, known.new_tensor(total)])
 
 
-def average_gradients(module: nn.Module, *groups) -> None:
+def average_gradients(module: Module, *groups: AnyGroup) -> None:
     """Replace the gradients of replicated weights by their means over the ranks of
     ``groups``; FSDP and DDP do it.
 
@@ -597,7 +624,7 @@ def average_gradients(module: nn.Module, *groups) -> None:
     """
     for group in filter(None, map(Group.sharing, groups)):
         if group.process_group is not None:
-            with telling(group):
+            with shared_refusals(group):
                 _average(dict(module.named_parameters()), group)
 
 
@@ -638,7 +665,7 @@ def _average(parameters: dict[str, nn.Parameter], group: Group) -> None:
         grad.copy_(mean / group.size)
 
 
-class DecoderBlock(nn.Module):
+class DecoderBlock(Module):
     """A block of a decoder, as in Llama: causal attention, then SwiGLU, each after
     RMSNorm and added to x.
 
@@ -651,10 +678,10 @@ class DecoderBlock(nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        pattern: Pattern | PerHead | Adaptive | Choice,
+        pattern: KINDS | Choice | str,
         *,
         hidden_dim: int | None = None,
-        **options,
+        **options: Any,
     ):
         super().__init__()
         made = {"device": options.get("device"), "dtype": options.get("dtype")}
@@ -663,25 +690,23 @@ class DecoderBlock(nn.Module):
             if hidden_dim is None
             else check_int("hidden_dim", hidden_dim)
         )
-        self.attention_norm, self.mlp_norm = (
-            nn.RMSNorm(embed_dim, eps=1e-5, **made) for _ in range(2)
-        )
+        self.attention_norm: RMSNorm = RMSNorm(embed_dim, eps=1e-5, **made)
+        self.mlp_norm: RMSNorm = RMSNorm(embed_dim, eps=1e-5, **made)
         usual = {"causal": True, "bias": False, "rotary_base": 10000.0}
-        self.attention = MultiheadAttention(
+        self.attention: MultiheadAttention = MultiheadAttention(
             embed_dim, num_heads, pattern, **usual | options
         )
-        self.gate, self.up = (
-            nn.Linear(embed_dim, hidden_dim, bias=False, **made) for _ in range(2)
-        )
-        self.down = nn.Linear(hidden_dim, embed_dim, bias=False, **made)
+        self.gate: Linear = Linear(embed_dim, hidden_dim, bias=False, **made)
+        self.up: Linear = Linear(embed_dim, hidden_dim, bias=False, **made)
+        self.down: Linear = Linear(hidden_dim, embed_dim, bias=False, **made)
 
-    def forward(self, x: Tensor, **options) -> Tensor:
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
         x = x + self.attention(self.attention_norm(x), **options)
         y = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-def _weight(projection: nn.Module) -> Tensor | None:
+def _weight(projection: Module) -> Tensor | None:
     """The weight of a projection; None where it has none of a dtype to compute in, as a
     wrapper or a quantised layer.
     """

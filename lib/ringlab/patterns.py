@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
-from .block_patterns import BlockSparse, PerHead, part_from_dict
+from .block_patterns import BlockSparse, Fields, PerHead, part_from_dict
 from .checks import (
     LARGEST,
     check_bool,
@@ -64,14 +65,14 @@ class Dense:
 
     def multiplicity(
         self,
-        queries,
-        keys,
+        queries: Tensor,
+        keys: Tensor,
         *,
         head: int,
         heads: int,
         kv_heads: int | None = None,
         n: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as
         int64 (q, k).
         """
@@ -89,7 +90,7 @@ class Dense:
         """The fewest keys that one kernel call usually sees."""
         return n
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> Fields:
         return {"kind": "dense"}
 
     def __str__(self) -> str:
@@ -124,7 +125,7 @@ class Dilated:
     mixing: str = "lse"
     offsets: str = "head"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
             object.__setattr__(self, name, check_ints(name, getattr(self, name)))
         w, r = self.segment_lengths, self.dilation_rates
@@ -176,14 +177,14 @@ class Dilated:
 
     def multiplicity(
         self,
-        queries,
-        keys,
+        queries: Tensor,
+        keys: Tensor,
         *,
         head: int,
         heads: int,
         kv_heads: int | None = None,
         n: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """M for global positions ``queries`` (q,) and ``keys`` (k,) of one head, as
         int64 (q, k), whatever n.
         """
@@ -218,7 +219,7 @@ class Dilated:
             max(2, b.length // b.rate) for b in self.branches(n, heads, kv_heads)
         )
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> Fields:
         return {"kind": "dilated"} | {
             k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()
         }
@@ -230,23 +231,26 @@ class Dilated:
 
 
 Pattern = Dense | Dilated | BlockSparse
+AnyPattern = Pattern | PerHead | Selected  # all that have multiplicities
 
 
-def as_pattern(pattern, kinds=Pattern):
-    """The pattern, which is of ``kinds``; "dense" names ``Dense()``. TypeError for
-    anything else.
+def as_pattern(
+    pattern, kinds=Pattern, seq_len: int | None = None, heads: int | None = None
+):
+    """Return the pattern, which is of ``kinds`` (TypeError for anything else), or the
+    one that a text names (ValueError for an unknown name), as ``presets.named`` makes it.
 
-    >>> as_pattern("dense")
-    Dense()
+    >>> as_pattern("dense"), as_pattern("ladder", seq_len=4096)
+    (Dense(), Dilated(segment_lengths=(2048, 4096), dilation_rates=(1, 2), mixing='lse', offsets='head'))
     """
-    if isinstance(pattern, str) and pattern == "dense":
-        return Dense()
+    if isinstance(pattern, str):
+        if pattern == "dense":  # which a graph takes whole
+            return Dense()
+        from .presets import named  # it is made of this module
+
+        return named(pattern, seq_len, heads)
     if not isinstance(pattern, kinds):
         known = "ringlab.Dense(), ringlab.Dilated(...) or one of ringlab.blocks"
-        if isinstance(pattern, str):
-            known += (
-                "; calls know dense, dilated, ladder, window, local_global, bigbird"
-            )
         if type(pattern).__name__ == "Adaptive":
             known += "; ringlab.adaptive_attention(q, k, v, pattern) takes an Adaptive"
         if isinstance(pattern, Selected):
@@ -312,7 +316,7 @@ def show(
     n, width = check_int("n", n, most=LARGEST), check_int("width", width, most=LARGEST)
     head, heads = check_int("head", head, 0), check_int("heads", heads)
     check_bool("causal", causal)
-    pattern = as_pattern(pattern, Pattern | PerHead)
+    pattern = as_pattern(pattern, Pattern | PerHead, n, heads)
     cells = min(n, width)
     generator = torch.Generator().manual_seed(0)
     edges = torch.linspace(0, n, cells + 1).long()

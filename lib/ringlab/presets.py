@@ -89,7 +89,7 @@ def named(
             raise ValueError(f"the pattern {name!r} takes no {option}")
     options = {x: DEFAULTS[x] for x in known if x in DEFAULTS} | options
     if name == "ladder" and seq_len is None:
-        raise ValueError("the pattern 'ladder' needs a sequence length")
+        raise ValueError("the pattern 'ladder' needs a length: ringlab.ladder(seq_len)")
     return (
         ladder(seq_len, heads=heads, **options)
         if name == "ladder"

@@ -5,22 +5,24 @@ error of the comparison, and the ``tolerance`` within which it must lie.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .patterns import Dense, Pattern
+from .patterns import AnyPattern, Dense, Pattern
+from .selected import Selected
 
 PART = 1 << 27  # elements that are converted to float64 at a time
 EXACT = {torch.float64: 1e-12, torch.float32: 5e-6}
 
 
 def attention(
-    q,
-    k,
-    v,
-    pattern: Pattern,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: AnyPattern,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -68,7 +70,12 @@ def attention(
 
 
 def weights(
-    q, k, pattern: Pattern, *, causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    pattern: AnyPattern,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
 ) -> Tensor:
     """The probabilities (b, h, n, n) of each query over the keys, float64: for plots,
     as memory grows with n^2.
@@ -120,7 +127,9 @@ def _parts(t: Tensor) -> tuple[Tensor, ...]:
     return t.split(max(1, PART * t.shape[longest] // t.numel()), longest)
 
 
-def gradient_floor(q, k, dout, scale: float | None = None) -> float:
+def gradient_floor(
+    q: Tensor, k: Tensor, dout: Tensor, scale: float | None = None
+) -> float:
     """The norm below which a gradient counts as zero: 0.01 ||dO|| max(1, |scale|
     max(||q||, ||k||) / sqrt(n h)).
     """
@@ -133,7 +142,14 @@ def gradient_floor(q, k, dout, scale: float | None = None) -> float:
 
 
 def tolerance(
-    q, k, v, dout=None, *, pattern: Pattern | None = None, causal=False, scale=None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None = None,
+    *,
+    pattern: Pattern | Selected | None = None,
+    causal: bool = False,
+    scale: float | None = None,
 ) -> dict[str, float]:
     """The error that each result may have: 1e-12 in fp64, 5e-6 in fp32, else twice that
     of a dense kernel call.
@@ -192,20 +208,20 @@ def _dense_call_errors(q, k, v, dout, m: int, causal: bool, scale) -> dict[str, 
 
 
 def sampled_errors(
-    q,
-    k,
-    v,
-    pattern,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | Selected,
     *,
-    out,
-    lse,
-    causal=False,
-    scale=None,
-    dout=None,
-    grads=None,
-    samples=32,
-    seed=0,
-    start=None,
+    out: Tensor,
+    lse: Tensor | None,
+    causal: bool = False,
+    scale: float | None = None,
+    dout: Tensor | None = None,
+    grads: Sequence[Tensor] | None = None,
+    samples: int = 32,
+    seed: int = 0,
+    start: int | None = None,
 ) -> dict[str, float]:
     """Errors of a result at full size, exact on sampled rows: out, lse and dq by query,
     dk and dv by key.

@@ -57,7 +57,7 @@ class Selected:
     first: int = 0
     log_weights: Tensor | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, least in (
             ("granularity", 1),
             ("query_block", 1),
@@ -105,7 +105,7 @@ class Selected:
         return indices.masked_fill(slots >= self.counts.long().unsqueeze(-1), -1)
 
     def multiplicity(
-        self, queries: Tensor, keys: Tensor, *, head: int, heads: int, **_
+        self, queries: Tensor, keys: Tensor, *, head: int, heads: int, **_: object
     ) -> Tensor:
         """M (batch, queries, keys) at such positions for a query head, whatever
         ``causal`` hides: True or False; with ``log_weights`` their exponential, or 0.

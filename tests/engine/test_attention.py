@@ -15,6 +15,7 @@ from ringlab import (
     Dilated,
     Execution,
     Simulated,
+    advise,
     attention,
     blocks,
     cache_bytes,
@@ -40,6 +41,7 @@ GOOD = torch.zeros(1, 16, 4, 8)
 
 REFUSED = {
     ValueError: [
+        (dict(pattern="longnet"), "unknown pattern 'longnet'; known: dilated"),
         (dict(q=GOOD[..., 0]), r"q must be \(batch, .*, got shape \(1, 16, 4\)"),
         (
             dict.fromkeys("kv", GOOD[:, :15]),
@@ -97,7 +99,7 @@ REFUSED = {
             dict(window_size=(4, 0)),
             "'window_size': a window is a pattern: ringlab.blocks.sliding_window.tokens=",
         ),
-        (dict(pattern="longnet"), "pattern must be ringlab.Dense.*, got 'longnet'"),
+        (dict(pattern=3), "pattern must be ringlab.Dense.*, got 3"),
         (dict(dropout_p=0.1), "'dropout_p': attention dropout is not supported"),
         (dict(attn_mask=GOOD), "'attn_mask': masks are not arguments"),
         (dict(is_causal=1), "is_causal must be True or False"),
@@ -613,8 +615,21 @@ def test_what_the_command_line_takes_as_text_python_takes_too():
         if name != "dense":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of 100 tokens a ladder is dense
-                want = attention(q, q, q, named(name, 100, 2))
+                pattern = named(name, 100, 2)
+                want = attention(q, q, q, pattern)
                 assert torch.equal(attention(q, q, q, name), want)
+                sizes = {"heads": 2, "max_seq_len": 100}
+                assert cache_bytes(name, **sizes) == cache_bytes(pattern, **sizes)
+                assert show(name, 100) == show(named(name, 100, 1), 100)
+            how = {"seq_len": "8K", "passes": "fwd", "estimates": False}
+            advised = advise("gtx1080", pattern=name, memory_bytes="8GiB", **how)
+            assert advised.advised.pattern == named(name, 8192, 8)
+            assert advised.budget_bytes == 8 << 30
+        if name != "ladder":
+            assert nn.MultiheadAttention(8, 2, name).pattern == named(name)
+    for call in (lambda x: nn.DecoderBlock(8, 2, x), lambda x: longest(x, "1GiB")):
+        with pytest.raises(ValueError, match="ringlab.ladder"):
+            call("ladder")  # which depends on the length
     assert CallSpec("ladder", "8K").pattern == named("ladder", 8192, 8)
     assert estimate("dense", seq_len="8K") == estimate(Dense(), seq_len=8192)
     listed = attention(q, q, q, "dense", sinks=[0.0] * 2)

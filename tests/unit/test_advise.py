@@ -450,10 +450,10 @@ def test_what_small_models_learned_is_that_of_the_page(monkeypatch, tmp_path, ca
         (dict(ranks=0), "ranks must be a positive integer, got 0"),
         (dict(seq_len=0), "seq_len must be a positive integer up to 2**40, got 0"),
         (dict(seq_len=2, ranks=4), "4 ranks are more than 2 tokens"),
-        (
-            dict(pattern="ring"),
-            "pattern must be a ringlab pattern or \"auto\", got 'ring'",
-        ),
+        (dict(pattern="ring"), "unknown pattern 'ring'; known: dilated"),
+        (dict(pattern=7), "pattern must be a ringlab pattern"),
+        (dict(seq_len="12x"), "seq_len must be a whole number"),
+        (dict(memory_bytes="8x"), "memory is a number with a unit"),
         (
             dict(memory_bytes=2**20),
             "1 MiB cannot hold the inputs: q, k and v of a rank are 6 MiB",

@@ -45,7 +45,7 @@ CALL = CallSpec(
 @pytest.mark.parametrize(
     "wrong, error, why",
     [
-        ({"pattern": "longnet"}, TypeError, "pattern must be"),
+        ({"pattern": "longnet"}, ValueError, "unknown pattern"),
         ({"seq_len": 0}, ValueError, "seq_len must be"),
         ({"seq_len": 2**40 + 1}, ValueError, "seq_len must be"),
         ({"batch": True}, ValueError, "batch must be"),

@@ -5,6 +5,7 @@ and merges.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 from .. import cache as caches
 from .. import kernels, memory
 from ..block_patterns import BlockSparse
+from ..cache import T
 from ..checks import as_int, check_choice, is_int, short_repr
 from ..kernels.base import device_type_of
 from ..torch_private import outside_modes
@@ -64,7 +66,7 @@ class Execution:
     merge: str = "auto"
     results: bool | memory.MemoryPool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if (tile := as_int(self.tile)) is not None:
             object.__setattr__(self, "tile", tile)
         pool = bool | memory.MemoryPool
@@ -100,7 +102,7 @@ class Execution:
         pool = self.pool is not False
         return Execution(**{x: getattr(self, x) for x in names}, pool=pool)
 
-    def cached(self, key, build):
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """The value of a key from the cache in use, or what ``build`` makes."""
         if self.cache is False:
             with outside_modes():
@@ -130,7 +132,7 @@ class Execution:
         """The kernel, in tiles where ``tile`` asks for them."""
         return kernel if self.tile is None else ChunkedKernel(kernel, self.tile)
 
-    def check(self, pattern, where: str = "one device") -> None:
+    def check(self, pattern: object, where: str = "one device") -> None:
         """Raise ValueError for an option that a call of a pattern would not honour:
         on "one device", with "other keys" or "a cache", or over ranks by a scheme.
         """

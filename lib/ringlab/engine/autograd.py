@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import check_plain
+from ..checks import Backend, check_plain
 from ..cost import count_pairs
 from ..kernels.base import accumulation_dtype, device_type_of
 from ..patterns import Pattern, from_dict
@@ -250,7 +250,7 @@ _Attention = differentiable_once(forward, with_sinks(backward), 4)
 
 
 @constant_in_graphs
-def _text(pattern: Pattern | dict, backend: str | tuple[str, ...]) -> str | None:
+def _text(pattern: Pattern | dict, backend: Backend) -> str | None:
     """A pattern, or its ``to_dict()``, and a backend as text; None for a pattern that
     has no fields yet.
     """

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cache import T
 from ..checks import as_int, is_int, short_repr
 from ..kernels.base import Kernel, accumulation_dtype
 from ..tracking import is_out_of_memory
@@ -45,8 +46,8 @@ class OOMBackoff:
             raise ValueError(
                 f"OOMBackoff: each tile must be smaller than the one before, got {tiles!r}"
             )
-        self.tiles = tuple(map(as_int, tiles))
-        self.level = 0
+        self.tiles: tuple[int, ...] = tuple(map(as_int, tiles))
+        self.level: int = 0
 
     def __repr__(self) -> str:
         return f"OOMBackoff({self.tiles}, level={self.level})"
@@ -56,7 +57,7 @@ class OOMBackoff:
         """Rows of a tile now; None: no tiles."""
         return self.tiles[self.level - 1] if self.level else None
 
-    def run(self, attempt: Callable):
+    def run(self, attempt: Callable[[int | None], T]) -> T:
         """``attempt(tile)``, again with smaller tiles as long as memory runs out; it
         must have no side effects.
 
@@ -108,15 +109,13 @@ class ChunkedKernel:
     kernel: Kernel
     tile: int | OOMBackoff
 
-    def forward(self, q, k, v, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, *call: Tensor | bool | float) -> tuple[Tensor, Tensor]:
         """As ``Kernel.forward``."""
-        return self._run(_forward, q, k, v, causal, scale)
+        return self._run(_forward, *call)
 
-    def backward(
-        self, dout, q, k, v, out, lse, causal: bool, scale: float
-    ) -> tuple[Tensor, ...]:
+    def backward(self, *call: Tensor | bool | float) -> tuple[Tensor, ...]:
         """As ``Kernel.backward``."""
-        return self._run(_backward, dout, q, k, v, out, lse, causal, scale)
+        return self._run(_backward, *call)
 
     def _run(self, passes: Callable, *args):
         if isinstance(self.tile, OOMBackoff):

@@ -62,6 +62,9 @@ class Alike:
         return first[:, None] + torch.arange(self.length, device=device)
 
 
+Integers = Tensor | Sequence[int]
+
+
 @dataclass(frozen=True, eq=False)
 class Documents:
     """Where documents lie in tensors (batch, n, ...): ``spans`` of (batch entry, first
@@ -75,7 +78,7 @@ class Documents:
     n: int
 
     @staticmethod
-    def packed(cu_seqlens, q: Tensor, n: int | None = None) -> Documents:
+    def packed(cu_seqlens: Integers, q: Tensor, n: int | None = None) -> Documents:
         """The documents between borders that ascend from 0 to n (default: all rows), of
         q (1, rows, h, d).
         """
@@ -100,7 +103,7 @@ class Documents:
         return _documents(tuple((0, a, b) for a, b in pairwise(borders)), n)
 
     @staticmethod
-    def padded(lengths, q: Tensor, n: int | None = None) -> Documents:
+    def padded(lengths: Integers, q: Tensor, n: int | None = None) -> Documents:
         """The first ``lengths[i]`` of n positions (default: all rows) of each entry of
         q (b, rows, h, d).
         """
@@ -206,7 +209,7 @@ def values_of(t: Tensor) -> list:
     return kept[1]
 
 
-def integers(name: str, values: Tensor | Sequence[int], q: Tensor) -> list[int]:
+def integers(name: str, values: Integers, q: Tensor) -> list[int]:
     """Integers of a list or a 1-D tensor, which is on the CPU or with q; ValueError or
     TypeError for anything else.
     """

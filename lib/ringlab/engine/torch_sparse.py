@@ -31,6 +31,7 @@ from torch.compiler import config
 from torch.nn import functional as F
 
 from ..block_patterns import BlockSparse
+from ..checks import Device
 from ..kernels.base import wants_dtype
 from ..torch_private import dispatch_modes, without_dispatch_modes
 
@@ -101,7 +102,7 @@ def bsr_prepare(
     pattern: BlockSparse,
     n: int,
     causal: bool = False,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
 ) -> Index:
     """The index of ``n`` positions of queries and of keys.
 
@@ -238,7 +239,7 @@ class Mask:
 
 
 def refusal(
-    device: torch.device | str,
+    device: Device,
     dtype: torch.dtype,
     head_dim: int = 64,
     block_size: int = GPU_TILE,
@@ -278,7 +279,7 @@ def flex_prepare(
     pattern: BlockSparse,
     n: int,
     causal: bool = False,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
 ) -> Mask:
     """The mask of ``n`` positions of queries and of keys; its memory grows with the
     square of the number of blocks.

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..block_patterns import BlockSparse
-from ..kernels.base import PRETENDED, DeviceSpec, Kernel
+from ..checks import Backend
+from ..kernels.base import PRETENDED, DeviceSpec, Kernel, PatternKernel
 from ..kernels.triton import interpreted
 from ..patterns import Dilated, Pattern
 from ..torch_private import outside_modes
@@ -34,7 +35,7 @@ from .execute import Planner
 class WholePattern:
     """One kernel runs the pattern as it is."""
 
-    kernel: kernels.PatternKernel
+    kernel: PatternKernel
     pattern: Pattern
     causal: bool
     takes_dlse = True
@@ -196,7 +197,7 @@ class LocalCall(NamedTuple):
     pattern: Pattern
     causal: bool
     scale: float
-    backend: str | tuple[str, ...]
+    backend: Backend
     execution: Execution
     softcap: float | None = None
     documents: Documents | None = None

@@ -53,7 +53,7 @@ from ..checks import LARGEST, check_int
 from ..engine.autograd import outside_graphs
 from ..kv_cache import KVCache
 from ..patterns import Dense, Pattern, as_pattern, from_dict
-from ..ring.group import Group, tells
+from ..ring.group import Group, with_shared_refusals
 
 NAME = "ringlab"
 Indices = slice | Tensor  # of a dimension
@@ -155,8 +155,8 @@ def _cache(
     if free and patterns and any(patterns) and config._attn_implementation == NAME:
         drafts = mode == "assisted_generation" or generation_config.is_assistant
         cache = LiveCache(model, length, max_crop=length if drafts else 0)
-        if (told := model_kwargs.get("attention_mask")) is not None:
-            cache.prompt = told.shape[1]
+        if (mask := model_kwargs.get("attention_mask")) is not None:
+            cache.prompt = mask.shape[1]
         model_kwargs["past_key_values"] = cache
     else:
         _their_cache(model, generation_config, model_kwargs, mode, batch_size, length)
@@ -390,7 +390,7 @@ def _as_slice(indices: Tensor) -> Indices:
     return slice(first, last + 1) if whole else indices
 
 
-@tells(lambda *_, ringlab_group=None, **__: ringlab_group)
+@with_shared_refusals(lambda *_, ringlab_group=None, **__: ringlab_group)
 def attend(
     module,
     query: Tensor,

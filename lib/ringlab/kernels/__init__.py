@@ -13,7 +13,15 @@ from functools import lru_cache, partial
 import torch
 
 from .. import checks
-from ..checks import LARGEST, check_bool, check_choice, check_int, short_repr
+from ..checks import (
+    LARGEST,
+    Backend,
+    Device,
+    check_bool,
+    check_choice,
+    check_int,
+    short_repr,
+)
 from ..checks import check_device as device_of
 from ..patterns import Dense
 from ..torch_private import outside_modes
@@ -22,7 +30,6 @@ from .base import (
     PRETENDED,
     DeviceSpec,
     Kernel,
-    PatternKernel,
     accumulation_dtype,
     capability,
     pretend,
@@ -87,13 +94,13 @@ class Choice:
 
 
 def choose(
-    device: torch.device | str,
+    device: Device,
     dtype: torch.dtype,
     head_dim: int,
     *,
     causal: bool = False,
     backward: bool = False,
-    backend: str | tuple[str, ...] = "auto",
+    backend: Backend = "auto",
     pattern_kind: str = "dense",
     for_gradients: bool = False,
     softcap: float | None = None,
@@ -279,7 +286,7 @@ def order(device: torch.device | DeviceSpec) -> tuple[str, ...]:
 
 
 def table(
-    device: torch.device | str,
+    device: Device,
     dtype: torch.dtype,
     head_dim: int = 64,
     *,
@@ -409,7 +416,7 @@ def _wrong(
     return None
 
 
-def _with_index(device: torch.device | str | DeviceSpec) -> torch.device | DeviceSpec:
+def _with_index(device: Device | DeviceSpec) -> torch.device | DeviceSpec:
     if isinstance(device, DeviceSpec) or (
         isinstance(device, torch.device)
         and (device.type != "cuda" or device.index is not None)
@@ -429,7 +436,6 @@ __all__ = [
     "Choice",
     "DeviceSpec",
     "Kernel",
-    "PatternKernel",
     "choose",
     "device_of",
     "expected",

@@ -51,7 +51,15 @@ class Kernel(Protocol):
         """out (b, m, h, d) in q's dtype or a wider one, and lse (b, h, m)."""
 
     def backward(
-        self, dout, q, k, v, out, lse, causal: bool, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv (b, m, h, d) of ``P = exp(scale * q k^T - lse)``, ``dS = P * (dout
         v^T - rowsum(dout * out))``.

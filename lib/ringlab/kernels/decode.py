@@ -286,11 +286,11 @@ def attend(
     step = entries.to(tl.int64) * TABLES * line
     if COUNTED:
         number = tl.minimum(number + tl.load(counter), COUNTED - 1)
-    told = table + number * step + (order * TABLES + which) * line
-    entry, count = tl.load(told + ENTRY), tl.load(told + COUNT)
-    first = tl.load(told + FIRST)
+    header = table + number * step + (order * TABLES + which) * line
+    entry, count = tl.load(header + ENTRY), tl.load(header + COUNT)
+    first = tl.load(header + FIRST)
     for i in range(1, new):
-        first = tl.minimum(first, tl.load(told + i * step + FIRST))
+        first = tl.minimum(first, tl.load(header + i * step + FIRST))
     unknown = tl.where(entry < 0, float("nan"), 0.0)
     entry = tl.where(entry < 0, order, entry)
     shown += (entry * TABLES + which) * SEERS * slots
@@ -305,7 +305,7 @@ def attend(
         q + tile, mask=real[:, None] & wide[None, :], other=0.0
     )  # (ROWS, PAD)
     seers = members if SEERS > 1 else queries * 0
-    asked = tl.load(told + place * step + COLUMNS + seers, mask=real, other=0)
+    asked = tl.load(header + place * step + COLUMNS + seers, mask=real, other=0)
     asked = asked.to(shown.dtype.element_ty)
 
     new_k += entry * s_kb + head * s_kh
@@ -315,9 +315,9 @@ def attend(
     acc = tl.zeros([ROWS, PAD], tl.float32) + unknown
     if part == 0:
         for i in range(new):
-            words = tl.load(told + COLUMNS + SEERS + seers, mask=real, other=0)
+            words = tl.load(header + COLUMNS + SEERS + seers, mask=real, other=0)
             words = words.to(shown.dtype.element_ty)
-            kept, at = tl.load(told + KEPT) != 0, tl.load(told + COUNT)
+            kept, at = tl.load(header + KEPT) != 0, tl.load(header + COUNT)
             key = tl.load(new_k + i * s_kn + dims, mask=wide, other=0.0)
             value = tl.load(new_v + i * s_vn + dims, mask=wide, other=0.0)
             if kept:
@@ -337,7 +337,7 @@ def attend(
             weighed = tl.where((own > 0.0)[:, None], value.to(tl.float32)[None, :], 0.0)
             acc = acc * fade[:, None] + p[:, None] * weighed
             top = high
-            told += step
+            header += step
 
     share = tl.cdiv(tl.cdiv(tl.maximum(count - first, 0), parts), COLS) * COLS
     first += part * share

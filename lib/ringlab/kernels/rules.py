@@ -70,7 +70,7 @@ class Rule:
     def __str__(self) -> str:
         return f"{self.way} ({self.evidence})"
 
-    def fits(self, capability, dtype, head_dim, kind, causal, backward) -> bool:
+    def _fits(self, capability, dtype, head_dim, kind, causal, backward) -> bool:
         """Whether the line is about such a pass."""
         return (
             kind in self.kinds
@@ -193,5 +193,5 @@ def rule_for(
     'lists'
     """
     call = capability, dtype, head_dim, kind, causal, backward
-    fitting = (rule for rule in RULES if rule.fits(*call))
+    fitting = (rule for rule in RULES if rule._fits(*call))
     return next(rule for rule in fitting if rule.kernel is None or runs(rule.kernel))

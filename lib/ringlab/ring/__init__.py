@@ -42,14 +42,11 @@ in float32. Gradients take it for the identity, and travel in fp32 (fp64 for fp6
 import torch.distributed.nn  # noqa: F401
 
 from .comm import Traffic, counting
-from .documents import attend_documents
 from .exchange import Problem, RankPlan, plan_rank
-from .group import PlanMismatch, Simulated, group_size, length_of
+from .group import PlanMismatch, Simulated, group_size
 from .layout import Layout, contiguous, hilbert, striped, uneven, zigzag
-from .operators import attend, check_one_device
 from .rows import StridedRows
 from .schemes import SCHEMES
-from .selected import attend as attend_selected
 from .volume import bytes_by_scheme, choose
 from .watch import RankFailed
 
@@ -63,17 +60,12 @@ __all__ = [
     "Simulated",
     "StridedRows",
     "Traffic",
-    "attend",
-    "attend_documents",
-    "attend_selected",
     "bytes_by_scheme",
-    "check_one_device",
     "choose",
     "contiguous",
     "counting",
     "group_size",
     "hilbert",
-    "length_of",
     "plan_rank",
     "striped",
     "uneven",

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .group import Group
 
 
+Rows = dict[int, tuple[Tensor, ...]]  # by rank
+
+
 @dataclass
 class AllToAll:
     """One collective: rank j gets ``sent[j]`` rows of ``send``, in order, and
@@ -44,7 +47,7 @@ class AllToAll:
     control: bool = False
     members: Sequence[int] | None = None
 
-    def by_rank(self) -> tuple[dict, dict]:
+    def by_rank(self) -> tuple[Rows, Rows]:
         """The tensors that are sent, and those that are received, by rank."""
         ranks = self.members or range(len(self.sent))
         sent = self.send.split_with_sizes(self.sent)
@@ -58,12 +61,12 @@ class Exchange:
     ``members``: the ranks that take part, if not all.
     """
 
-    send: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    receive: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    send: Rows = field(default_factory=dict)
+    receive: Rows = field(default_factory=dict)
     members: Sequence[int] | None = None
     control = False
 
-    def by_rank(self) -> tuple[dict, dict]:
+    def by_rank(self) -> tuple[Rows, Rows]:
         return self.send, self.receive
 
 

@@ -15,7 +15,7 @@ from ..engine.autograd import local_attention
 from ..engine.documents import Documents
 from ..torch_private import outside_modes
 from .exchange import Problem, digest
-from .group import Group, telling
+from .group import Group, shared_refusals
 from .layout import Layout, layout_named
 from .operators import attend, check_exchange_dtype
 from .schemes import check_problem, check_scheme, computing_scheme
@@ -69,7 +69,7 @@ def attend_documents(
     local = partial(local_attention, q, k, v, pattern, documents=inside, **options)
     if not cut:
         return local()
-    with telling(ranks):
+    with shared_refusals(ranks):
         out, lse = local()
     index = index.to(q.device)
     parts = [

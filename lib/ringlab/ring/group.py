@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cache import T
 from ..checks import check_int, short_repr
 from ..torch_private import group_named, is_transformed, keep_name, refuse_tracing
 from .comm import all_to_all, drive
@@ -46,7 +47,7 @@ class Simulated:
     ranks: int | tuple[int, int]
     machines: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         ranks = self.ranks
         if isinstance(ranks, tuple | list):
             if len(ranks) != 2:
@@ -89,7 +90,7 @@ class Group:
     process_groups: tuple[dist.ProcessGroup, ...] = ()
     shape: tuple[int, int] | None = None
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         if self.process_groups:
             return _restored, (self.name, self.size)
         return Group, (self.size, self.here, (), self.shape)
@@ -130,14 +131,14 @@ class Group:
         return cls(math.prod(shape), here, tuple(groups), mesh)
 
     @classmethod
-    def kept(cls, group):
+    def kept(cls, group: AnyGroup) -> AnyGroup:
         """What a module keeps of its ``group``: a Group in place of a ProcessGroup,
         which cannot be copied or pickled.
         """
         return cls.of(group) if isinstance(group, dist.ProcessGroup) else group
 
     @classmethod
-    def of(cls, group, dimensions: int = 1) -> Group:
+    def of(cls, group: AnyGroup, dimensions: int = 1) -> Group:
         """The group of a ProcessGroup, a DeviceMesh or Simulated ranks, with at most so
         many ``dimensions``; raises TypeError for anything else.
         """
@@ -165,7 +166,7 @@ class Group:
         return cls.over([group])
 
     @classmethod
-    def sharing(cls, group, dimensions: int = 1) -> Group | None:
+    def sharing(cls, group: AnyGroup, dimensions: int = 1) -> Group | None:
         """As ``of``; None if all rows are here: no group is given, or one of a single
         rank.
         """
@@ -247,8 +248,8 @@ class Group:
         problem: Problem,
         t: Tensor,
         number: int = 0,
-        plan=None,
-        **options,
+        plan: Callable[[], RankPlan] | None = None,
+        **options: object,
     ) -> int:
         """Compare with the other ranks what a call computes, before it moves data;
         returns the call's number.
@@ -299,7 +300,7 @@ class Group:
             raise _fields_differ(self.gather(fields, t))
         return headers
 
-    def everyone(self, fields: dict[str, str], value, t: Tensor) -> list:
+    def everyone(self, fields: dict[str, str], value: T, t: Tensor) -> list[T]:
         """The values of all ranks, whose ``fields`` must be equal (PlanMismatch); one
         value where all are. It costs as much as ``agree``, and a gather where values
         differ.
@@ -347,7 +348,7 @@ class Group:
                 f"ranks disagree about which rows move: {pairs}", culprit
             )
 
-    def gather(self, value, t: Tensor) -> list:
+    def gather(self, value: T, t: Tensor) -> list[T]:
         """The values of all ranks. NCCL sends objects by the current GPU, which is that
         of ``t`` meanwhile.
         """
@@ -358,6 +359,9 @@ class Group:
                 dist.all_gather_object(parts, values, group=line.process_group)
                 values = [*chain(*parts)]
         return values
+
+
+AnyGroup = dist.ProcessGroup | dist.DeviceMesh | Simulated | Group | None
 
 
 def _groups_of_mesh(mesh: dist.DeviceMesh) -> list[dist.ProcessGroup]:
@@ -413,7 +417,7 @@ class PlanMismatch(RuntimeError):
 
 
 @contextmanager
-def telling(group) -> Iterator[None]:
+def shared_refusals(group) -> Iterator[None]:
     """Tell the other ranks of ``group`` what this one raises before it has begun to
     agree with them: all raise PlanMismatch with its number and its reason, or each its
     own error where all refuse. Nothing is sent unless something is raised.
@@ -435,21 +439,21 @@ def telling(group) -> Iterator[None]:
 Call = TypeVar("Call", bound=Callable)
 
 
-def tells(group_of: Callable[..., object]) -> Callable[[Call], Call]:
-    """Decorate a call to run inside ``telling`` of the group that ``group_of`` gives
-    for its arguments; graphs are traced without.
+def with_shared_refusals(group_of: Callable[..., object]) -> Callable[[Call], Call]:
+    """Decorate a call to run inside ``shared_refusals`` of the group that ``group_of``
+    gives for its arguments; graphs are traced without.
     """
 
     def decorate(call):
         @wraps(call)
-        def told(*args, **options):
+        def wrapped(*args, **options):
             group = group_of(*args, **options)
             if group is None or torch.compiler.is_compiling():
                 return call(*args, **options)
-            with telling(group):
+            with shared_refusals(group):
                 return call(*args, **options)
 
-        return told
+        return wrapped
 
     return decorate
 
@@ -510,12 +514,12 @@ def _fields_differ(fields: list[dict[str, str]]) -> PlanMismatch:
     return PlanMismatch(message, differing[0] if len(differing) == 1 else None)
 
 
-def group_size(group) -> int:
+def group_size(group: AnyGroup) -> int:
     """The number of ranks of a ProcessGroup, a 1-D DeviceMesh or Simulated ranks."""
     return Group.of(group).size
 
 
-def length_of(t: Tensor, group, layout) -> int:
+def length_of(t: Tensor, group: AnyGroup, layout: str | Layout) -> int:
     """The length of the sequence of which ``t`` (b, n, ...) holds the rows here."""
     if isinstance(layout, Layout):
         return layout.n

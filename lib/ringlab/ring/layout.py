@@ -43,7 +43,7 @@ class Layout:
     grid: tuple[int, int] | None = None
     owners: tuple[int, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind != "striped" and not self.owners:
             chunks = len(self.cuts) - 1
             owners = range(chunks)

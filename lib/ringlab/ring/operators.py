@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..checks import check_float_dtype
+from ..checks import Backend, check_float_dtype
 from ..engine import Execution
 from ..engine.autograd import (
     LSE_COLUMNS,
@@ -44,8 +44,8 @@ from .group import (
     Simulated,
     given_group,
     refuse_transforms,
-    telling,
-    tells,
+    shared_refusals,
+    with_shared_refusals,
 )
 from .layout import Layout, layout_named
 from .rank import Rank, rank_of
@@ -64,7 +64,7 @@ class RankCall:
     follows: bool
     problem: Problem
     scheme: str | MeshScheme
-    backend: str | tuple[str, ...]
+    backend: Backend
     softcap: float | None
     execution: Execution
 
@@ -92,7 +92,7 @@ class RankCall:
         ], flip
 
 
-@tells(given_group)
+@with_shared_refusals(given_group)
 def attend(
     q,
     k,
@@ -411,7 +411,7 @@ def ranks_backward(
     those of the forward.
     """
     call, group = _look_up(name, group)
-    with seen_inside(), without_autocast(q), telling(group):
+    with seen_inside(), without_autocast(q), shared_refusals(group):
         columns = 0 if dlse is None else LSE_COLUMNS
         ranks, flip = call.ranks(group, q, scale, True, columns)
         group.agree(

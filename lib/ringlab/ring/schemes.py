@@ -9,6 +9,7 @@ call is exact with the final out and lse.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -241,7 +242,7 @@ def all_gather_backward(rank: Rank, dout, dlse, q, k, v, out, lse) -> Steps:
     return tuple(t[..., :d] for t in total)
 
 
-SCHEMES = {
+SCHEMES: dict[str, tuple[Callable[..., Steps], ...]] = {
     "plan": (plan_forward, plan_backward),
     "ring": (ring_forward, ring_backward),
     "all_gather": (all_gather_forward, all_gather_backward),
