@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from .cost import PASSES, format_bytes, format_seconds
 from .estimate import SHAPE, estimate, longest
 from .measure import suites
 from .patterns import Pattern, from_dict
-from .presets import NAMED, named
+from .presets import DEFAULTS, NAMED, named
 from .report import templates
 from .report.evidence import learned, stored
 from .report.places import (
@@ -58,7 +59,6 @@ REPORT_PACKAGES = (
     "scipy",
     "seaborn",
 )
-ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,171 +146,39 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ringlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
-    def command(
-        name: str, run, summary: str, refuses: tuple = (), profile: bool = True
-    ):
+    def command(run, summary: str, options: dict, refuses: tuple = ()):
         one = commands.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+            run.__name__.strip("_"),
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
         )
         one.set_defaults(run=run, refuses=refuses, parser=one)
-        if profile:
-            one.add_argument(
-                "--profile",
-                default="auto",
-                metavar="NAME",
-                help="auto: this machine (default: auto)",
-            )
-        return one.add_argument
+        for name, how in options.items():
+            one.add_argument(name, **how)
 
-    add = command(
-        "report", _report, "measure what is missing and write reports/<profile>/"
-    )
-    add(
-        "--strict",
-        action="store_true",
-        help="refuse all but real measurements, exit 2 (default: no)",
-    )
-    add(
-        "--reports",
-        type=folder,
-        metavar="DIR",
-        help="where reports go (default: reports/ of the checkout)",
-    )
-    add(
-        "--force",
-        action="store_true",
-        help="run and render the notebooks even if nothing changed (default: no)",
-    )
-    add(
-        "--remeasure",
-        action="store_true",
-        help="measure again what is there already (default: no)",
-    )
-
-    add = command(
-        "measure",
+    command(_report, "measure what is missing and write reports/<profile>/", REPORT)
+    command(
         _measure,
         "measure what is missing, without a report (torch alone)",
+        MEASURE,
         (ValueError,),
     )
-    add(
-        "--suite",
-        default="all",
-        metavar="NAME",
-        help="the points of which pages (default: all)",
-    )
-    add(
-        "--group",
-        action="append",
-        metavar="NAME",
-        help="only this group of points; may be repeated (default: all)",
-    )
-    add(
-        "--minutes",
-        type=float,
-        metavar="N",
-        help="begin no group after so long; a rerun goes on (default: none)",
-    )
-    add(
-        "--data",
-        type=folder,
-        metavar="DIR",
-        help="where rows go (default: reports/<profile>/data)",
-    )
-    add(
-        "--force",
-        action="store_true",
-        help="measure again what is there already (default: no)",
-    )
-
-    add = command(
-        "compare",
-        _compare,
-        "set two runs side by side: ratios with intervals",
-        profile=False,
-    )
-    add("first", metavar="A", help=ROWS)
-    add("second", metavar="B", help="the same; ratios are A over B")
-    _add_comparison(add)
-
-    add = command(
-        "check",
-        _compare,
-        "exit 1 where rows became significantly slower or larger",
-        profile=False,
-    )
-    add("second", metavar="BASE", help=ROWS)
-    add(
-        "--against",
-        dest="first",
-        default="auto",
-        metavar="ROWS",
-        help="rows to check (default: auto, this machine's)",
-    )
-    add(
-        "--tolerance",
-        type=float,
-        default=0.10,
-        metavar="PART",
-        help="allowed slowdown (default: 0.10)",
-    )
-    _add_comparison(add)
-
-    add = command(
-        "estimate",
+    command(_compare, "set two runs side by side: ratios with intervals", COMPARE)
+    command(_check, "exit 1 where rows became significantly slower or larger", CHECK)
+    command(
         _estimate,
         "what a call would need; with --memory, or without --seq-len, the longest sequence that fits",
+        ESTIMATE,
         (*CALL, TypeError),
     )
-    _add_call(add, "dilated")
-    add(
-        "--scheme",
-        default="auto",
-        metavar="S",
-        help="plan, ring, all_gather, ulysses (default: auto)",
-    )
-    add(
-        "--layout",
-        default="contiguous",
-        metavar="L",
-        help="contiguous, zigzag, striped (default: contiguous)",
-    )
-    add(
-        "--backend", default="auto", metavar="B", help="a kernel's name (default: auto)"
-    )
-
-    add = command(
-        "advise",
+    command(
         _advise,
         "say what to run for a length, on what evidence, with code (torch alone)",
+        ADVISE,
         CALL,
     )
-    _add_call(add, "auto")
-    _add_counts(add, layers=1)
-    add(
-        "--need",
-        default="far",
-        choices=NEEDS,
-        help="beyond dense attention: every key, keys from far away, or neighbours (default: far)",
-    )
-    add(
-        "--seconds",
-        type=float,
-        metavar="S",
-        default=SECONDS,
-        help=f"up to which dense attention is advised, a call (default: {SECONDS:g})",
-    )
-    add(
-        "--show",
-        choices=("text", "code"),
-        help="what to print (default: text and code)",
-    )
-
     command(
-        "profiles",
-        _profiles,
-        "list the hardware profiles and which of them run here",
-        profile=False,
+        _profiles, "list the hardware profiles and which of them run here", options={}
     )
     return parser
 
@@ -327,101 +195,143 @@ def reads(parse: Callable) -> Callable:
     return read
 
 
-COUNT = reads(parse_count)
-COUNTS = reads(parse_counts)
-
-
-def _add_call(add, pattern: str) -> None:
-    """The options of one call of attention that ``estimate`` and ``advise`` share."""
-    _add_pattern(add, pattern)
-    _add_counts(
-        add,
-        seq_len=None,
-        batch=1,
-        heads=8,
-        kv_heads=None,
-        head_dim=64,
-    )
-    text = "float32 or fp32, bfloat16 or bf16, float16 or fp16, float64 or fp64 (default: the profile's policy)"
-    add("--dtype", type=reads(parse_dtype), metavar="D", help=text)
-    add("--causal", action="store_true", help="hide what comes after (default: no)")
-    add("--passes", default="fwd", choices=list(PASSES), help="(default: fwd)")
-    _add_counts(add, ranks=1)
-    text = "of a rank, as 8GiB (default: the profile's)"
-    add("--memory", type=reads(parse_bytes), metavar="SIZE", help=text)
-
-
-def _add_counts(add, **defaults: int | None) -> None:
-    texts = {
-        "seq_len": "tokens of the whole sequence, as 131072, 128K, 1M or 1e6",
-        "ranks": "GPUs or processes that share it",
-        "batch": "sequences at a time",
-        "heads": "query heads",
-        "kv_heads": "K/V heads; None: as many as heads",
-        "head_dim": "size of a head",
-        "layers": "layers that keep their tensors from forward to backward",
-    }
-    for name, default in defaults.items():
-        text = f"{texts[name]} (default: {default})"
-        option = f"--{name.replace('_', '-')}"
-        add(option, type=COUNT, default=default, metavar="N", help=text)
-
-
-# Options of patterns, each an argument of what makes the pattern.
-PATTERN_OPTIONS = {
-    "segment_lengths": (COUNTS, "of dilated, as 2K,4K (default: 2048,4096)"),
-    "dilation_rates": (COUNTS, "of dilated (default: 1,2)"),
-    "block_size": (COUNT, "of window, local_global, bigbird (default: 128)"),
-    "before": (COUNT, "blocks of their window, either way (default: 2)"),
-    "count": (COUNT, "global blocks of local_global, bigbird (default: 2)"),
-    "random": (COUNT, "random blocks of bigbird (default: 3)"),
-}
-
-
-def _add_pattern(add, default: str) -> None:
-    """The options that ``_pattern_of`` reads."""
-    text = f"{', '.join(NAMED)}, or a pattern's to_dict() as JSON (default: {default})"
-    add("--pattern", default=default, metavar="P", help=text)
-    for name, (kind, text) in PATTERN_OPTIONS.items():
-        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
-
-
-def _add_comparison(add) -> None:
-    add(
-        "--reports",
-        type=folder,
-        metavar="DIR",
-        help="where profiles lie (default: reports/ of the checkout)",
-    )
-    add(
-        "--markdown",
-        action="store_true",
-        help="tables as Markdown (default: aligned text)",
-    )
-    add(
-        "--all",
-        action="store_true",
-        help="every row (default: the largest differences)",
-    )
-
-
 def folder(text: str) -> Path:
-    """A folder that is there or may be made."""
+    """A folder that is there or may be made; ValueError for another."""
     if not text.strip() or "\0" in text:
-        raise argparse.ArgumentTypeError("a folder needs a name")
+        raise ValueError("a folder needs a name")
     try:
-        if Path(text).exists() and not Path(text).is_dir():
-            raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
+        is_file = Path(text).exists() and not Path(text).is_dir()
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+        raise ValueError(f"{text}: {error.strerror}") from None
+    if is_file:
+        raise ValueError(f"{text} is a file, not a folder")
     return Path(text)
 
 
-def _report(args) -> int | None:
-    if lacking := [name for name in REPORT_PACKAGES if find_spec(name) is None]:
-        return _refuse(
-            f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'"
+# --------------------------------------------------------------------------------------
+# the options of each command, as argparse takes them
+
+
+def _option(text: str, default=None, **how) -> dict:
+    """An option, whose help ends with its default unless the text says it."""
+    shown = "" if "(default: " in text else f" (default: {default})"
+    return {"help": text + shown, "default": default, **how}
+
+
+def _flag(text: str) -> dict:
+    return {"help": f"{text} (default: no)", "action": "store_true"}
+
+
+_name = partial(_option, metavar="NAME")
+_number = partial(_option, metavar="X", type=float)
+_count = partial(_option, metavar="N", type=reads(parse_count))
+_counts = partial(_option, metavar="N", type=reads(parse_counts))
+_directory = partial(_option, metavar="DIR", type=reads(folder))
+
+PROFILE = {"--profile": _name("auto: this machine", "auto")}
+REPORTS = {
+    "--reports": _directory("where profiles lie (default: reports/ of the checkout)")
+}
+REPORT = {
+    **PROFILE,
+    **REPORTS,
+    "--strict": _flag("refuse all but real measurements, exit 2"),
+    "--force": _flag("run and render the notebooks even if nothing changed"),
+    "--remeasure": _flag("measure again what is there already"),
+}
+MEASURE = {
+    **PROFILE,
+    "--suite": _name("the points of which pages", "all"),
+    "--group": _name(
+        "only this group of points; may be repeated (default: all)", action="append"
+    ),
+    "--minutes": _number("begin no group after so long; a rerun goes on"),
+    "--data": _directory("where rows go (default: reports/<profile>/data)"),
+    "--force": _flag("measure again what is there already"),
+}
+COMPARISON = {
+    **REPORTS,
+    "--markdown": _flag("tables as Markdown"),
+    "--all": _flag("every row, not only the largest differences"),
+}
+ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
+COMPARE = {
+    "A": {"help": ROWS},
+    "B": {"help": "the same; ratios are A over B"},
+    **COMPARISON,
+}
+CHECK = {
+    "BASE": {"help": ROWS},
+    "--against": _name("rows to check; auto: this machine's", "auto"),
+    "--tolerance": _number("allowed slowdown", 0.10),
+    **COMPARISON,
+}
+PATTERN = f"{', '.join(NAMED)}, or a pattern's to_dict() as JSON"
+# Of one call of attention.
+CALL_OPTIONS = {
+    "--segment-lengths": _counts("of dilated, as 2K,4K (default: 2048,4096)"),
+    "--dilation-rates": _counts("of dilated (default: 1,2)"),
+    "--block-size": _count("of window, local_global, bigbird (default: 128)"),
+    "--before": _count("blocks of their window, either way (default: 2)"),
+    "--count": _count("global blocks of local_global, bigbird (default: 2)"),
+    "--random": _count("random blocks of bigbird (default: 3)"),
+    "--seq-len": _count("tokens of the whole sequence, as 131072, 128K, 1M or 1e6"),
+    "--batch": _count("sequences at a time", 1),
+    "--heads": _count("query heads", 8),
+    "--kv-heads": _count("K/V heads (default: as many as heads)"),
+    "--head-dim": _count("size of a head", 64),
+    "--dtype": _name(
+        "float32 or fp32, bfloat16 or bf16, float16 or fp16, float64 or fp64 (default: the profile's policy)",
+        type=reads(parse_dtype),
+    ),
+    "--causal": _flag("hide what comes after"),
+    "--passes": _option("forward, or a training step", "fwd", choices=PASSES),
+    "--ranks": _count("GPUs or processes that share it", 1),
+    "--memory": _option(
+        "of a rank, as 8GiB (default: the profile's)",
+        metavar="SIZE",
+        type=reads(parse_bytes),
+    ),
+}
+ESTIMATE = {
+    **PROFILE,
+    "--pattern": _name(PATTERN, "dilated"),
+    **CALL_OPTIONS,
+    "--scheme": _name("plan, ring, all_gather, ulysses", "auto"),
+    "--layout": _name("contiguous, zigzag, striped", "contiguous"),
+    "--backend": _name("a kernel's name", "auto"),
+}
+ADVISE = {
+    **PROFILE,
+    "--pattern": _name(PATTERN, "auto"),
+    **CALL_OPTIONS,
+    "--layers": _count("layers that keep their tensors from forward to backward", 1),
+    "--need": _option(
+        "beyond dense attention: every key, keys from far away, or neighbours",
+        "far",
+        choices=NEEDS,
+    ),
+    "--seconds": _number("up to which dense attention is advised, a call", SECONDS),
+    "--show": _option(
+        "what to print (default: text and code)", choices=("text", "code")
+    ),
+}
+
+
+# --------------------------------------------------------------------------------------
+# the commands
+
+
+def _need(*packages: str) -> None:
+    """Raise UsageError unless these packages are installed."""
+    if lacking := [name for name in packages if find_spec(name) is None]:
+        raise UsageError(
+            f"it needs what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'"
         )
+
+
+def _report(args) -> int | None:
+    _need(*REPORT_PACKAGES)
     try:
         from ringlab.report import driver
     except (ValueError, OSError) as error:  # matplotlib reads them as it is imported
@@ -446,34 +356,32 @@ def _report(args) -> int | None:
     print(told(f"{state}: start at {os.path.relpath(reports / 'index.html')}"))
 
 
-def _compare(args) -> int:
-    """Print two sides, the verdict first; with a tolerance the rows that are worse, and
-    FAILED if there is one.
-    """
-    reports = args.reports or reports_folder()
-    tolerance = vars(args).get("tolerance")
-    if tolerance is not None and not 0 <= tolerance < math.inf:
-        raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
-    if find_spec("scipy") is None:
-        raise UsageError(
-            "comparisons need scipy, not installed here; pip install -e './lib[report]'"
-        )
+def _compare(args) -> None:
+    _need("scipy")
     from .report import compare
 
-    first = hardware.match(hardware.detect()) if args.first == "auto" else args.first
-    sides = (
-        compare.read_side(first, reports),
-        compare.read_side(args.second, reports),
-    )
-    if tolerance is None:
-        comparison = compare.compare(*sides)
-        failures = []
-        parts = []
-    else:
-        comparison, failures = compare.check(*sides, tolerance)
-        parts = [compare.worse(comparison, failures, tolerance)]
-    if tolerance is None or args.all:
-        parts += compare.sections(comparison, args.all)
+    reports = args.reports or reports_folder()
+    sides = (compare.read_side(name, reports) for name in (args.A, args.B))
+    parts = compare.sections(compare.compare(*sides), args.all)
+    print(compare.text(parts, args.markdown))
+
+
+def _check(args) -> int:
+    """Print the rows that are worse; FAILED if there is one."""
+    tolerance = args.tolerance
+    if not 0 <= tolerance < math.inf:
+        raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
+    _need("scipy")
+    from .report import compare
+
+    reports, first = args.reports or reports_folder(), args.against
+    if first == "auto":
+        first = hardware.match(hardware.detect())
+    sides = (compare.read_side(name, reports) for name in (first, args.BASE))
+    comparison, failures = compare.check(*sides, tolerance)
+    parts = [compare.worse(comparison, failures, tolerance)]
+    if args.all:
+        parts += compare.sections(comparison, everything=True)
     print(compare.text(parts, args.markdown))
     return FAILED if failures else OK
 
@@ -530,7 +438,7 @@ def _pattern_of(args) -> Pattern | str:
     in_json = args.pattern.lstrip().startswith("{")
     options = {
         option: value
-        for option in PATTERN_OPTIONS
+        for option in DEFAULTS
         if (value := getattr(args, option)) is not None
     }
     if options and (name == "auto" or in_json):
