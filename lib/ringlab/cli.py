@@ -146,40 +146,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ringlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
-    def command(run, summary: str, options: dict, refuses: tuple = ()):
+    for run, options, refuses in (
+        (_report, REPORT, ()),
+        (_measure, MEASURE, (ValueError,)),
+        (_compare, COMPARE, ()),
+        (_check, CHECK, ()),
+        (_estimate, ESTIMATE, (*CALL, TypeError)),
+        (_advise, ADVISE, CALL),
+        (_profiles, {}, ()),
+    ):
+        about = run.__doc__
         one = commands.add_parser(
-            run.__name__.strip("_"),
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
+            run.__name__.strip("_"), help=about, description=about
         )
         one.set_defaults(run=run, refuses=refuses, parser=one)
         for name, how in options.items():
             one.add_argument(name, **how)
-
-    command(_report, "measure what is missing and write reports/<profile>/", REPORT)
-    command(
-        _measure,
-        "measure what is missing, without a report (torch alone)",
-        MEASURE,
-        (ValueError,),
-    )
-    command(_compare, "set two runs side by side: ratios with intervals", COMPARE)
-    command(_check, "exit 1 where rows became significantly slower or larger", CHECK)
-    command(
-        _estimate,
-        "what a call would need; with --memory, or without --seq-len, the longest sequence that fits",
-        ESTIMATE,
-        (*CALL, TypeError),
-    )
-    command(
-        _advise,
-        "say what to run for a length, on what evidence, with code (torch alone)",
-        ADVISE,
-        CALL,
-    )
-    command(
-        _profiles, "list the hardware profiles and which of them run here", options={}
-    )
     return parser
 
 
@@ -331,6 +313,7 @@ def _need(*packages: str) -> None:
 
 
 def _report(args) -> int | None:
+    """Measure what is missing and write reports/<profile>/."""
     _need(*REPORT_PACKAGES)
     try:
         from ringlab.report import driver
@@ -357,6 +340,7 @@ def _report(args) -> int | None:
 
 
 def _compare(args) -> None:
+    """Set two runs side by side: ratios with intervals."""
     _need("scipy")
     from .report import compare
 
@@ -367,7 +351,7 @@ def _compare(args) -> None:
 
 
 def _check(args) -> int:
-    """Print the rows that are worse; FAILED if there is one."""
+    """Exit 1 where rows became significantly slower or larger."""
     tolerance = args.tolerance
     if not 0 <= tolerance < math.inf:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
@@ -387,6 +371,7 @@ def _check(args) -> int:
 
 
 def _profiles(args) -> None:
+    """List the hardware profiles and which of them run here."""
     machine = hardware.detect()
     lines = [("profile", "device", "sm", "memory", "dtype", "runnable here")]
     for name, profile in hardware.profiles().items():
@@ -407,12 +392,13 @@ def _profiles(args) -> None:
 
 
 def _measure(args) -> None:
+    """Measure what is missing, without a report (torch alone)."""
     check_choice("suite", args.suite, ("all", *suites.SUITES))
-    names = suites.SUITES if args.suite == "all" else [args.suite]
     machine = hardware.detect()
     folders = (reports_folder(), args.data or "")
     target = run_target(args.profile, machine, *folders, strict=True)
-    groups = [g for name in names for g in suites.SUITES[name](target.profile)]
+    suite = suites.SUITES.get(args.suite, suites.every_group)
+    groups = suite(target.profile)
     if not groups:
         raise ValueError(
             f"suite {args.suite!r} has no points for {target.profile.name!r} here: it is for a GPU"
@@ -423,12 +409,14 @@ def _measure(args) -> None:
             f"unknown group {unknown[0]!r}; known here: {'; '.join(known)}"
         )
     groups = [g for g in groups if not args.group or g.name in args.group]
-    options = {
-        "profile": target.profile,
-        "force": args.force,
-        "minutes": args.minutes,
-    }
-    measure.run(groups, target.data, progress=True, **options)
+    measure.run(
+        groups,
+        target.data,
+        profile=target.profile,
+        force=args.force,
+        minutes=args.minutes,
+        progress=True,
+    )
     print(os.path.relpath(target.data))
 
 
@@ -462,13 +450,16 @@ def _options(args, *more: str) -> dict:
 
 
 def _estimate(args) -> None:
+    """What a call would need; with --memory, or without --seq-len, the longest sequence
+    that fits.
+    """
     profile = hardware.resolve(args.profile).on(hardware.detect())
-    dtype = args.dtype or profile.default_dtype()
+    dtype = args.dtype = args.dtype or profile.default_dtype()
     pattern = _pattern_of(args)
     if args.ranks == 1 and (args.scheme, args.layout) != ("auto", "contiguous"):
         raise ValueError("--scheme and --layout are for several ranks: give --ranks N")
-    call = _options(args, "scheme", "layout", "backend")
-    call |= {"dtype": dtype, "profile": profile}
+    call = _options(args, "scheme", "layout", "backend", "dtype")
+    call["profile"] = profile
     estimated = (
         None
         if args.seq_len is None
@@ -509,6 +500,7 @@ def _estimate(args) -> None:
 
 
 def _advise(args) -> None:
+    """Say what to run for a length, on what evidence, with code (torch alone)."""
     profile, rows, choosing = stored(
         hardware.resolve(args.profile).on(hardware.detect())
     )
