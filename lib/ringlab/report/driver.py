@@ -244,12 +244,9 @@ class Pages:
         note("first screen of the index")
         screen = first_screen(study, drawn, learned(reports))
         files = []
-        if figure := screen.figure:  # a page has the PNG of its own figure
-            files = [
-                render.write(self.folder / "figures" / f"{figure.name}.{x}", data)
-                for x, data in (("svg", figure.svg), ("png", figure.png))
-                if data
-            ]
+        if figure := screen.figure:  # the page has its PNG
+            path = self.folder / "figures" / f"{figure['name']}.svg"
+            files = [render.write(path, figure["svg"])]
         return screen.stored(), files
 
     def _report(

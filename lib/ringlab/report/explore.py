@@ -20,7 +20,6 @@ from ..cost import format_bytes, format_seconds
 from ..estimate import SHAPE, Estimate, estimate_call, longest
 from . import theme
 from .figures import RED, Figure, drawing
-from .first_screen import LENGTHS, rooflines
 from .tables import Cell, Table, Text
 from .templates import ENVIRONMENT, lines_of
 
@@ -185,20 +184,6 @@ def compared(call: CallSpec) -> Table:
     return Table(title, columns, lines, note=note)
 
 
-def over_length(call: CallSpec) -> Figure:
-    """Return rooflines of the variants over length, as on the first screen of a report."""
-    advised = {}
-    for n in LENGTHS:
-        try:
-            advised[n] = advise(call.profile, n, **call.options(*SHAPE, "dtype"))
-        except ValueError:  # not even the inputs fit
-            if not advised:
-                raise
-            break
-    end = fitting(replace(call, pattern=patterns.Dense()))
-    return rooflines(call.profile, advised, end)
-
-
 # --------------------------------------------------------------------------------------
 # the page and its controls
 
@@ -234,7 +219,7 @@ def page(values: dict) -> str:
         call = call_of(values)
         about = call.options("profile", "seq_len", *SHAPE)
         if values["show"] == "variants":
-            return f"{compared(call).html}{_html(over_length(call))}"
+            return compared(call).html
         if values["show"] == "advice":
             advice = advise(**about)
             return f"<pre>{escape(advice.text())}\n\n{escape(advice.code())}</pre>"
