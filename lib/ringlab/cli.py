@@ -20,7 +20,7 @@ import torch
 from . import __version__, hardware, measure
 from .advise import NEEDS, SECONDS, advise, columns, dtype_name
 from .checks import check_choice, parse_bytes, parse_count, parse_counts, parse_dtype
-from .cost import PASSES, format_bytes, format_seconds
+from .cost import PASSES, format_bytes
 from .estimate import SHAPE, estimate, longest
 from .measure import suites
 from .patterns import Pattern, from_dict
@@ -481,18 +481,8 @@ def _estimate(args) -> None:
         f"{pattern}, {dtype_name(dtype)}{', causal' if args.causal else ''}, {args.passes}, on {profile.title}"
     )
     if estimated:
-        unknown = [
-            name for name in ("compute", "memory") if name not in estimated.bounds
-        ]
-        unknown += ["network"] * (
-            bool(estimated.sent) and "network" not in estimated.bounds
-        )
-        templates.ENVIRONMENT.filters |= {
-            "bytes": format_bytes,
-            "seconds": format_seconds,
-        }
-        call = {"seq_len": args.seq_len, "budget": budget, "unknown": unknown}
-        print(*templates.lines_of("estimate", e=estimated, **call), sep="\n")
+        about = {"e": estimated, "seq_len": args.seq_len, "budget": budget}
+        print(*templates.lines_of("estimate", **about), sep="\n")
     if most:
         print(
             f"longest    {most:,} tokens in {format_bytes(budget)} a rank, of attention alone"

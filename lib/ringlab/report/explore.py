@@ -21,7 +21,7 @@ from ..estimate import SHAPE, Estimate, estimate_call, longest
 from . import theme
 from .figures import RED, Figure, drawing
 from .tables import Cell, Table, Text
-from .templates import ENVIRONMENT, lines_of
+from .templates import lines_of
 
 MOST_BLOCKS = 8192  # of a block-sparse pattern; more take minutes to count
 NEAR = 64  # positions that are drawn one by one
@@ -119,9 +119,8 @@ def estimated(call: CallSpec) -> str:
     """Return the estimate of a call as ``ringlab estimate`` prints it, and the longest
     sequence that fits.
     """
-    ENVIRONMENT.filters |= {"bytes": format_bytes, "seconds": format_seconds}
     about = {"seq_len": call.seq_len, "budget": call.profile.memory_bytes}
-    lines = lines_of("estimate", e=estimate(call), unknown=(), **about)
+    lines = lines_of("estimate", e=estimate(call), **about)
     most = fitting(call)
     tokens = f"{most:,} tokens, of attention alone" if most else "see ringlab.longest"
     return "\n".join([*lines, f"longest    {tokens}"])
