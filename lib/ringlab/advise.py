@@ -48,7 +48,7 @@ class Evidence:
     """A measured call on the hardware that is asked about: its time, and how many times
     its roofline that is.
 
-    ``shape`` is (batch, heads, kv_heads, head_dim, causal). A call of the same kind of
+    ``shape`` is that of ``CallSpec``. A call of the same kind of
     pattern, dtype and passes takes about as many times its own roofline.
     """
 
@@ -559,12 +559,6 @@ class _Advisor:
         self.call = replace(self.call, backend="auto" if by_rule else kernel)
         self.place = cache(self._place)
 
-    @property
-    def shape(self) -> tuple:
-        """As rows have it."""
-        c = self.call
-        return c.batch, c.heads, c.kv_heads, c.head_dim, c.causal
-
     def advice(self, need: str, pattern: str | Pattern) -> Advice:
         c = self.call
         rows = c.batch * -(-c.seq_len // c.ranks)  # of a rank
@@ -711,8 +705,7 @@ class _Advisor:
         call of its kind took: short calls on a GPU wait for the host.
         """
         c, n = self.call, self.call.seq_len
-        kind, shape = (type(pattern), c.dtype, c.passes), self.shape
-        similar = [e for e in self.rows if e.kind == kind]
+        similar = [e for e in self.rows if e.kind == (type(pattern), c.dtype, c.passes)]
         if c.ranks > 1 or not similar:
             return bound, AT_LEAST
         window = pattern == local(n, c.causal)
@@ -721,13 +714,13 @@ class _Advisor:
             causal = e.shape[-1]
             # Longer sequences have the same window in larger blocks.
             same = pattern, local(e.seq_len, causal) if window else pattern
-            other = e.pattern not in same, causal != c.causal, e.shape != shape
+            other = e.pattern not in same, causal != c.causal, e.shape != c.shape
             return *other, e.seq_len < n, abs(e.seq_len - n)
 
         nearest = min(similar, key=unlike)
         if not any(unlike(nearest)):
             return nearest.seconds, MEASURED
-        same = [e for e in similar if (e.pattern, e.shape) == (pattern, shape)]
+        same = [e for e in similar if (e.pattern, e.shape) == (pattern, c.shape)]
         shorter = [e.seconds for e in same if e.seq_len < n]
         return max([bound * nearest.over_roofline, *shorter]), ABOUT
 
@@ -736,7 +729,7 @@ class _Advisor:
         calls of this shape, at the longest measured length up to this one.
         """
         c = self.call
-        asked = self.shape, c.dtype, c.passes
+        asked = c.shape, c.dtype, c.passes
         alike = [
             x
             for x in self.choosing

@@ -4,14 +4,12 @@ small models learned with which attention.
 
 from collections.abc import Sequence
 
-import torch
-
 from .. import hardware, measure
 from ..advise import Choosing, Evidence
 from ..measure.suites import selecting_systems
 from ..measure.validity import roofline_s
 from .places import read_manifest, reports_folder
-from .study import Study, pattern_of, read_study, with_rates
+from .study import Study, read_study, with_rates
 
 # Attention that small models were trained with, on the page of quality, by what advice
 # calls it.
@@ -26,11 +24,11 @@ def evidence(study: Study) -> tuple[Evidence, ...]:
     """Every quoted time of this library, as it is called by itself, on one rank."""
     return tuple(
         Evidence(
-            pattern_of(p),
-            p.seq_len,
-            (p.batch, p.heads, p.kv_heads, p.head_dim, p.causal),
-            getattr(torch, p.dtype),
-            p.passes,
+            call.pattern,
+            call.seq_len,
+            call.shape,
+            call.dtype,
+            call.passes,
             r.median,
             r.median / roofline_s(r),
         )
@@ -38,6 +36,7 @@ def evidence(study: Study) -> tuple[Evidence, ...]:
         if r.median and roofline_s(r)
         for p in [r.point]
         if p.system == "ringlab" and p.world_size == 1 and not p.options
+        for call in [p.call()]
     )
 
 
@@ -58,8 +57,8 @@ def choosing(study: Study) -> tuple[Choosing, ...]:
                 continue
             beside = dense.get((r.group, p.but(system="ringlab", options={}).id))
             if beside and r.median:
-                shape = p.batch, p.heads, p.kv_heads, p.head_dim, p.causal
-                about = p.seq_len, shape, getattr(torch, p.dtype), p.passes
+                call = p.call()
+                about = call.seq_len, call.shape, call.dtype, call.passes
                 compared.append(Choosing(name, *about, r.median / beside))
     return tuple(compared)
 

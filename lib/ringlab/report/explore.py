@@ -225,17 +225,16 @@ def page(values: dict) -> str:
         about |= call.options("pattern", "dtype")
         code = advise(**about, estimates=False).code()
         drawn = (parse(name, values[name]) for name in ("head", "position"))
+        figure = seen(call, *drawn)
+        image = theme.inline(figure.svg, figure.alt)
         return (
-            f"{_html(seen(call, *drawn))}<pre>{escape(estimated(call))}</pre>"
+            f"<figure>{image}<figcaption>{escape(figure.caption)}</figcaption></figure>"
+            f"<pre>{escape(estimated(call))}</pre>"
             f"<details><summary>This call as code</summary><pre>{escape(code)}</pre></details>"
         )
     except (ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())
         return f'<p role="alert" style="color:{RED};margin:.3em 0">{escape(text)}</p>'
-
-
-def _html(figure: Figure) -> str:
-    return f"<figure>{theme.inline(figure.svg, figure.alt)}<figcaption>{escape(figure.caption)}</figcaption></figure>"
 
 
 def explorer(profile: str, seq_len: int | str, ranks: int):

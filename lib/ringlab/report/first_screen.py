@@ -120,8 +120,8 @@ def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
     }
     advice = advised.get(FAST, [None])[0] or known
     takes = {x.need: x.takes for x in advice.options}
-    shape = SHAPE["batch"], SHAPE["heads"], SHAPE["heads"], SHAPE["head_dim"], False
-    same_call = [e for e in evidence(study) if (e.shape, e.passes) == (shape, "fwd")]
+    same_call = known.call.shape, "fwd"
+    lengths = [e.seq_len for e in evidence(study) if (e.shape, e.passes) == same_call]
     return facts(study) | {
         "limit": format_seconds(SECONDS),
         "window": WINDOW,
@@ -132,7 +132,7 @@ def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
         "seq_len": advice.seq_len,
         "takes": takes,
         "advised": advice.advised.takes,
-        "measured_to": max((e.seq_len for e in same_call), default=0),
+        "measured_to": max(lengths, default=0),
         "million": held and [passes for passes in held if held[passes] >= MILLION],
         "dtype": SHORT[dtype_name(dtype)],
         "kernel": advice["kernel"],

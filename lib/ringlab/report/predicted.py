@@ -16,7 +16,6 @@ from itertools import accumulate
 
 import torch
 
-from .. import kernels
 from ..estimate import Estimate, estimate_call
 from ..hardware import Profile, get_profile
 from ..measure.points import Point, Result
@@ -29,7 +28,7 @@ from ..measure.systems import (
 )
 from ..measure.timing import WARM_TOKENS
 from ..measure.validity import threads, why_not_quotable
-from .study import Study, pattern_of
+from .study import Study
 from .tables import Text, counted
 
 # torch's sparse tensors need data.
@@ -69,15 +68,15 @@ def rows_of(profile: Profile, groups: Iterable) -> list[Result]:
 def row_of(name: str, point: Point) -> Result:
     """The row of one point on the GPU of a profile, in no group."""
     profile = get_profile(name)
-    dtype = getattr(torch, point.dtype)
     ranks = point.world_size
     origin = {"profile": name, "device": profile.kind, "device_name": profile.title}
     row = Result(point, "", "computed", provenance=origin)
     if point.system in OTHER_WORK:
         return row
-    work = point.call().cost()
+    call = replace(point.call(), profile=profile)
+    work = call.cost()
     floor_bytes = work.floor_bytes // ranks
-    rates = profile.rates(dtype, floor_bytes)
+    rates = profile.rates(call.dtype, floor_bytes)
     bound_s = work.seconds(rates.flops_per_s, rates.bytes_per_s) / ranks or None
     memory = {"floor_bytes": floor_bytes}
     row = replace(row, cost=asdict(work), bound_seconds=bound_s, memory=memory)
@@ -89,11 +88,7 @@ def row_of(name: str, point: Point) -> Result:
         return replace(row, status="unsupported", reason=str(error))
     if estimated is None:
         return row
-    use = {"causal": point.causal, "for_gradients": point.passes != "fwd"}
-    shape = point.seq_len, point.heads, point.kv_heads
-    use["pattern_kind"] = kernels.kind_of(pattern_of(point), *shape)
-    device = profile.kind, profile.capability
-    kernel = kernels.expected(*device, dtype, point.head_dim, **use).name
+    kernel = call.kernel_choice(for_gradients=call.backward).name
     sent = Counter()
     for (rank, _), size in estimated.sent.items():
         sent[rank] += size
