@@ -60,10 +60,6 @@ class Evidence:
     seconds: float
     over_roofline: float
 
-    @property
-    def kind(self) -> tuple:
-        return type(self.pattern), self.dtype, self.passes
-
 
 @dataclass(frozen=True)
 class Choosing:
@@ -172,8 +168,10 @@ LAPTOP = 1e11  # FLOP/s of its CPU, of which the printed code tells
 TORCHRUN = (
     '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
 )
-HEADER = ("need", "use", "pairs", "see half away")
-HEADER += ("a layer takes", "peak", "a layer sends", "evidence")
+HEADER = (
+    *("need", "use", "pairs", "see half away"),
+    *("a layer takes", "peak", "a layer sends", "evidence"),
+)
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,6 @@ class Advice:
 
     call: CallSpec  # its shape, passes, ranks and profile
     layers: int
-    seconds: float
     options: tuple[Option, ...]
     advised: Option
     why: str
@@ -232,7 +229,7 @@ class Advice:
             f"{self.seq_len:,} tokens",
             f"{heads} of {c.head_dim}",
             "causal" if c.causal else "not causal",
-            "forward" if c.passes == "fwd" else "forward and backward",
+            "forward and backward" if c.backward else "forward",
             f"batch {c.batch}" if c.batch > 1 else "",
             f"{self.layers} layers" if self.layers > 1 else "",
         ]
@@ -296,20 +293,19 @@ class Advice:
         if self.cache_bytes is not None:
             caches = "a cache" if self.layers == 1 else f"{self.layers} layers' caches"
             memory += f"; {caches} for generation: {format_bytes(self.cache_bytes)}"
-        return "\n".join(
-            [
-                self.title,
-                "",
-                f"use      {self.advised.name}: {self.why}",
-                f"takes    {self.takes}",
-                f"memory   {memory}",
-                f"runs by  {self.settings}",
-                "",
-                *columns([HEADER, *map(self._figures, self.options)]),
-                *["", "keys chosen by content:"][: 2 * len(self.choosing)],
-                *self.choosing,
-            ]
-        )
+        lines = [
+            self.title,
+            "",
+            f"use      {self.advised.name}: {self.why}",
+            f"takes    {self.takes}",
+            f"memory   {memory}",
+            f"runs by  {self.settings}",
+            "",
+            *columns([HEADER, *map(self._figures, self.options)]),
+        ]
+        if self.choosing:
+            lines += ["", "keys chosen by content:", *self.choosing]
+        return "\n".join(lines)
 
     def _figures(self, x: Option) -> tuple[str, ...]:
         peak = "not estimated" if x.peak_bytes is None else format_bytes(x.peak_bytes)
@@ -332,7 +328,7 @@ class Advice:
         Ranks are simulated in the one process; a comment says what changes under
         torchrun.
         """
-        c, kept, backward = self.call, self["checkpointing"], self.call.passes != "fwd"
+        c, kept, backward = self.call, self["checkpointing"], self.call.backward
         pattern, dense_every = self.advised.pattern, self.advised.dense_every
         comments = [self.title, f"{self.advised.name}: {self.why}"]
         comments += [f"{x.name} {x.shown}: {x.why}" for x in self.choices.values()]
@@ -471,6 +467,10 @@ def advise(
             f'pattern must be a ringlab pattern or "auto", got {short_repr(pattern)}'
         )
     layers = check_int("layers", layers, most=LARGEST)
+    chosen = Decision("dtype", dtype, "a dtype that is given is kept")
+    if dtype is None:
+        name, why = profile.dtype_reason().split(": ", 1)
+        chosen = Decision("dtype", getattr(torch, name), why)
     call = CallSpec(
         Dense(),
         seq_len,
@@ -478,7 +478,7 @@ def advise(
         heads,
         kv_heads,
         head_dim,
-        torch.float32 if dtype is None else dtype,
+        chosen.value,
         causal,
         passes,
         ranks,
@@ -488,10 +488,8 @@ def advise(
         raise ValueError(
             f"{short_repr(call.ranks)} ranks are more than {seq_len} tokens"
         )
-    limits = {"seconds": seconds}
-    if memory_bytes is not None:
-        limits["memory_bytes"] = memory_bytes
-    for name, value in limits.items():
+    memory = 1 if memory_bytes is None else memory_bytes
+    for name, value in (("seconds", seconds), ("memory_bytes", memory)):
         if not (is_real(value) and 0 < value < math.inf):
             raise ValueError(
                 f"{name} must be a positive number, got {short_repr(value)}"
@@ -513,7 +511,7 @@ def advise(
         rows,
         choosing,
         trained or {},
-        dtype,
+        chosen,
         estimates,
         seconds,
     ).advice(need, pattern)
@@ -536,23 +534,21 @@ class Candidate:
 
 @dataclass
 class _Advisor:
-    """What is asked for, and the decisions: dtype and kernel first, then the options and
-    how the advised one runs.
+    """What is asked for, and the decisions: the kernel first, then the options and how
+    the advised one runs.
     """
 
-    call: CallSpec  # with the dtype and the kernel that were decided; each pattern replaces the rest
+    call: CallSpec  # with the kernel that was decided; each pattern replaces the rest
     layers: int
     budget: int | None
     rows: tuple[Evidence, ...]
     choosing: tuple[Choosing, ...]
     trained: Mapping[str, str]
-    given_dtype: torch.dtype | None
+    dtype: Decision
     estimates: bool
     seconds: float
 
     def __post_init__(self):
-        self.dtype = self._dtype()
-        self.call = replace(self.call, dtype=self.dtype.value)
         kernel = self._kernel(Dense()).value
         # On a GPU "auto" depends on the pattern, too.
         by_rule = self.call.device.type == "cuda" and kernel in kernels.SDPA
@@ -598,7 +594,6 @@ class _Advisor:
         return Advice(
             c,
             self.layers,
-            self.seconds,
             tuple(options.values()),
             advised,
             why,
@@ -609,12 +604,6 @@ class _Advisor:
             **memory,
             choosing=self._choosing(),
         )
-
-    def _dtype(self) -> Decision:
-        if self.given_dtype is not None:
-            return Decision("dtype", self.given_dtype, "a dtype that is given is kept")
-        name, why = self.call.profile.dtype_reason().split(": ", 1)
-        return Decision("dtype", getattr(torch, name), why)
 
     def _kernel(self, pattern: Pattern) -> Decision:
         """The kernel that ``backend="auto"`` should take for a pattern."""
@@ -628,18 +617,15 @@ class _Advisor:
             if choice.name in kernels.SDPA
             else "this library's own kernel"
         )
-        why = [own if choice.rule is None else f"{own}: {choice.rule}"]
+        why = [own]
         if choice.rule is not None:
+            why = [f"{own}: {choice.rule}"]
             back = call.kernel_choice(for_gradients=True)
-            if call.passes != "fwd" and back.rule != choice.rule:
+            if call.backward and back.rule != choice.rule:
                 why.append(f"backward {back.name}: {back.rule}")
         if call.profile.kind != "cpu":  # a CPU refuses all that is for GPUs
             refused = choice.refusals.items()
-            why += [
-                f"{name} {reason}"
-                for name, reason in refused
-                if name not in kernels.CPU
-            ]
+            why += [f"{name} {x}" for name, x in refused if name not in kernels.CPU]
         return Decision("kernel", choice.name, "; ".join(why))
 
     # ----------------------------------------------------------------------------------
@@ -705,7 +691,8 @@ class _Advisor:
         call of its kind took: short calls on a GPU wait for the host.
         """
         c, n = self.call, self.call.seq_len
-        similar = [e for e in self.rows if e.kind == (type(pattern), c.dtype, c.passes)]
+        kind = type(pattern), c.dtype, c.passes
+        similar = [e for e in self.rows if (type(e.pattern), e.dtype, e.passes) == kind]
         if c.ranks > 1 or not similar:
             return bound, AT_LEAST
         window = pattern == local(n, c.causal)
@@ -832,7 +819,7 @@ class _Advisor:
             else sum(estimated.parts[name] for name in SAVED)
         )
         return estimated.peak_bytes + (
-            saved * (self.layers - 1) if self.call.passes == "fwd+bwd" else 0
+            saved * (self.layers - 1) if self.call.backward else 0
         )
 
     def _least(self, placed: Candidate) -> int:
@@ -889,7 +876,7 @@ class _Advisor:
 
     def _checkpointing(self, placed: Candidate) -> Decision:
         no = partial(Decision, "checkpointing", False)
-        if self.call.passes == "fwd":
+        if not self.call.backward:
             return no("nothing is kept for a backward")
         if self.layers == 1:
             return no("of one layer it saves nothing: its backward holds it all")

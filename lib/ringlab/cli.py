@@ -377,7 +377,7 @@ def _profiles(args) -> None:
     for name, profile in hardware.profiles().items():
         runnable, why = profile.runnable(machine)
         here = profile.on(machine)
-        memory = here.memory_bytes and f"{here.memory_bytes / 2**30:.0f} GiB"
+        memory = here.memory_bytes and format_bytes(here.memory_bytes)
         lines.append(
             (
                 name + " *" * (name == hardware.match(machine)),

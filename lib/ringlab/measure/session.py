@@ -242,11 +242,10 @@ class Session:
             "device": device,
             "threads": self.threads,
             "timeout_s": timeout_s,
-            "memory_bytes": None,
+            "memory_bytes": available_bytes(hardware.detect().ram_bytes)
+            if device == "cpu"
+            else None,
         }
-        if device == "cpu":
-            ram_bytes = hardware.detect().ram_bytes
-            self.settings["memory_bytes"] = available_bytes(ram_bytes)
         self.start = workers
         self.contention = contention
         self.clock = clock

@@ -3,6 +3,7 @@ small models learned with which attention.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 from .. import hardware, measure
 from ..advise import Choosing, Evidence
@@ -87,24 +88,22 @@ def learned(reports: Sequence[dict] = ()) -> dict[str, str]:
     page of quality among these ``reports`` of a manifest, else from a stored manifest;
     empty where there is none.
     """
-    for facts in (r["facts"] for r in reports if r.get("facts")):
-        said = {
-            kind: f"trained small, with windows of {facts['window']}: recalls "
-            f"{facts['recalled'][name]:,} of {facts['tokens']:,} tokens back"
-            for kind, name in TRAINED.items()
-            if name in facts["recalled"]
-        }
-        answered = facts.get("answered", {})
-        return said | {
-            name: f"trained small, it answers {right} % of questions about"
-            f" {facts['tokens']:,} tokens, dense attention {answered['Dense']} %"
-            for name, right in answered.items()
-            if name != "Dense"
-        }
-    if reports:
-        return learned()
-    for folder in sorted(reports_folder().glob("*/")):
-        stored = read_manifest(folder).get("reports", [])
-        if any(r.get("facts") for r in stored):
-            return learned(stored)
-    return {}
+    folders = sorted(reports_folder().glob("*/"))
+    stored = (read_manifest(folder).get("reports", []) for folder in folders)
+    known = chain(reports, chain.from_iterable(stored))
+    facts = next((r["facts"] for r in known if r.get("facts")), None)
+    if facts is None:
+        return {}
+    said = {
+        kind: f"trained small, with windows of {facts['window']}: recalls "
+        f"{facts['recalled'][name]:,} of {facts['tokens']:,} tokens back"
+        for kind, name in TRAINED.items()
+        if name in facts["recalled"]
+    }
+    answered = facts.get("answered", {})
+    return said | {
+        name: f"trained small, it answers {right} % of questions about"
+        f" {facts['tokens']:,} tokens, dense attention {answered['Dense']} %"
+        for name, right in answered.items()
+        if name != "Dense"
+    }
