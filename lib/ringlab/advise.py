@@ -280,11 +280,6 @@ class Advice:
             total = dense * each["exact"] + (layers - dense) * each["local"]
         return f"{x.takes} a layer, {x.in_words(total)} in all {layers:,} layers"
 
-    @property
-    def settings(self) -> str:
-        """One line on how it runs."""
-        return ", ".join(f"{x.name} {x.shown}" for x in self.choices.values())
-
     def text(self) -> str:
         """For a terminal: what to use, whether it fits and how it runs, a line each, then
         the options by need.
@@ -293,13 +288,14 @@ class Advice:
         if self.cache_bytes is not None:
             caches = "a cache" if self.layers == 1 else f"{self.layers} layers' caches"
             memory += f"; {caches} for generation: {format_bytes(self.cache_bytes)}"
+        settings = ", ".join(f"{x.name} {x.shown}" for x in self.choices.values())
         lines = [
             self.title,
             "",
             f"use      {self.advised.name}: {self.why}",
             f"takes    {self.takes}",
             f"memory   {memory}",
-            f"runs by  {self.settings}",
+            f"runs by  {settings}",
             "",
             *columns([HEADER, *map(self._figures, self.options)]),
         ]

@@ -308,7 +308,7 @@ def _need(*packages: str) -> None:
     """Raise UsageError unless these packages are installed."""
     if lacking := [name for name in packages if find_spec(name) is None]:
         raise UsageError(
-            f"it needs what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'"
+            f"it needs {', '.join(lacking)}, not installed here; pip install -e './lib[report]'"
         )
 
 
@@ -454,7 +454,7 @@ def _estimate(args) -> None:
     that fits.
     """
     profile = hardware.resolve(args.profile).on(hardware.detect())
-    dtype = args.dtype = args.dtype or profile.default_dtype()
+    args.dtype = args.dtype or profile.default_dtype()
     pattern = _pattern_of(args)
     if args.ranks == 1 and (args.scheme, args.layout) != ("auto", "contiguous"):
         raise ValueError("--scheme and --layout are for several ranks: give --ranks N")
@@ -478,7 +478,7 @@ def _estimate(args) -> None:
             if estimated is None or budget < 1:
                 raise
     print(
-        f"{pattern}, {dtype_name(dtype)}{', causal' if args.causal else ''}, {args.passes}, on {profile.title}"
+        f"{pattern}, {dtype_name(args.dtype)}{', causal' if args.causal else ''}, {args.passes}, on {profile.title}"
     )
     if estimated:
         about = {"e": estimated, "seq_len": args.seq_len, "budget": budget}
