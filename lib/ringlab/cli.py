@@ -227,7 +227,9 @@ MEASURE = {
     "--group": _name(
         "only this group of points; may be repeated (default: all)", action="append"
     ),
-    "--minutes": _number("begin no group after so long; a rerun goes on"),
+    "--minutes": _number(
+        "begin no group after so long; a rerun goes on (default: none)"
+    ),
     "--data": _directory("where rows go (default: reports/<profile>/data)"),
     "--force": _flag("measure again what is there already"),
 }
