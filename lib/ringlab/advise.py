@@ -46,7 +46,7 @@ DENSE_LAYER = 4  # of so many layers with windows one is dense, the first
 SECONDS = 1.0  # what a call of one layer may take
 EVEN = 1.1  # shards stay contiguous while the busiest rank computes at most this many times the average
 SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its backward
-START, STEPS = 65536, 12  # of the search for a length that takes so long
+START, STEPS = 65536, 4  # of the search for a length that takes so long
 ROOM = 0.5  # of the memory: checkpointing leaves more where layers would take it
 NEEDS = ("exact", "far", "local")
 MEASURED, ABOUT, AT_LEAST = "measured", "about", "at least"  # a time, surest first
@@ -59,7 +59,7 @@ class Evidence:
     """A measured call on the hardware that is asked about: its time, and how many times
     its roofline that is.
 
-    ``shape`` is (batch, heads, kv_heads, head_dim, causal). A call of the same kind of
+    ``shape`` is that of ``CallSpec``. A call of the same kind of
     pattern, dtype and passes takes about as many times its own roofline.
     """
 
@@ -70,10 +70,6 @@ class Evidence:
     passes: str
     seconds: float
     over_roofline: float
-
-    @property
-    def kind(self) -> tuple[type, torch.dtype, str]:
-        return type(self.pattern), self.dtype, self.passes
 
 
 @dataclass(frozen=True)
@@ -164,6 +160,8 @@ import ringlab
 seq_len = {seq_len}
 device = {device}
 {pattern}
+# Layer i attends with layers[i % len(layers)].
+layers = {layers}
 {torchrun}
 
 def attend(q, k, v, pattern):
@@ -173,15 +171,18 @@ def attend(q, k, v, pattern):
 print("{size}", flush=True)
 made = {{'dtype': {dtype}, 'device': device, 'requires_grad': {grad}}}
 q, k, v = (torch.randn({batch}, seq_len, heads, {head_dim}, **made) for heads in {heads})
-{out}
+for pattern in layers:
+    out = {attend}
 {backward}print(tuple(out.shape))
 """
 LAPTOP = 1e11  # FLOP/s of its CPU, of which the printed code tells
 TORCHRUN = (
     '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
 )
-HEADER = ("need", "use", "pairs", "see half away")
-HEADER += ("a layer takes", "peak", "a layer sends", "evidence")
+HEADER = (
+    *("need", "use", "pairs", "see half away"),
+    *("a layer takes", "peak", "a layer sends", "evidence"),
+)
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,6 @@ class Advice:
 
     call: CallSpec  # its shape, passes, ranks and profile
     layers: int
-    seconds: float
     options: tuple[Option, ...]
     advised: Option
     why: str
@@ -240,7 +240,7 @@ class Advice:
             f"{self.seq_len:,} tokens",
             f"{heads} of {c.head_dim}",
             "causal" if c.causal else "not causal",
-            "forward" if c.passes == "fwd" else "forward and backward",
+            "forward and backward" if c.backward else "forward",
             f"batch {c.batch}" if c.batch > 1 else "",
             f"{self.layers} layers" if self.layers > 1 else "",
         ]
@@ -291,11 +291,6 @@ class Advice:
             total = dense * each["exact"] + (layers - dense) * each["local"]
         return f"{x.takes} a layer, {x.in_words(total)} in all {layers:,} layers"
 
-    @property
-    def settings(self) -> str:
-        """One line on how it runs."""
-        return ", ".join(f"{x.name} {x.shown}" for x in self.choices.values())
-
     def text(self) -> str:
         """For a terminal: what to use, whether it fits and how it runs, a line each, then
         the options by need.
@@ -304,20 +299,20 @@ class Advice:
         if self.cache_bytes is not None:
             caches = "a cache" if self.layers == 1 else f"{self.layers} layers' caches"
             memory += f"; {caches} for generation: {format_bytes(self.cache_bytes)}"
-        return "\n".join(
-            [
-                self.title,
-                "",
-                f"use      {self.advised.name}: {self.why}",
-                f"takes    {self.takes}",
-                f"memory   {memory}",
-                f"runs by  {self.settings}",
-                "",
-                *columns([HEADER, *map(self._figures, self.options)]),
-                *["", "keys chosen by content:"][: 2 * len(self.choosing)],
-                *self.choosing,
-            ]
-        )
+        settings = ", ".join(f"{x.name} {x.shown}" for x in self.choices.values())
+        lines = [
+            self.title,
+            "",
+            f"use      {self.advised.name}: {self.why}",
+            f"takes    {self.takes}",
+            f"memory   {memory}",
+            f"runs by  {settings}",
+            "",
+            *columns([HEADER, *map(self._figures, self.options)]),
+        ]
+        if self.choosing:
+            lines += ["", "keys chosen by content:", *self.choosing]
+        return "\n".join(lines)
 
     def _figures(self, x: Option) -> tuple[str, ...]:
         peak = "not estimated" if x.peak_bytes is None else format_bytes(x.peak_bytes)
@@ -340,18 +335,12 @@ class Advice:
         Ranks are simulated in the one process; a comment says what changes under
         torchrun.
         """
-        c, kept, backward = self.call, self["checkpointing"], self.call.passes != "fwd"
+        c, kept, backward = self.call, self["checkpointing"], self.call.backward
         pattern, dense_every = self.advised.pattern, self.advised.dense_every
-        comments = [f"{x.name} {x.shown}: {x.why}" for x in self.choices.values()]
-        comments = [
-            wrap(x, 88, subsequent_indent="  ")
-            for x in (
-                self.title,
-                f"{self.advised.name}: {self.why}",
-                *comments,
-                f"memory: {self.memory}",
-            )
-        ]
+        comments = [self.title, f"{self.advised.name}: {self.why}"]
+        comments += [f"{x.name} {x.shown}: {x.why}" for x in self.choices.values()]
+        comments += [f"memory: {self.memory}"]
+        about = [x for text in comments for x in wrap(text, 88, subsequent_indent="  ")]
         options = [f"causal={c.causal}"]
         if c.ranks > 1:
             scheme = "auto" if dense_every else self["scheme"]
@@ -360,10 +349,9 @@ class Advice:
         names = set(re.findall(r"\b([A-Z]\w*)\(", repr(pattern)))
         module = "blocks" if isinstance(pattern, BlockSparse) else "patterns"
         imports = f"from ringlab.{module} import {', '.join(sorted(names))}\n"
-        lines = f"pattern = {pattern!r}\n"
+        layers = "[pattern]"
         if dense_every:
-            lines += f"# Layer i attends with layers[i % {dense_every}].\n"
-            lines += f"layers = [ringlab.Dense()] + [pattern] * {dense_every - 1}\n"
+            layers = f"[ringlab.Dense()] + {layers} * {dense_every - 1}"
         attend = "attend(q, k, v, pattern)"
         if kept:
             attend = "checkpoint(attend, q, k, v, pattern, use_reentrant=False)"
@@ -371,10 +359,11 @@ class Advice:
         dense = replace(c, pattern=Dense()).cost().flops
         flops = dense * self.advised.share * (dense_every or 1)
         return CODE.format(
-            about="\n".join(f"# {line}" for lines in comments for line in lines),
+            about="\n".join(f"# {line}" for line in about),
             imports=imports,
             seq_len=self.seq_len,
-            pattern=lines,
+            pattern=f"pattern = {pattern!r}",
+            layers=layers,
             options=", ".join(options),
             size=f"{self.seq_len:,} tokens, {flops:.2g} FLOP: about "
             f"{format_seconds(flops / LAPTOP)} on a laptop's CPU",
@@ -387,9 +376,7 @@ class Advice:
             batch=c.batch,
             head_dim=c.head_dim,
             heads=[c.heads, c.kv_heads, c.kv_heads],
-            out=f"for pattern in layers:\n    out = {attend}"
-            if dense_every
-            else f"out = {attend}",
+            attend=attend,
             backward="out.sum().backward()\n" if backward else "",
         )
 
@@ -485,6 +472,10 @@ def advise(
         known = 'a ringlab pattern, the name of one or "auto"'
         raise ValueError(f"pattern must be {known}, got {short_repr(pattern)}")
     layers = check_int("layers", layers, most=LARGEST)
+    chosen = Decision("dtype", dtype, "a dtype that is given is kept")
+    if dtype is None:
+        name, why = profile.dtype_reason().split(": ", 1)
+        chosen = Decision("dtype", getattr(torch, name), why)
     call = CallSpec(
         Dense(),
         seq_len,
@@ -492,7 +483,7 @@ def advise(
         heads,
         kv_heads,
         head_dim,
-        torch.float32 if dtype is None else dtype,
+        chosen.value,
         causal,
         passes,
         ranks,
@@ -506,22 +497,21 @@ def advise(
         pattern = named(pattern, call.seq_len, call.heads)
     if isinstance(memory_bytes, str):
         memory_bytes = parse_bytes(memory_bytes)
-    limits = {"seconds": seconds}
-    if memory_bytes is not None:
-        limits["memory_bytes"] = memory_bytes
-    for name, value in limits.items():
+    memory = 1 if memory_bytes is None else memory_bytes
+    for name, value in (("seconds", seconds), ("memory_bytes", memory)):
         if not (is_real(value) and 0 < value < math.inf):
             raise ValueError(
                 f"{name} must be a positive number, got {short_repr(value)}"
             )
     check_bool("estimates", estimates)
-    rows = tuple(rows) if isinstance(rows, Iterable) else (rows,)
-    if not all(isinstance(row, Evidence) for row in rows):
-        raise TypeError(f"rows must be ringlab.Evidence, got {short_repr(rows)}")
-    choosing = tuple(choosing)
-    if not all(isinstance(row, Choosing) for row in choosing):
-        got = short_repr(choosing)
-        raise TypeError(f"choosing must be ringlab.advise.Choosing, got {got}")
+    rows, choosing = tuple(rows), tuple(choosing)
+    for name, given, kind in (
+        ("rows", rows, Evidence),
+        ("choosing", choosing, Choosing),
+    ):
+        if not all(isinstance(row, kind) for row in given):
+            got = short_repr(given)
+            raise TypeError(f"{name} must be {kind.__name__} objects, got {got}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
     return _Advisor(
         call,
@@ -530,7 +520,7 @@ def advise(
         rows,
         choosing,
         trained or {},
-        dtype,
+        chosen,
         estimates,
         seconds,
     ).advice(need, pattern)
@@ -553,24 +543,22 @@ class Candidate:
 
 @dataclass
 class _Advisor:
-    """What is asked for, and the decisions: dtype and kernel first, then the options and
-    how the advised one runs.
+    """What is asked for, and the decisions: the kernel first, then the options and how
+    the advised one runs.
     """
 
-    call: CallSpec  # with the dtype and the kernel that were decided; each pattern replaces the rest
+    call: CallSpec  # with the kernel that was decided; each pattern replaces the rest
     layers: int
     budget: int | None
     rows: tuple[Evidence, ...]
     choosing: tuple[Choosing, ...]
     trained: Mapping[str, str]
-    given_dtype: torch.dtype | None
+    dtype: Decision
     estimates: bool
     seconds: float
 
     def __post_init__(self):
-        self.dtype = self._dtype()
-        self.call = replace(self.call, dtype=self.dtype.value)
-        _, kernel = self._kernel(Dense())
+        kernel = self._kernel(Dense()).value
         # On a GPU "auto" depends on the pattern, too.
         by_rule = self.call.device.type == "cuda" and kernel in kernels.SDPA
         self.call = replace(self.call, backend="auto" if by_rule else kernel)
@@ -601,21 +589,20 @@ class _Advisor:
         kept = self._checkpointing(placed)
         choices = (
             self.dtype,
-            self._kernel(advised.pattern)[0],
+            self._kernel(advised.pattern),
             *placed.across,
             kept,
         )
         memory: dict = {}
         if self.estimates:
-            memory["need_bytes"] = self._need(placed.estimate, kept.value)
+            memory["need_bytes"] = need = self._need(placed.estimate, kept.value)
             if c.causal:
                 memory["cache_bytes"] = self._cache(advised)
-            if not self._fits(placed.estimate, kept.value):
+            if self.budget is not None and need > self.budget:
                 memory["longest"] = self._longest(placed)
         return Advice(
             c,
             self.layers,
-            self.seconds,
             tuple(options.values()),
             advised,
             why,
@@ -627,37 +614,28 @@ class _Advisor:
             choosing=self._choosing(),
         )
 
-    def _dtype(self) -> Decision:
-        if self.given_dtype is not None:
-            return Decision("dtype", self.given_dtype, "a dtype that is given is kept")
-        name, why = self.call.profile.dtype_reason().split(": ", 1)
-        return Decision("dtype", getattr(torch, name), why)
-
-    def _kernel(self, pattern: Pattern) -> tuple[Decision, str]:
-        """The kernel that ``backend="auto"`` should take for a pattern, and its name."""
+    def _kernel(self, pattern: Pattern) -> Decision:
+        """The kernel that ``backend="auto"`` should take for a pattern."""
         call = replace(self.call, pattern=pattern)
         try:
             choice = call.kernel_choice()
         except NotImplementedError as error:
-            return Decision("kernel", "auto", str(error)), "auto"
+            return Decision("kernel", "auto", str(error))
         own = (
             "of torch's own kernels"
             if choice.name in kernels.SDPA
             else "this library's own kernel"
         )
-        why = [own if choice.rule is None else f"{own}: {choice.rule}"]
+        why = [own]
         if choice.rule is not None:
+            why = [f"{own}: {choice.rule}"]
             back = call.kernel_choice(for_gradients=True)
-            if call.passes != "fwd" and back.rule != choice.rule:
+            if call.backward and back.rule != choice.rule:
                 why.append(f"backward {back.name}: {back.rule}")
         if call.profile.kind != "cpu":  # a CPU refuses all that is for GPUs
             refused = choice.refusals.items()
-            why += [
-                f"{name} {reason}"
-                for name, reason in refused
-                if name not in kernels.CPU
-            ]
-        return Decision("kernel", choice.name, "; ".join(why)), choice.name
+            why += [f"{name} {x}" for name, x in refused if name not in kernels.CPU]
+        return Decision("kernel", choice.name, "; ".join(why))
 
     # ----------------------------------------------------------------------------------
     # the options
@@ -716,44 +694,38 @@ class _Advisor:
         )
 
     def _time(self, pattern: Pattern, bound: float) -> tuple[float, str]:
-        """Seconds of a call, and what they are: its roofline, or as many times that as
-        the measured call took that is nearest: in its pattern, then in its length. Never
-        less than a shorter call of this pattern took, or more than a longer one: short
-        calls on a GPU wait for the host.
+        """Seconds of a call, and what they are: as measured; else its roofline as many
+        times as the measured call took that is most like it: in its pattern, then its
+        shape, then the next longer one; or the roofline alone. Never less than a shorter
+        call of its kind took: short calls on a GPU wait for the host.
         """
         c, n = self.call, self.call.seq_len
-        similar = [e for e in self.rows if e.kind == (type(pattern), c.dtype, c.passes)]
+        kind = type(pattern), c.dtype, c.passes
+        similar = [e for e in self.rows if (type(e.pattern), e.dtype, e.passes) == kind]
         if c.ranks > 1 or not similar:
             return bound, AT_LEAST
-        shape = c.batch, c.heads, c.kv_heads, c.head_dim, c.causal
-        for e in similar:
-            if (e.pattern, e.seq_len, e.shape) == (pattern, n, shape):
-                return e.seconds, MEASURED
+        window = pattern == local(n, c.causal)
 
-        def distance(e: Evidence) -> tuple:
-            kinds = [
-                [type(x) for x in getattr(p, "parts", ())] for p in (pattern, e.pattern)
-            ]
-            work = float(e.pattern != pattern)
-            if work and kinds[0] == kinds[1] != []:  # the same window in other blocks
-                pairs = [p.pairs(e.seq_len, False) for p in (pattern, e.pattern)]
-                work = round(abs(math.log2(pairs[0] / pairs[1])), 1)
-            unlike = kinds[0] != kinds[1], e.shape[-1] != c.causal, work
-            octaves = round(abs(math.log2(e.seq_len / n)), 3)
-            return *unlike, octaves, -e.seq_len
+        def unlike(e: Evidence) -> tuple:
+            causal = e.shape[-1]
+            # Longer sequences have the same window in larger blocks.
+            same = pattern, local(e.seq_len, causal) if window else pattern
+            other = e.pattern not in same, causal != c.causal, e.shape != c.shape
+            return *other, e.seq_len < n, abs(e.seq_len - n)
 
-        seconds = bound * min(similar, key=distance).over_roofline
-        same = [e for e in similar if (e.pattern, e.shape) == (pattern, shape)]
-        least = max((e.seconds for e in same if e.seq_len < n), default=0.0)
-        most = min((e.seconds for e in same if e.seq_len > n), default=math.inf)
-        return min(max(seconds, least), most), ABOUT
+        nearest = min(similar, key=unlike)
+        if not any(unlike(nearest)):
+            return nearest.seconds, MEASURED
+        same = [e for e in similar if (e.pattern, e.shape) == (pattern, c.shape)]
+        shorter = [e.seconds for e in same if e.seq_len < n]
+        return max([bound * nearest.over_roofline, *shorter]), ABOUT
 
     def _choosing(self) -> tuple[str, ...]:
         """Methods that choose keys by content and are faster than dense attention in
         calls of this shape, at the longest measured length up to this one.
         """
         c = self.call
-        asked = (c.batch, c.heads, c.kv_heads, c.head_dim, c.causal), c.dtype, c.passes
+        asked = c.shape, c.dtype, c.passes
         alike = [
             x
             for x in self.choosing
@@ -793,16 +765,11 @@ class _Advisor:
         """
         n = START
         for _ in range(STEPS):
-            before, takes = n, self._dense_seconds(n)
+            call = replace(self.call, seq_len=n, ranks=min(self.call.ranks, n))
+            other = replace(self, call=call)
+            takes, _ = other._time(Dense(), other._bounded(Dense()).bound_s)
             n = min(max(int(n * math.sqrt(seconds / takes)), 1), LARGEST)
-            if abs(n - before) <= n >> 9:
-                break
         return n
-
-    def _dense_seconds(self, n: int) -> float:
-        ranks = min(self.call.ranks, n)
-        other = replace(self, call=replace(self.call, seq_len=n, ranks=ranks))
-        return other._time(Dense(), other._bounded(Dense()).bound_s)[0]
 
     def _chosen(
         self,
@@ -861,17 +828,12 @@ class _Advisor:
             else sum(estimated.parts[name] for name in SAVED)
         )
         return estimated.peak_bytes + (
-            saved * (self.layers - 1) if self.call.passes == "fwd+bwd" else 0
+            saved * (self.layers - 1) if self.call.backward else 0
         )
 
     def _least(self, placed: Candidate) -> int:
         """Bytes of the rank that needs most, with checkpointing if that is chosen."""
         return self._need(placed.estimate, self._checkpointing(placed).value)
-
-    def _fits(self, estimated: Estimate, checkpointing: bool = False) -> bool:
-        return (
-            self.budget is None or self._need(estimated, checkpointing) <= self.budget
-        )
 
     def _place(self, pattern: Pattern) -> Candidate:
         """The pattern with a layout and the scheme that sends the fewest bytes of those
@@ -891,7 +853,9 @@ class _Advisor:
         # An estimate takes long.
         if self.estimates and self.budget is not None and len(total) > 1:
             fitting = (
-                scheme for scheme in total if self._fits(placed[scheme].estimate)
+                scheme
+                for scheme in total
+                if self._need(placed[scheme].estimate) <= self.budget
             )
             best = next(fitting, least)
         why = "what each rank's queries see is on it, so nothing moves"
@@ -921,7 +885,7 @@ class _Advisor:
 
     def _checkpointing(self, placed: Candidate) -> Decision:
         no = partial(Decision, "checkpointing", False)
-        if self.call.passes == "fwd":
+        if not self.call.backward:
             return no("nothing is kept for a backward")
         if self.layers == 1:
             return no("of one layer it saves nothing: its backward holds it all")

@@ -123,6 +123,11 @@ class CallSpec:
         return cost.count(self.pattern, **self.options(*cost.ARGUMENTS))
 
     @property
+    def shape(self) -> tuple[int, int, int, int, bool]:
+        """(batch, heads, kv_heads, head_dim, causal)."""
+        return self.batch, self.heads, self.kv_heads, self.head_dim, self.causal
+
+    @property
     def backward(self) -> bool:
         return self.passes == "fwd+bwd"
 

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,11 +20,11 @@ import torch
 from . import __version__, hardware, measure
 from .advise import NEEDS, SECONDS, advise, columns, dtype_name
 from .checks import check_choice, parse_bytes, parse_count, parse_counts, parse_dtype
-from .cost import PASSES, format_bytes, format_seconds
+from .cost import PASSES, format_bytes
 from .estimate import SHAPE, estimate, longest
 from .measure import suites
 from .patterns import Pattern, from_dict
-from .presets import NAMED, named
+from .presets import DEFAULTS, NAMED, named
 from .report import templates
 from .report.evidence import learned, stored
 from .report.places import (
@@ -58,7 +59,6 @@ REPORT_PACKAGES = (
     "scipy",
     "seaborn",
 )
-ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,172 +146,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ringlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
-    def command(
-        name: str, run, summary: str, refuses: tuple = (), profile: bool = True
+    for run, options, refuses in (
+        (_report, REPORT, ()),
+        (_measure, MEASURE, (ValueError,)),
+        (_compare, COMPARE, ()),
+        (_check, CHECK, ()),
+        (_estimate, ESTIMATE, (*CALL, TypeError)),
+        (_advise, ADVISE, CALL),
+        (_profiles, {}, ()),
     ):
+        about = run.__doc__
         one = commands.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+            run.__name__.strip("_"), help=about, description=about
         )
         one.set_defaults(run=run, refuses=refuses, parser=one)
-        if profile:
-            one.add_argument(
-                "--profile",
-                default="auto",
-                metavar="NAME",
-                help="auto: this machine (default: auto)",
-            )
-        return one.add_argument
-
-    add = command(
-        "report", _report, "measure what is missing and write reports/<profile>/"
-    )
-    add(
-        "--strict",
-        action="store_true",
-        help="refuse all but real measurements, exit 2 (default: no)",
-    )
-    add(
-        "--reports",
-        type=folder,
-        metavar="DIR",
-        help="where reports go (default: reports/ of the checkout)",
-    )
-    add(
-        "--force",
-        action="store_true",
-        help="run and render the notebooks even if nothing changed (default: no)",
-    )
-    add(
-        "--remeasure",
-        action="store_true",
-        help="measure again what is there already (default: no)",
-    )
-
-    add = command(
-        "measure",
-        _measure,
-        "measure what is missing, without a report (torch alone)",
-        (ValueError,),
-    )
-    add(
-        "--suite",
-        default="all",
-        metavar="NAME",
-        help="the points of which pages (default: all)",
-    )
-    add(
-        "--group",
-        action="append",
-        metavar="NAME",
-        help="only this group of points; may be repeated (default: all)",
-    )
-    add(
-        "--minutes",
-        type=float,
-        metavar="N",
-        help="begin no group after so long; a rerun goes on (default: none)",
-    )
-    add(
-        "--data",
-        type=folder,
-        metavar="DIR",
-        help="where rows go (default: reports/<profile>/data)",
-    )
-    add(
-        "--force",
-        action="store_true",
-        help="measure again what is there already (default: no)",
-    )
-
-    add = command(
-        "compare",
-        _compare,
-        "set two runs side by side: ratios with intervals",
-        profile=False,
-    )
-    add("first", metavar="A", help=ROWS)
-    add("second", metavar="B", help="the same; ratios are A over B")
-    _add_comparison(add)
-
-    add = command(
-        "check",
-        _compare,
-        "exit 1 where rows became significantly slower or larger",
-        profile=False,
-    )
-    add("second", metavar="BASE", help=ROWS)
-    add(
-        "--against",
-        dest="first",
-        default="auto",
-        metavar="ROWS",
-        help="rows to check (default: auto, this machine's)",
-    )
-    add(
-        "--tolerance",
-        type=float,
-        default=0.10,
-        metavar="PART",
-        help="allowed slowdown (default: 0.10)",
-    )
-    _add_comparison(add)
-
-    add = command(
-        "estimate",
-        _estimate,
-        "what a call would need; with --memory, or without --seq-len, the longest sequence that fits",
-        (*CALL, TypeError),
-    )
-    _add_call(add, "dilated")
-    add(
-        "--scheme",
-        default="auto",
-        metavar="S",
-        help="plan, ring, all_gather, ulysses (default: auto)",
-    )
-    add(
-        "--layout",
-        default="contiguous",
-        metavar="L",
-        help="contiguous, zigzag, striped (default: contiguous)",
-    )
-    add(
-        "--backend", default="auto", metavar="B", help="a kernel's name (default: auto)"
-    )
-
-    add = command(
-        "advise",
-        _advise,
-        "say what to run for a length, on what evidence, with code (torch alone)",
-        CALL,
-    )
-    _add_call(add, "auto")
-    _add_counts(add, layers=1)
-    add(
-        "--need",
-        default="far",
-        choices=NEEDS,
-        help="beyond dense attention: every key, keys from far away, or neighbours (default: far)",
-    )
-    add(
-        "--seconds",
-        type=float,
-        metavar="S",
-        default=SECONDS,
-        help=f"up to which dense attention is advised, a call (default: {SECONDS:g})",
-    )
-    add(
-        "--show",
-        choices=("text", "code"),
-        help="what to print (default: text and code)",
-    )
-
-    command(
-        "profiles",
-        _profiles,
-        "list the hardware profiles and which of them run here",
-        profile=False,
-    )
+        for name, how in options.items():
+            one.add_argument(name, **how)
     return parser
 
 
@@ -327,101 +177,146 @@ def reads(parse: Callable) -> Callable:
     return read
 
 
-COUNT = reads(parse_count)
-COUNTS = reads(parse_counts)
-
-
-def _add_call(add, pattern: str) -> None:
-    """The options of one call of attention that ``estimate`` and ``advise`` share."""
-    _add_pattern(add, pattern)
-    _add_counts(
-        add,
-        seq_len=None,
-        batch=1,
-        heads=8,
-        kv_heads=None,
-        head_dim=64,
-    )
-    text = "float32 or fp32, bfloat16 or bf16, float16 or fp16, float64 or fp64 (default: the profile's policy)"
-    add("--dtype", type=reads(parse_dtype), metavar="D", help=text)
-    add("--causal", action="store_true", help="hide what comes after (default: no)")
-    add("--passes", default="fwd", choices=list(PASSES), help="(default: fwd)")
-    _add_counts(add, ranks=1)
-    text = "of a rank, as 8GiB (default: the profile's)"
-    add("--memory", type=reads(parse_bytes), metavar="SIZE", help=text)
-
-
-def _add_counts(add, **defaults: int | None) -> None:
-    texts = {
-        "seq_len": "tokens of the whole sequence, as 131072, 128K, 1M or 1e6",
-        "ranks": "GPUs or processes that share it",
-        "batch": "sequences at a time",
-        "heads": "query heads",
-        "kv_heads": "K/V heads; None: as many as heads",
-        "head_dim": "size of a head",
-        "layers": "layers that keep their tensors from forward to backward",
-    }
-    for name, default in defaults.items():
-        text = f"{texts[name]} (default: {default})"
-        option = f"--{name.replace('_', '-')}"
-        add(option, type=COUNT, default=default, metavar="N", help=text)
-
-
-# Options of patterns, each an argument of what makes the pattern.
-PATTERN_OPTIONS = {
-    "segment_lengths": (COUNTS, "of dilated, as 2K,4K (default: 2048,4096)"),
-    "dilation_rates": (COUNTS, "of dilated (default: 1,2)"),
-    "block_size": (COUNT, "of window, local_global, bigbird (default: 128)"),
-    "before": (COUNT, "blocks of their window, either way (default: 2)"),
-    "count": (COUNT, "global blocks of local_global, bigbird (default: 2)"),
-    "random": (COUNT, "random blocks of bigbird (default: 3)"),
-}
-
-
-def _add_pattern(add, default: str) -> None:
-    """The options that ``_pattern_of`` reads."""
-    text = f"{', '.join(NAMED)}, or a pattern's to_dict() as JSON (default: {default})"
-    add("--pattern", default=default, metavar="P", help=text)
-    for name, (kind, text) in PATTERN_OPTIONS.items():
-        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
-
-
-def _add_comparison(add) -> None:
-    add(
-        "--reports",
-        type=folder,
-        metavar="DIR",
-        help="where profiles lie (default: reports/ of the checkout)",
-    )
-    add(
-        "--markdown",
-        action="store_true",
-        help="tables as Markdown (default: aligned text)",
-    )
-    add(
-        "--all",
-        action="store_true",
-        help="every row (default: the largest differences)",
-    )
-
-
 def folder(text: str) -> Path:
-    """A folder that is there or may be made."""
+    """A folder that is there or may be made; ValueError for another."""
     if not text.strip() or "\0" in text:
-        raise argparse.ArgumentTypeError("a folder needs a name")
+        raise ValueError("a folder needs a name")
     try:
-        if Path(text).exists() and not Path(text).is_dir():
-            raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
+        is_file = Path(text).exists() and not Path(text).is_dir()
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+        raise ValueError(f"{text}: {error.strerror}") from None
+    if is_file:
+        raise ValueError(f"{text} is a file, not a folder")
     return Path(text)
 
 
-def _report(args) -> int | None:
-    if lacking := [name for name in REPORT_PACKAGES if find_spec(name) is None]:
-        return _refuse(
-            f"reports need what is not installed here: {', '.join(lacking)}; pip install -e './lib[report]'"
+# --------------------------------------------------------------------------------------
+# the options of each command, as argparse takes them
+
+
+def _option(text: str, default=None, **how) -> dict:
+    """An option, whose help ends with its default unless the text says it."""
+    shown = "" if "(default: " in text else f" (default: {default})"
+    return {"help": text + shown, "default": default, **how}
+
+
+def _flag(text: str) -> dict:
+    return {"help": f"{text} (default: no)", "action": "store_true"}
+
+
+_name = partial(_option, metavar="NAME")
+_number = partial(_option, metavar="X", type=float)
+_count = partial(_option, metavar="N", type=reads(parse_count))
+_counts = partial(_option, metavar="N", type=reads(parse_counts))
+_directory = partial(_option, metavar="DIR", type=reads(folder))
+
+PROFILE = {"--profile": _name("auto: this machine", "auto")}
+REPORTS = {
+    "--reports": _directory("where profiles lie (default: reports/ of the checkout)")
+}
+REPORT = {
+    **PROFILE,
+    **REPORTS,
+    "--strict": _flag("refuse all but real measurements, exit 2"),
+    "--force": _flag("run and render the notebooks even if nothing changed"),
+    "--remeasure": _flag("measure again what is there already"),
+}
+MEASURE = {
+    **PROFILE,
+    "--suite": _name("the points of which pages", "all"),
+    "--group": _name(
+        "only this group of points; may be repeated (default: all)", action="append"
+    ),
+    "--minutes": _number(
+        "begin no group after so long; a rerun goes on (default: none)"
+    ),
+    "--data": _directory("where rows go (default: reports/<profile>/data)"),
+    "--force": _flag("measure again what is there already"),
+}
+COMPARISON = {
+    **REPORTS,
+    "--markdown": _flag("tables as Markdown"),
+    "--all": _flag("every row, not only the largest differences"),
+}
+ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
+COMPARE = {
+    "A": {"help": ROWS},
+    "B": {"help": "the same; ratios are A over B"},
+    **COMPARISON,
+}
+CHECK = {
+    "BASE": {"help": ROWS},
+    "--against": _name("rows to check; auto: this machine's", "auto"),
+    "--tolerance": _number("allowed slowdown", 0.10),
+    **COMPARISON,
+}
+PATTERN = f"{', '.join(NAMED)}, or a pattern's to_dict() as JSON"
+# Of one call of attention.
+CALL_OPTIONS = {
+    "--segment-lengths": _counts("of dilated, as 2K,4K (default: 2048,4096)"),
+    "--dilation-rates": _counts("of dilated (default: 1,2)"),
+    "--block-size": _count("of window, local_global, bigbird (default: 128)"),
+    "--before": _count("blocks of their window, either way (default: 2)"),
+    "--count": _count("global blocks of local_global, bigbird (default: 2)"),
+    "--random": _count("random blocks of bigbird (default: 3)"),
+    "--seq-len": _count("tokens of the whole sequence, as 131072, 128K, 1M or 1e6"),
+    "--batch": _count("sequences at a time", 1),
+    "--heads": _count("query heads", 8),
+    "--kv-heads": _count("K/V heads (default: as many as heads)"),
+    "--head-dim": _count("size of a head", 64),
+    "--dtype": _name(
+        "float32 or fp32, bfloat16 or bf16, float16 or fp16, float64 or fp64 (default: the profile's policy)",
+        type=reads(parse_dtype),
+    ),
+    "--causal": _flag("hide what comes after"),
+    "--passes": _option("forward, or a training step", "fwd", choices=PASSES),
+    "--ranks": _count("GPUs or processes that share it", 1),
+    "--memory": _option(
+        "of a rank, as 8GiB (default: the profile's)",
+        metavar="SIZE",
+        type=reads(parse_bytes),
+    ),
+}
+ESTIMATE = {
+    **PROFILE,
+    "--pattern": _name(PATTERN, "dilated"),
+    **CALL_OPTIONS,
+    "--scheme": _name("plan, ring, all_gather, ulysses", "auto"),
+    "--layout": _name("contiguous, zigzag, striped", "contiguous"),
+    "--backend": _name("a kernel's name", "auto"),
+}
+ADVISE = {
+    **PROFILE,
+    "--pattern": _name(PATTERN, "auto"),
+    **CALL_OPTIONS,
+    "--layers": _count("layers that keep their tensors from forward to backward", 1),
+    "--need": _option(
+        "beyond dense attention: every key, keys from far away, or neighbours",
+        "far",
+        choices=NEEDS,
+    ),
+    "--seconds": _number("up to which dense attention is advised, a call", SECONDS),
+    "--show": _option(
+        "what to print (default: text and code)", choices=("text", "code")
+    ),
+}
+
+
+# --------------------------------------------------------------------------------------
+# the commands
+
+
+def _need(*packages: str) -> None:
+    """Raise UsageError unless these packages are installed."""
+    if lacking := [name for name in packages if find_spec(name) is None]:
+        raise UsageError(
+            f"it needs {', '.join(lacking)}, not installed here; pip install -e './lib[report]'"
         )
+
+
+def _report(args) -> int | None:
+    """Measure what is missing and write reports/<profile>/."""
+    _need(*REPORT_PACKAGES)
     try:
         from ringlab.report import driver
     except (ValueError, OSError) as error:  # matplotlib reads them as it is imported
@@ -446,45 +341,45 @@ def _report(args) -> int | None:
     print(told(f"{state}: start at {os.path.relpath(reports / 'index.html')}"))
 
 
-def _compare(args) -> int:
-    """Print two sides, the verdict first; with a tolerance the rows that are worse, and
-    FAILED if there is one.
-    """
-    reports = args.reports or reports_folder()
-    tolerance = vars(args).get("tolerance")
-    if tolerance is not None and not 0 <= tolerance < math.inf:
-        raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
-    if find_spec("scipy") is None:
-        raise UsageError(
-            "comparisons need scipy, not installed here; pip install -e './lib[report]'"
-        )
+def _compare(args) -> None:
+    """Set two runs side by side: ratios with intervals."""
+    _need("scipy")
     from .report import compare
 
-    first = hardware.match(hardware.detect()) if args.first == "auto" else args.first
-    sides = (
-        compare.read_side(first, reports),
-        compare.read_side(args.second, reports),
-    )
-    if tolerance is None:
-        comparison = compare.compare(*sides)
-        failures = []
-        parts = []
-    else:
-        comparison, failures = compare.check(*sides, tolerance)
-        parts = [compare.worse(comparison, failures, tolerance)]
-    if tolerance is None or args.all:
-        parts += compare.sections(comparison, args.all)
+    reports = args.reports or reports_folder()
+    sides = (compare.read_side(name, reports) for name in (args.A, args.B))
+    parts = compare.sections(compare.compare(*sides), args.all)
+    print(compare.text(parts, args.markdown))
+
+
+def _check(args) -> int:
+    """Exit 1 where rows became significantly slower or larger."""
+    tolerance = args.tolerance
+    if not 0 <= tolerance < math.inf:
+        raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
+    _need("scipy")
+    from .report import compare
+
+    reports, first = args.reports or reports_folder(), args.against
+    if first == "auto":
+        first = hardware.match(hardware.detect())
+    sides = (compare.read_side(name, reports) for name in (first, args.BASE))
+    comparison, failures = compare.check(*sides, tolerance)
+    parts = [compare.worse(comparison, failures, tolerance)]
+    if args.all:
+        parts += compare.sections(comparison, everything=True)
     print(compare.text(parts, args.markdown))
     return FAILED if failures else OK
 
 
 def _profiles(args) -> None:
+    """List the hardware profiles and which of them run here."""
     machine = hardware.detect()
     lines = [("profile", "device", "sm", "memory", "dtype", "runnable here")]
     for name, profile in hardware.profiles().items():
         runnable, why = profile.runnable(machine)
         here = profile.on(machine)
-        memory = here.memory_bytes and f"{here.memory_bytes / 2**30:.0f} GiB"
+        memory = here.memory_bytes and format_bytes(here.memory_bytes)
         lines.append(
             (
                 name + " *" * (name == hardware.match(machine)),
@@ -499,12 +394,13 @@ def _profiles(args) -> None:
 
 
 def _measure(args) -> None:
+    """Measure what is missing, without a report (torch alone)."""
     check_choice("suite", args.suite, ("all", *suites.SUITES))
-    names = suites.SUITES if args.suite == "all" else [args.suite]
     machine = hardware.detect()
     folders = (reports_folder(), args.data or "")
     target = run_target(args.profile, machine, *folders, strict=True)
-    groups = [g for name in names for g in suites.SUITES[name](target.profile)]
+    suite = suites.SUITES.get(args.suite, suites.every_group)
+    groups = suite(target.profile)
     if not groups:
         raise ValueError(
             f"suite {args.suite!r} has no points for {target.profile.name!r} here: it is for a GPU"
@@ -515,12 +411,14 @@ def _measure(args) -> None:
             f"unknown group {unknown[0]!r}; known here: {'; '.join(known)}"
         )
     groups = [g for g in groups if not args.group or g.name in args.group]
-    options = {
-        "profile": target.profile,
-        "force": args.force,
-        "minutes": args.minutes,
-    }
-    measure.run(groups, target.data, progress=True, **options)
+    measure.run(
+        groups,
+        target.data,
+        profile=target.profile,
+        force=args.force,
+        minutes=args.minutes,
+        progress=True,
+    )
     print(os.path.relpath(target.data))
 
 
@@ -530,7 +428,7 @@ def _pattern_of(args) -> Pattern | str:
     in_json = args.pattern.lstrip().startswith("{")
     options = {
         option: value
-        for option in PATTERN_OPTIONS
+        for option in DEFAULTS
         if (value := getattr(args, option)) is not None
     }
     if options and (name == "auto" or in_json):
@@ -554,13 +452,16 @@ def _options(args, *more: str) -> dict:
 
 
 def _estimate(args) -> None:
+    """What a call would need; with --memory, or without --seq-len, the longest sequence
+    that fits.
+    """
     profile = hardware.resolve(args.profile).on(hardware.detect())
-    dtype = args.dtype or profile.default_dtype()
+    args.dtype = args.dtype or profile.default_dtype()
     pattern = _pattern_of(args)
     if args.ranks == 1 and (args.scheme, args.layout) != ("auto", "contiguous"):
         raise ValueError("--scheme and --layout are for several ranks: give --ranks N")
-    call = _options(args, "scheme", "layout", "backend")
-    call |= {"dtype": dtype, "profile": profile}
+    call = _options(args, "scheme", "layout", "backend", "dtype")
+    call["profile"] = profile
     estimated = (
         None
         if args.seq_len is None
@@ -579,21 +480,11 @@ def _estimate(args) -> None:
             if estimated is None or budget < 1:
                 raise
     print(
-        f"{pattern}, {dtype_name(dtype)}{', causal' if args.causal else ''}, {args.passes}, on {profile.title}"
+        f"{pattern}, {dtype_name(args.dtype)}{', causal' if args.causal else ''}, {args.passes}, on {profile.title}"
     )
     if estimated:
-        unknown = [
-            name for name in ("compute", "memory") if name not in estimated.bounds
-        ]
-        unknown += ["network"] * (
-            bool(estimated.sent) and "network" not in estimated.bounds
-        )
-        templates.ENVIRONMENT.filters |= {
-            "bytes": format_bytes,
-            "seconds": format_seconds,
-        }
-        call = {"seq_len": args.seq_len, "budget": budget, "unknown": unknown}
-        print(*templates.lines_of("estimate", e=estimated, **call), sep="\n")
+        about = {"e": estimated, "seq_len": args.seq_len, "budget": budget}
+        print(*templates.lines_of("estimate", **about), sep="\n")
     if most:
         print(
             f"longest    {most:,} tokens in {format_bytes(budget)} a rank, of attention alone"
@@ -601,6 +492,7 @@ def _estimate(args) -> None:
 
 
 def _advise(args) -> None:
+    """Say what to run for a length, on what evidence, with code (torch alone)."""
     profile, rows, choosing = stored(
         hardware.resolve(args.profile).on(hardware.detect())
     )

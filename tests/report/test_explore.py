@@ -93,11 +93,11 @@ def test_advice_is_that_of_advise():
     assert found.text() in shown and found.code() in shown
 
 
-def test_without_ipywidgets_the_figure_and_the_table_are_there(monkeypatch):
+def test_without_ipywidgets_the_table_is_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     cells = run_in_this_process(NOTEBOOK, None, {}).cells
     shown = cells[2].outputs[0].data["text/html"]
-    assert "lower bounds" in shown and "Variants at 131,072 tokens" in shown
+    assert "Variants at 131,072 tokens" in shown
     assert cells[3].outputs[0].data["text/plain"] == explore.MISSING
 
 

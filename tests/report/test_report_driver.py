@@ -330,7 +330,7 @@ def test_the_points_of_the_first_screen_are_measured_and_shown_first(
     monkeypatch.setattr(measure, "run", made)
     monkeypatch.setattr(driver, "first_screen", of)
     how = {"reports": place, "notebooks": None, "suite": lambda profile: groups}
-    monkeypatch.setattr(driver, "REPORTS", {"page": ("landscape",), "quality": ()})
+    monkeypatch.setattr(driver, "REPORTS", ["page", "quality"])
     monkeypatch.setattr(driver, "notebook_of", lambda name: page)
     with pytest.raises(measure.Interrupted) if stopped else nullcontext():
         driver.run("cpu", machine=CPU, **how)

@@ -523,7 +523,7 @@ assert cli.main(["compare", "nowhere", "cpu"]) == 2
         "matplotlib, nbclient, nbconvert, " in done.stderr
         and "; pip install -e './lib[report]'" in done.stderr
     )
-    assert "comparisons need scipy, not installed here; pip" in done.stderr
+    assert "it needs scipy, not installed here; pip" in done.stderr
     assert done.stderr.count("ringlab: ") == 2 and "Traceback" not in done.stderr
 
 

@@ -242,11 +242,10 @@ class Session:
             "device": device,
             "threads": self.threads,
             "timeout_s": timeout_s,
-            "memory_bytes": None,
+            "memory_bytes": available_bytes(hardware.detect().ram_bytes)
+            if device == "cpu"
+            else None,
         }
-        if device == "cpu":
-            ram_bytes = hardware.detect().ram_bytes
-            self.settings["memory_bytes"] = available_bytes(ram_bytes)
         self.start = workers
         self.contention = contention
         self.clock = clock
@@ -283,9 +282,9 @@ class Session:
                 kept = [r for r in kept if not r.provenance.get("crowded")]
             todo = missing_points(groups, kept)
             count = _count(todo)
-            requested = sum(len(g.points) for g in groups)
+            requested = {key for g in groups for key in g.keys}
             if self.show:
-                self._say_what_counts(stored, kept, count, requested)
+                self._say_what_counts(stored, kept, count, len(requested))
             seconds = {r.id: r.duration for r in everything if r.duration}
             self.progress = Progress(todo, seconds, self.show, self.clock)
             try:
@@ -304,12 +303,11 @@ class Session:
                         )
                         break
             except KeyboardInterrupt:
-                there = requested - count + len(self.results)
+                there = len(requested) - count + len(self.results)
                 raise Interrupted(
-                    f"interrupted: {there} of {requested} points are kept, and the samples of those that "
+                    f"interrupted: {there} of {len(requested)} points are kept, and the samples of those that "
                     "were begun; run again to go on"
                 ) from None
-        requested = {key for g in groups for key in g.keys}
         return latest([r for r in kept + self.results if r.key in requested])
 
     def _say_what_counts(self, stored, kept, missing: int, requested: int) -> None:

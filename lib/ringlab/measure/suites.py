@@ -799,3 +799,8 @@ SUITES: dict[str, Callable[..., list[Group]]] = {
     "kernels": kernel_suite,
     **{suite.__name__: suite for suite in _PAGES},
 }
+
+
+def every_group(profile: hardware.Profile) -> list[Group]:
+    """The groups of all suites."""
+    return [group for suite in SUITES.values() for group in suite(profile)]

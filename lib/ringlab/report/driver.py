@@ -23,15 +23,12 @@ from .places import ReportError, RunTarget, home, locked, note, run_target
 from .published import DOCUMENTS
 from .study import Study, read_study
 
-# Each notebook, with the suite of points that it needs; the page of claims is about the
-# rows of all others, so it comes last.
-REPORTS = {d.report: (d.suite,) for d in DOCUMENTS.values()} | {
-    "landscape": ("landscape",),
-    "selection": ("selection",),
-    "quality": (),
-    "claims": (),
-}
-REPORTS["optimization_results"] += ("kernels",)  # shown in an appendix
+# Each notebook; the page of claims is about the rows of all others, so it comes last.
+REPORTS = [
+    *(d.report for d in DOCUMENTS.values()),
+    *("landscape", "selection", "quality", "claims"),
+]
+MEASURED = "quality", "claims"  # pages without computed rows
 TRAININGS = "quality.jsonl"  # the rows of the page of quality
 # A page changes with these, as it does with the code of this package.
 MAKERS = (
@@ -53,7 +50,7 @@ def run(
     reports: Path | None = None,
     machine: hardware.Machine | None = None,
     notebooks: Sequence[Path] | None = None,
-    suite: Callable | None = None,
+    suite: Callable = suites.every_group,
     cell_timeout_s: int = 300,
     force: bool = False,
     remeasure: bool = False,
@@ -69,12 +66,12 @@ def run(
     """
     reports = home() / "reports" if reports is None else Path(reports)
     target = run_target(name, machine or hardware.detect(), reports, strict=strict)
-    names = [*REPORTS]
-    if not (target.data / TRAININGS).is_file():  # this command trains nothing
-        names.remove("quality")
-    if target.computed:  # other pages are about what was measured
-        names = [n for n in names if REPORTS[n]]
-    sources = [notebook_of(n) for n in names] if notebooks is None else notebooks
+    sources = notebooks
+    if sources is None:
+        left_out = [*MEASURED] if target.computed else []
+        if not (target.data / TRAININGS).is_file():  # this command trains nothing
+            left_out.append("quality")
+        sources = [notebook_of(name) for name in REPORTS if name not in left_out]
     pages = Pages(target, sources, notebooks is None, cell_timeout_s)
     if target.why:
         kind = "showing the rows recorded elsewhere"
@@ -88,7 +85,7 @@ def run(
             with locked(pages.folder):
                 before = pages.begin()
                 if not target.why:
-                    pages.measure((suite or _suite(sources))(target.profile), remeasure)
+                    pages.measure(suite(target.profile), remeasure)
                 written = pages.write(before, force)
         finally:  # after Ctrl-C too: the index says at once what is unfinished
             listed = index.write_index(reports)
@@ -104,17 +101,6 @@ def notebook_of(name: str) -> Path:
     folder = home() / "notebooks"
     beside = folder / name / f"{name}.ipynb"
     return beside if beside.is_file() else folder / f"{name}.ipynb"
-
-
-def _suite(notebooks: Sequence[Path]) -> Callable:
-    """The points that these pages need; those of all pages if one of them is about all
-    rows.
-    """
-    names = [n.stem for n in notebooks]
-    if not all(REPORTS[name] for name in names):
-        names = REPORTS
-    needed = dict.fromkeys(suite for name in names for suite in REPORTS[name])
-    return lambda profile: [x for name in needed for x in suites.SUITES[name](profile)]
 
 
 @dataclass(frozen=True)
@@ -258,12 +244,9 @@ class Pages:
         note("first screen of the index")
         screen = first_screen(study, drawn, learned(reports))
         files = []
-        if figure := screen.figure:  # a page has the PNG of its own figure
-            files = [
-                render.write(self.folder / "figures" / f"{figure.name}.{x}", data)
-                for x, data in (("svg", figure.svg), ("png", figure.png))
-                if data
-            ]
+        if figure := screen.figure:  # the page has its PNG
+            path = self.folder / "figures" / f"{figure['name']}.svg"
+            files = [render.write(path, figure["svg"])]
         return screen.stored(), files
 
     def _report(

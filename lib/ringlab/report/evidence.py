@@ -3,15 +3,14 @@ small models learned with which attention.
 """
 
 from collections.abc import Sequence
-
-import torch
+from itertools import chain
 
 from .. import hardware, measure
 from ..advise import Choosing, Evidence
 from ..measure.suites import selecting_systems
 from ..measure.validity import roofline_s
 from .places import read_manifest, reports_folder
-from .study import Study, pattern_of, read_study, with_rates
+from .study import Study, read_study, with_rates
 
 # Attention that small models were trained with, on the page of quality, by what advice
 # calls it.
@@ -26,11 +25,11 @@ def evidence(study: Study) -> tuple[Evidence, ...]:
     """Every quoted time of this library, as it is called by itself, on one rank."""
     return tuple(
         Evidence(
-            pattern_of(p),
-            p.seq_len,
-            (p.batch, p.heads, p.kv_heads, p.head_dim, p.causal),
-            getattr(torch, p.dtype),
-            p.passes,
+            call.pattern,
+            call.seq_len,
+            call.shape,
+            call.dtype,
+            call.passes,
             r.median,
             r.median / roofline_s(r),
         )
@@ -38,6 +37,7 @@ def evidence(study: Study) -> tuple[Evidence, ...]:
         if r.median and roofline_s(r)
         for p in [r.point]
         if p.system == "ringlab" and p.world_size == 1 and not p.options
+        for call in [p.call()]
     )
 
 
@@ -58,8 +58,8 @@ def choosing(study: Study) -> tuple[Choosing, ...]:
                 continue
             beside = dense.get((r.group, p.but(system="ringlab", options={}).id))
             if beside and r.median:
-                shape = p.batch, p.heads, p.kv_heads, p.head_dim, p.causal
-                about = p.seq_len, shape, getattr(torch, p.dtype), p.passes
+                call = p.call()
+                about = call.seq_len, call.shape, call.dtype, call.passes
                 compared.append(Choosing(name, *about, r.median / beside))
     return tuple(compared)
 
@@ -88,24 +88,22 @@ def learned(reports: Sequence[dict] = ()) -> dict[str, str]:
     page of quality among these ``reports`` of a manifest, else from a stored manifest;
     empty where there is none.
     """
-    for facts in (r["facts"] for r in reports if r.get("facts")):
-        said = {
-            kind: f"trained small, with windows of {facts['window']}: recalls "
-            f"{facts['recalled'][name]:,} of {facts['tokens']:,} tokens back"
-            for kind, name in TRAINED.items()
-            if name in facts["recalled"]
-        }
-        answered = facts.get("answered", {})
-        return said | {
-            name: f"trained small, it answers {right} % of questions about"
-            f" {facts['tokens']:,} tokens, dense attention {answered['Dense']} %"
-            for name, right in answered.items()
-            if name != "Dense"
-        }
-    if reports:
-        return learned()
-    for folder in sorted(reports_folder().glob("*/")):
-        stored = read_manifest(folder).get("reports", [])
-        if any(r.get("facts") for r in stored):
-            return learned(stored)
-    return {}
+    folders = sorted(reports_folder().glob("*/"))
+    stored = (read_manifest(folder).get("reports", []) for folder in folders)
+    known = chain(reports, chain.from_iterable(stored))
+    facts = next((r["facts"] for r in known if r.get("facts")), None)
+    if facts is None:
+        return {}
+    said = {
+        kind: f"trained small, with windows of {facts['window']}: recalls "
+        f"{facts['recalled'][name]:,} of {facts['tokens']:,} tokens back"
+        for kind, name in TRAINED.items()
+        if name in facts["recalled"]
+    }
+    answered = facts.get("answered", {})
+    return said | {
+        name: f"trained small, it answers {right} % of questions about"
+        f" {facts['tokens']:,} tokens, dense attention {answered['Dense']} %"
+        for name, right in answered.items()
+        if name != "Dense"
+    }

@@ -20,9 +20,8 @@ from ..cost import format_bytes, format_seconds
 from ..estimate import SHAPE, Estimate, estimate_call, longest
 from . import theme
 from .figures import RED, Figure, drawing
-from .first_screen import LENGTHS, rooflines
 from .tables import Cell, Table, Text
-from .templates import ENVIRONMENT, lines_of
+from .templates import lines_of
 
 MOST_BLOCKS = 8192  # of a block-sparse pattern; more take minutes to count
 NEAR = 64  # positions that are drawn one by one
@@ -120,9 +119,8 @@ def estimated(call: CallSpec) -> str:
     """Return the estimate of a call as ``ringlab estimate`` prints it, and the longest
     sequence that fits.
     """
-    ENVIRONMENT.filters |= {"bytes": format_bytes, "seconds": format_seconds}
     about = {"seq_len": call.seq_len, "budget": call.profile.memory_bytes}
-    lines = lines_of("estimate", e=estimate(call), unknown=(), **about)
+    lines = lines_of("estimate", e=estimate(call), **about)
     most = fitting(call)
     tokens = f"{most:,} tokens, of attention alone" if most else "see ringlab.longest"
     return "\n".join([*lines, f"longest    {tokens}"])
@@ -185,20 +183,6 @@ def compared(call: CallSpec) -> Table:
     return Table(title, columns, lines, note=note)
 
 
-def over_length(call: CallSpec) -> Figure:
-    """Return rooflines of the variants over length, as on the first screen of a report."""
-    advised = {}
-    for n in LENGTHS:
-        try:
-            advised[n] = advise(call.profile, n, **call.options(*SHAPE, "dtype"))
-        except ValueError:  # not even the inputs fit
-            if not advised:
-                raise
-            break
-    end = fitting(replace(call, pattern=patterns.Dense()))
-    return rooflines(call.profile, advised, end)
-
-
 # --------------------------------------------------------------------------------------
 # the page and its controls
 
@@ -234,24 +218,23 @@ def page(values: dict) -> str:
         call = call_of(values)
         about = call.options("profile", "seq_len", *SHAPE)
         if values["show"] == "variants":
-            return f"{compared(call).html}{_html(over_length(call))}"
+            return compared(call).html
         if values["show"] == "advice":
             advice = advise(**about)
             return f"<pre>{escape(advice.text())}\n\n{escape(advice.code())}</pre>"
         about |= call.options("pattern", "dtype")
         code = advise(**about, estimates=False).code()
         drawn = (parse(name, values[name]) for name in ("head", "position"))
+        figure = seen(call, *drawn)
+        image = theme.inline(figure.svg, figure.alt)
         return (
-            f"{_html(seen(call, *drawn))}<pre>{escape(estimated(call))}</pre>"
+            f"<figure>{image}<figcaption>{escape(figure.caption)}</figcaption></figure>"
+            f"<pre>{escape(estimated(call))}</pre>"
             f"<details><summary>This call as code</summary><pre>{escape(code)}</pre></details>"
         )
     except (ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())
         return f'<p role="alert" style="color:{RED};margin:.3em 0">{escape(text)}</p>'
-
-
-def _html(figure: Figure) -> str:
-    return f"<figure>{theme.inline(figure.svg, figure.alt)}<figcaption>{escape(figure.caption)}</figcaption></figure>"
 
 
 def explorer(profile: str, seq_len: int | str, ranks: int):

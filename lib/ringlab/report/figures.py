@@ -93,7 +93,6 @@ def lines(
     by: str = "variant",
     dashed: Sequence[str] = (),
     linear: bool = False,
-    limit: tuple[float, str] | None = None,
     height: float = 3.3,
 ):
     """Panels one above the other over the same x, each titled by what its y is, with a
@@ -106,7 +105,6 @@ def lines(
             where there are intervals.
         colors: by name; ``dashed`` names have no markers.
         linear: y is, instead of logarithmic.
-        limit: where a vertical line stands in the first panel, and its label.
         height: of a panel, in inches.
     """
     with drawing(**{"axes.grid": True}):
@@ -119,21 +117,6 @@ def lines(
             ends = frame.sort_values(x).drop_duplicates(by, keep="last")
             ends = [(*p, colors[p[2]]) for p in zip(ends[x], ends.y, ends[by])]
             label_ends(ax, ends, {*frame[x]}, linear)
-        if limit:
-            at, label = limit
-            axes[0, 0].axvline(at, color=RED, lw=1.5, ls=":")
-            axes[0, 0].annotate(
-                label,
-                (at, 0.02),
-                (-3, 0),
-                xycoords=("data", "axes fraction"),
-                rotation=90,
-                textcoords="offset points",
-                ha="right",
-                va="bottom",
-                color=RED,
-                fontsize=9,
-            )
         axes[-1, 0].set_xlabel(xlabel)
         return fig
 

@@ -7,13 +7,10 @@ have the sentences.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-import pandas
-
 from ..advise import (
-    AT_LEAST,
     SECONDS,
     WINDOW,
     Advice,
@@ -24,13 +21,10 @@ from ..advise import (
 )
 from ..cost import format_seconds
 from ..estimate import longest
-from ..hardware import Profile
 from ..measure import suites
 from ..measure.validity import threads
 from ..patterns import Dense
-from . import figures
 from .evidence import evidence
-from .figures import Figure
 from .findings import facts
 from .rows import SHORT
 from .study import Study, with_rates
@@ -44,33 +38,29 @@ GROUPS = (suites.LANDSCAPE_ADVISED, suites.LANDSCAPE)
 VERSION = 1  # of the facts that a manifest keeps: an index shows no others
 FAST = 131072  # tokens of the answer to how fast
 SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}  # of a call, as in the landscape
-LINES = {  # of options, by need
-    "exact": ("Dense", figures.GREY),
-    "far": ("Windows, first of 4 layers dense", figures.PURPLE),
-    "local": (suites.ADVISED, figures.BLUE),
-}
+PICTURE = "landscape-time"  # of the landscape's page
 
 
 @dataclass(frozen=True)
 class FirstScreen:
     """What the index shows of a profile: ``facts`` for its four answers, the
-    ``figure``, the ``table`` of what to use by length.
+    ``figure`` of the landscape once its page is drawn, the ``table`` of what to use by
+    length.
     """
 
     title: str
     facts: dict
-    figure: Figure | None
+    figure: Mapping | None  # its name, caption, alt and svg
     table: Table
 
     def stored(self) -> dict:
         """What the manifest keeps, for the index; the image is a file in ``figures/``."""
-        figure = self.figure
         return {
             "version": VERSION,
             "title": self.title,
             "facts": self.facts,
-            "figure": figure
-            and {"name": figure.name, "caption": figure.caption, "alt": figure.alt},
+            "figure": self.figure
+            and {name: self.figure[name] for name in ("name", "caption", "alt")},
             "html": self.table.html,
             "markdown": self.table.markdown,
         }
@@ -93,12 +83,10 @@ def first_screen(
     )
     advised = {n: tuple(_try(ask, n, p) for p in ("fwd", "fwd+bwd")) for n in LENGTHS}
     known = next(a for pair in advised.values() for a in pair if isinstance(a, Advice))
-    answers = _answers(study, advised, known)
-    end = answers["longest"] and answers["longest"]["fwd"]
     return FirstScreen(
         _title(study),
-        answers,
-        _figure(study, advised, end, drawn.get("landscape-time")),
+        _answers(study, advised, known),
+        drawn.get(PICTURE),
         _decisions(advised, study.profile.name, trained.get("far", "")),
     )
 
@@ -132,8 +120,8 @@ def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
     }
     advice = advised.get(FAST, [None])[0] or known
     takes = {x.need: x.takes for x in advice.options}
-    shape = SHAPE["batch"], SHAPE["heads"], SHAPE["heads"], SHAPE["head_dim"], False
-    same_call = [e for e in evidence(study) if (e.shape, e.passes) == (shape, "fwd")]
+    same_call = known.call.shape, "fwd"
+    lengths = [e.seq_len for e in evidence(study) if (e.shape, e.passes) == same_call]
     return facts(study) | {
         "limit": format_seconds(SECONDS),
         "window": WINDOW,
@@ -144,27 +132,13 @@ def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
         "seq_len": advice.seq_len,
         "takes": takes,
         "advised": advice.advised.takes,
-        "measured_to": max((e.seq_len for e in same_call), default=0),
+        "measured_to": max(lengths, default=0),
         "million": held and [passes for passes in held if held[passes] >= MILLION],
         "dtype": SHORT[dtype_name(dtype)],
         "kernel": advice["kernel"],
         "computed": study.computed,
         "profile": study.profile.name,
     }
-
-
-def _figure(
-    study: Study, advised: Mapping, end: int | None, picture: Mapping | None
-) -> Figure | None:
-    """The measured times of the landscape, else rooflines over length."""
-    if picture and not study.computed:
-        return Figure(**picture, png=b"")  # which the page has
-    forward = {n: pair[0] for n, pair in advised.items() if pair[0]}
-    there = replace(study.profile, memory_bytes=study.memory_bytes)
-    try:
-        return rooflines(there, forward, end)
-    except ValueError:  # no rate is known
-        return None
 
 
 def _option(advice: Advice, need: str) -> Option | None:
@@ -222,38 +196,3 @@ def _decisions(advised: Mapping, profile: str, trained: str) -> Table:
         f"`.venv/bin/python -m ringlab advise --profile {profile} --seq-len N`.",
         cards=True,
     )
-
-
-def rooflines(profile: Profile, advised: dict[int, Advice], end: int | None) -> Figure:
-    """Times of a call over length, by the advice for each; ``end``: the length at which
-    the memory is full.
-
-    Raises ValueError where no rate of the device is known.
-    """
-    points = [
-        (n, x.seconds, LINES[x.need][0])
-        for n, advice in advised.items()
-        if advice.fits is not False
-        for x in advice.options
-        if x.seconds and x.need in LINES
-    ]
-    if not points:
-        raise ValueError(
-            f"no rate is known of {profile.title}, so there is no roofline"
-        )
-    frame = pandas.DataFrame(points, columns=["seq_len", "y", "variant"])
-    forward = all(advice.call.passes == "fwd" for advice in advised.values())
-    least = all(x.time == AT_LEAST for a in advised.values() for x in a.options)
-    title = "Shortest possible time" if least else "Computed time"
-    panel = {f"{title} of a {'forward' if forward else 'training'} call (s)": frame}
-    colors = dict(LINES.values())
-    limit = (end, "memory full") if end else None
-    fig = figures.lines(panel, xlabel="Tokens", colors=colors, limit=limit)
-    full = f" {size(profile.memory_bytes)} are full at {end:,} tokens." if end else ""
-    bound = "lower bounds" if least else "from measured calls"
-    caption = f"Computed for {profile.title}: time over length, {bound}.{full}"
-    ends = "; ".join(
-        f"{name} {format_seconds(part.y.iloc[-1])} at {part.seq_len.iloc[-1]:,} tokens"
-        for name, part in frame.groupby("variant", sort=False)
-    )
-    return Figure.of(fig, "first-screen-computed", caption, f"{caption} {ends}.")

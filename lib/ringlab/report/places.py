@@ -173,13 +173,11 @@ def run_target(
     """
     profile = hardware.resolve(name, machine)
     data = Path(data or reports / profile.name / "data")
-    here = profile.kind == "cpu" or profile.name in (hardware.match(machine), "generic")
-    if profile.kind != "cpu" and here and (problem := hardware.drivable(machine)):
-        raise UsageError(problem)
     runnable, why = profile.runnable(machine)
     if runnable:
         return RunTarget(profile.on(machine), data)
     computed = not (data / "samples.jsonl").is_file()
-    if strict or computed and profile.capability is None:
+    here = profile.name == hardware.match(machine)
+    if strict or here or computed and profile.capability is None:
         raise UsageError(f"profile {profile.name!r} cannot be measured here: {why}")
     return RunTarget(profile, data, why, computed)

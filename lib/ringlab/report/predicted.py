@@ -16,7 +16,6 @@ from itertools import accumulate
 
 import torch
 
-from .. import kernels
 from ..estimate import Estimate, estimate_call
 from ..hardware import Profile, get_profile
 from ..measure.points import Point, Result
@@ -29,7 +28,7 @@ from ..measure.systems import (
 )
 from ..measure.timing import WARM_TOKENS
 from ..measure.validity import threads, why_not_quotable
-from .study import Study, pattern_of
+from .study import Study
 from .tables import Text, counted
 
 # torch's sparse tensors need data.
@@ -37,6 +36,7 @@ ENGINE = {"ringlab", *PUBLISHED, *BLOCK_SPARSE} - {TORCH_SPARSE}
 OPERATORS = (
     2000  # of all rows together that a page runs without data, so that it stays quick
 )
+PEAK = "tracked_peak_bytes"  # of a row's memory
 CLOSE = 0.01  # relative error of a peak that counts as predicted
 BLOCKS = 4096  # a block-sparse row beyond would take seconds to plan
 ROWS = 128  # of blocks, beyond which a call for each takes seconds without data
@@ -68,15 +68,15 @@ def rows_of(profile: Profile, groups: Iterable) -> list[Result]:
 def row_of(name: str, point: Point) -> Result:
     """The row of one point on the GPU of a profile, in no group."""
     profile = get_profile(name)
-    dtype = getattr(torch, point.dtype)
     ranks = point.world_size
     origin = {"profile": name, "device": profile.kind, "device_name": profile.title}
     row = Result(point, "", "computed", provenance=origin)
     if point.system in OTHER_WORK:
         return row
-    work = point.call().cost()
+    call = replace(point.call(), profile=profile)
+    work = call.cost()
     floor_bytes = work.floor_bytes // ranks
-    rates = profile.rates(dtype, floor_bytes)
+    rates = profile.rates(call.dtype, floor_bytes)
     bound_s = work.seconds(rates.flops_per_s, rates.bytes_per_s) / ranks or None
     memory = {"floor_bytes": floor_bytes}
     row = replace(row, cost=asdict(work), bound_seconds=bound_s, memory=memory)
@@ -88,11 +88,7 @@ def row_of(name: str, point: Point) -> Result:
         return replace(row, status="unsupported", reason=str(error))
     if estimated is None:
         return row
-    use = {"causal": point.causal, "for_gradients": point.passes != "fwd"}
-    shape = point.seq_len, point.heads, point.kv_heads
-    use["pattern_kind"] = kernels.kind_of(pattern_of(point), *shape)
-    device = profile.kind, profile.capability
-    kernel = kernels.expected(*device, dtype, point.head_dim, **use).name
+    kernel = call.kernel_choice(for_gradients=call.backward).name
     sent = Counter()
     for (rank, _), size in estimated.sent.items():
         sent[rank] += size
@@ -100,7 +96,7 @@ def row_of(name: str, point: Point) -> Result:
     return replace(
         row,
         bound_seconds=estimated.bound_s or None,
-        memory=memory | {"tracked_peak_bytes": estimated.peak_bytes},
+        memory=memory | {PEAK: estimated.peak_bytes},
         ranks=by_rank if ranks > 1 else {},
         provenance=origin | {"kernel": kernel},
     )
@@ -125,11 +121,10 @@ def predict(
     for row in results:
         # By rule that kernel may not run on the GPU, and yet it did.
         with suppress(NotImplementedError):
-            if row.memory.get("tracked_peak_bytes"):
-                estimated = estimate_of(
-                    row.point.without_control, threads(row), profile
-                )
-                pairs += [(row, estimated)] * (estimated is not None)
+            if row.memory.get(PEAK):
+                call = row.point.without_control, threads(row), profile
+                if estimated := estimate_of(*call):
+                    pairs.append((row, estimated))
     return pairs
 
 
@@ -185,34 +180,24 @@ def _published_call(point: Point) -> dict:
     return settings | module._ranks(point.seq_len)
 
 
-def compared(study: Study) -> tuple[list[tuple[Result, float]], int]:
-    """([(row, relative error of its predicted peak)], rows left out for their many
-    operators); few operators first.
+def accuracy(study: Study) -> Text:
+    """In a sentence how many peaks ``estimate`` predicts to 1 %, and which it does not;
+    those of few operators, as others take long.
     """
 
     def operators(row) -> int:
         return row.memory.get("operator_calls") or 0
 
-    def peak(row) -> int | None:
-        return row.memory.get("tracked_peak_bytes")
-
-    rows = (
-        r for r in study.rows(system=[*ENGINE]) if not why_not_quotable(r) and peak(r)
-    )
-    rows = sorted(rows, key=operators)
+    rows = [r for r in study.rows(system=[*ENGINE]) if not why_not_quotable(r)]
+    rows = sorted((r for r in rows if r.memory.get(PEAK)), key=operators)
     kept = [
         r
         for r, calls in zip(rows, accumulate(map(operators, rows)))
         if calls <= OPERATORS and blocks_of(r.point) <= BLOCKS
     ]
-    profile = study.profile.name if study.device_type == "cuda" else None
-    pairs = predict(kept, profile)
-    return [(r, x.peak_bytes / peak(r) - 1) for r, x in pairs], len(rows) - len(kept)
-
-
-def accuracy(study: Study) -> Text:
-    """In a sentence how many peaks ``estimate`` predicts to 1 %, and which it does not."""
-    errors, left = compared(study)
+    left = len(rows) - len(kept)
+    pairs = predict(kept, study.profile.name if study.device_type == "cuda" else None)
+    errors = [(r, x.peak_bytes / r.memory[PEAK] - 1) for r, x in pairs]
     if not errors:
         return Text(["Nothing was measured to set a prediction of memory beside."])
     off = [

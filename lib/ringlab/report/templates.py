@@ -4,6 +4,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
+from ..cost import format_bytes, format_seconds
+
 TEMPLATES = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
     loader=FileSystemLoader([TEMPLATES / "text", *TEMPLATES.glob("*/report")]),
@@ -13,6 +15,7 @@ ENVIRONMENT = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
+ENVIRONMENT.filters |= {"bytes": format_bytes, "seconds": format_seconds}
 
 
 def rendered(template: str, **values) -> str:
