@@ -18,11 +18,11 @@ from types import SimpleNamespace
 
 import package_doubles as flash
 import torch
+from package_doubles import GARBAGE, raw
 from torch import Tensor
 from torch.nn import functional as F
 
 CAPABILITY = (9, 0)  # of the pretended GPU; ``registered`` sets it
-GARBAGE = -30000.0  # read beyond an allocation, or never written
 CUDNN_GRAPHS: dict = {}  # of cuDNN's backward: the strides baked in; ``clear()`` it
 
 HALF = (torch.float16, torch.bfloat16)
@@ -58,26 +58,6 @@ def _only(*unmodelled) -> None:
 
 
 # --- memory and mathematics, shared by all operators ---
-
-
-def raw(t: Tensor, dtype: torch.dtype, size=None, stride=None) -> Tensor:
-    """What a kernel reads from t's pointer, taking it for ``dtype`` and these strides
-    (in elements; by default t's own), as float64; GARBAGE beyond the allocation.
-    """
-    if size is None and stride is None and t.dtype == dtype:
-        return t.double()
-    size = tuple(t.shape if size is None else size)
-    stride = t.stride() if stride is None else stride
-    memory = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
-    memory = memory[t.storage_offset() * t.element_size() :].clone()
-    memory = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    at = torch.zeros(size, dtype=torch.int64)
-    for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
-        shape = [1] * len(size)
-        shape[dim] = n
-        at += (torch.arange(n) * step).view(shape)
-    memory = F.pad(memory.double(), (0, 1), value=GARBAGE)
-    return memory[at.clamp(max=memory.numel() - 1)]
 
 
 def hidden_keys(m: int, m_k: int, shift: int | None) -> Tensor:
@@ -402,10 +382,9 @@ def sdp_efficient_backward(
 # --- flash: FlashAttention-2 ---
 
 
-def flash_forward(query, key, value, *rest, scale=None):
+def flash_forward(query, key, value, dropout_p=0.0, is_causal=False, *, scale=None):
     """aten::_scaled_dot_product_flash_attention, of (b, h, m, d)."""
-    _, is_causal, *unmodelled = (*rest, 0.0, False)[: max(2, len(rest))]
-    _only(*rest[:1], *unmodelled)
+    _only(dropout_p)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     a = SimpleNamespace(q=q, k=k, v=v, is_causal=is_causal, softmax_scale=scale)
     out, lse, *_ = flash.forward(a, False)
