@@ -20,7 +20,7 @@ import torch
 import trained
 import trainings
 from model import patterns
-from ringlab import Adaptive, Simulated, attention, selection
+from ringlab import Adaptive, Simulated, adaptive_attention, attention, selection
 from ringlab import nn as layers
 from ringlab.measure.store import Store
 from tasks import HIDDEN, TASKS
@@ -288,13 +288,16 @@ def test_an_indexer_learns_attention_over_the_chosen_keys_and_nothing_else_learn
     assert not learned & indexer and "attention.q_proj.weight" in learned
 
 
-def test_an_adaptive_layer_refuses_what_it_cannot_run():
+def test_an_adaptive_layer_chooses_by_content_and_refuses_what_it_cannot_run():
     pattern = patterns(16, 512)["Adaptive"][0]
     with pytest.raises(ValueError, match="takes no scheme"):
         layers.MultiheadAttention(16, 2, pattern, layout="zigzag", group=Simulated(2))
     layer = layers.MultiheadAttention(16, 2, pattern, causal=True)
     with pytest.raises(NotImplementedError, match="no cache, cu_seqlens or lengths"):
-        layer(torch.randn(1, 128, 16), cu_seqlens=[0, 64, 128])
+        layer(x := torch.randn(1, 128, 16), cu_seqlens=[0, 64, 128])
+    q, k, v = layer._projected(x)
+    wanted = adaptive_attention(q, k, v, pattern, causal=True).flatten(2)
+    assert torch.equal(layer(x), layer.out_proj(wanted))
 
 
 def test_a_pattern_may_be_a_function_of_q_and_k_on_one_device_and_one_sequence():
