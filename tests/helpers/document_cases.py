@@ -51,11 +51,14 @@ def wanted(case: Case, inputs, dout, dlse) -> dict[str, torch.Tensor]:
     return differentiated(out, lse, leaves, dout, dlse if case.lse_cotangent else None)
 
 
-def wrong(case: Case) -> dict[str, tuple[float, float]]:
-    """(error, bound) of each result that misses its bound."""
+def wrong(case: Case, device="cpu", **how) -> dict[str, tuple[float, float]]:
+    """(error, bound) of each result that misses its bound; ``how`` it is bounded."""
     inputs, dout, dlse = drawn(case)
-    want, found = wanted(case, inputs, dout, dlse), case.run(inputs, dout, dlse)
-    bounds = reference.tolerance(*inputs[:3], dout, causal=case.causal)
+    want = wanted(case, inputs, dout, dlse)
+    there = [t.to(device) for t in inputs]
+    found = case.run(there, dout.to(device), dlse.to(device))
+    found = {name: t.cpu() for name, t in found.items()}
+    bounds = reference.tolerance(*inputs[:3], dout, causal=case.causal, **how)
     bounds["dz"] = bounds["dq"]
     apart = errors(found, want, *inputs[:2], dout)
     return {x: (e, bounds[x]) for x, e in apart.items() if not e <= bounds[x]}
