@@ -3,8 +3,8 @@
 ``python tests/same_bits.py BASE_LIB NEW_LIB [--only TEXT]``
 
 Each copy makes the same few hundred calls: the cases of ``tests/helpers/matrix.py`` by
-every path, dtype and scheme, over simulated ranks (processes give the same bits, as
-``tests/ring`` checks), long sequences, and the published modules. A result is compared
+every path, random ones, many of them over simulated ranks (processes give the same
+bits, as ``tests/ring`` checks), long sequences, and the published modules. A result is compared
 by its sha256, an exception by its type. Prints the results that differ and exits with 1
 if there are any. ``--only`` makes the calls whose names contain a text.
 """
