@@ -234,7 +234,7 @@ def attention(
             raise ValueError(
                 f"{what}, got q {tuple(q.shape)}, k {tuple(k.shape)}: {AXES}; ringlab.KVCache is for generation"
             )
-    if isinstance(sinks, list | tuple):
+    if isinstance(sinks, list | tuple) and all(map(is_real, sinks)):
         sinks = torch.tensor(sinks, dtype=torch.float32, device=q.device)
     if sinks is not None:
         axes = "(heads,)"

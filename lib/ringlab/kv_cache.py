@@ -534,7 +534,8 @@ def cache_bytes(
     [4102, 42]
     """
     sizes = pattern, heads, kv_heads, max_seq_len, max_crop
-    ranks, launches = check_int("ranks", ranks), _launches(torch.device(device))
+    ranks = check_int("ranks", ranks, most=2**12)
+    launches = _launches(torch.device(device))
     policies = [_policy(*sizes, rank, ranks, launches) for rank in range(ranks)]
     policy = max(policies, key=lambda policy: policy.slots)
     check_float_dtype(dtype)

@@ -45,7 +45,6 @@ from ringlab.engine.blocks import make_plan
 from ringlab.measure import Point, systems
 from ringlab.ring import contiguous
 from ringlab.ring.launch import launch
-from torch.nn import functional as F
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -252,7 +251,7 @@ def test_a_later_key_changes_no_earlier_row_whatever_it_is(value, dtype):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_counts_are_brute_force(causal):
-    for pattern in PATTERNS:
+    for pattern in (*PATTERNS, BlockSparse([Window(3, 1)], 1)):
         x = torch.arange(101)
         shown = pattern.multiplicity(x, x, n=101, head=0, heads=1)
         pairs = int((shown.tril() if causal else shown).sum())
@@ -712,18 +711,12 @@ def test_published_systems_refuse_in_one_line(arguments, why):
         ringlab.BlockSparseOptimized(**arguments)
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [1, 6, 40, 99])
-def test_a_window_in_tokens_is_exact(tokens, causal):
-    window, n = blocks.sliding_window(tokens=tokens), 70
-    q, k, v = tensors(window, n, F64)
-    apart = torch.arange(n)[:, None] - torch.arange(n)
-    seen = (apart.abs() < tokens) & ((apart >= 0) | torch.tensor(not causal))
-    want = F.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=seen
-    )
-    found = attention(q, k, v, window, causal=causal).transpose(1, 2)
-    assert torch.allclose(found, want, rtol=1e-12, atol=1e-12)
+def test_a_window_in_tokens_is_exact(tokens):
+    at = torch.arange(70)
+    window = blocks.sliding_window(tokens=tokens)
+    shown = window.multiplicity(at, at, n=70, head=0, heads=1)
+    assert torch.equal(shown > 0, (at[:, None] - at).abs() < tokens)
 
 
 @pytest.mark.parametrize(
@@ -743,13 +736,6 @@ def test_the_names_of_blocks_are_patterns_and_their_makers():
     assert set(dir(blocks)) == set(blocks.__all__) >= {"Window", "sliding_window"}
     modules = {getattr(blocks, name).__module__ for name in dir(blocks)}
     assert modules == {"ringlab.block_patterns"}
-
-
-def test_pairs_of_a_window_of_tokens():
-    pattern, at = BlockSparse([Window(3, 1)], 1), torch.arange(9)
-    seen = pattern.multiplicity(at, at, n=9, head=0, heads=1)
-    assert pattern.pairs(9) == seen.sum()
-    assert pattern.pairs(9, True) == seen.tril().sum()
 
 
 def test_patterns_are_drawn():

@@ -78,19 +78,11 @@ def drawn(seed: int) -> Case:
         [min(r, w) for r, w in zip(rates, lengths)],
         offsets=chance.choice([*OFFSETS]),
     )
-    heads, kv_heads = chance.choice([(4, 4), (6, 2), (4, 1), (3, 3)])
-    return Case(
-        pattern,
-        chance.choice([40, 48, 72, 73, 96]),
-        chance.choice([F64, F32]),
-        chance.random() < 0.5,
-        chance.choice([1, 2]),
-        heads,
-        kv_heads,
-        8,
-        memory=chance.choice(matrix.MEMORY),
-        seed=seed,
-        backend=chance.choice(["auto", "eager"]),
+    case = replace(matrix.any_case(chance), pattern=pattern, layout=None)
+    return replace(
+        case,
+        n=chance.choice([40, 48, 72, 73, 96]),
+        dtype=chance.choice([F64, F32]),
         execution=Execution(cache=PatternCache(), results=matrix.STAINED),
     )
 

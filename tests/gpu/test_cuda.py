@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from document_cases import wanted
-from matrix import Case, drawn, errors, judged
+from document_cases import wrong as wrong_documents
+from matrix import Case, errors, judged, wrong
 from ring_cases import parity
 from ringlab import (
     Dense,
@@ -81,22 +81,8 @@ def missed(lay=lambda t: t, **changes) -> dict:
     """The error and the bound of each result of a call on ``DEVICE`` that misses it;
     ``lay`` lays tensors out.
     """
-    case = Case(
-        **{"pattern": FOLDED, "n": 1031, "dtype": BF16, "d": 64, "lse_cotangent": False}
-        | changes
-    )
-    (q, k, v), dout, dlse, want, bounds = judged(case)
-    found = case.run(
-        [lay(t.to(DEVICE)) for t in (q, k, v)], lay(dout.to(DEVICE)), dlse.to(DEVICE)
-    )
-    assert (
-        found["out"].dtype == found["dk"].dtype == case.dtype
-        and found["dk"].shape == k.shape
-    )
-    apart = errors({name: t.cpu() for name, t in found.items()}, want, q, k, dout)
-    return {
-        name: (e, bounds[name]) for name, e in apart.items() if not e <= bounds[name]
-    }
+    usual = {"pattern": FOLDED, "n": 1031, "dtype": BF16, "d": 64}
+    return wrong(Case(**usual | {"lse_cotangent": False} | changes), DEVICE, lay)
 
 
 # --------------------------------------------------------------------------------------
@@ -443,17 +429,7 @@ def test_packed_and_padded_documents_are_attended_alone(pattern, dtype):
         n, batch = (1031, 1) if "cu_seqlens" in how else (700, 2)
         case = Case(pattern, n, dtype, True, batch, d=64, lse_cotangent=False)
         case = replace(case, documents=how)
-        (q, k, v), dout, dlse = drawn(case)
-        want = wanted(case, (q, k, v), dout, dlse)
-        found = case.run([t.to(DEVICE) for t in (q, k, v)], dout.to(DEVICE), None)
-        found = {name: t.cpu() for name, t in found.items()}
-        bound = reference.tolerance(q, k, v, dout, pattern=pattern, causal=True)
-        missed = {
-            name: (error, bound[name])
-            for name, error in errors(found, want, q, k, dout).items()
-            if not error <= bound[name]
-        }
-        assert not missed, how
+        assert not wrong_documents(case, DEVICE, pattern=pattern), how
 
 
 @gpu_only

@@ -6,7 +6,17 @@ import random
 from dataclasses import replace
 
 import torch
-from matrix import BLOCK_SPARSE, DILATED, F32, F64, WAYS, Case, differentiated
+from matrix import (
+    BLOCK_SPARSE,
+    DILATED,
+    F32,
+    F64,
+    WAYS,
+    Case,
+    differentiated,
+    drawn,
+    errors,
+)
 from ringlab import Dense, Execution, blocks, reference
 
 MASKS = [p for p in BLOCK_SPARSE if "given" in str(p)]  # of one length
@@ -39,6 +49,19 @@ def wanted(case: Case, inputs, dout, dlse) -> dict[str, torch.Tensor]:
                 sinks=leaves[3] if case.sinks else None,
             )
     return differentiated(out, lse, leaves, dout, dlse if case.lse_cotangent else None)
+
+
+def wrong(case: Case, device="cpu", **how) -> dict[str, tuple[float, float]]:
+    """(error, bound) of each result that misses its bound; ``how`` it is bounded."""
+    inputs, dout, dlse = drawn(case)
+    want = wanted(case, inputs, dout, dlse)
+    there = [t.to(device) for t in inputs]
+    found = case.run(there, dout.to(device), dlse.to(device))
+    found = {name: t.cpu() for name, t in found.items()}
+    bounds = reference.tolerance(*inputs[:3], dout, causal=case.causal, **how)
+    bounds["dz"] = bounds["dq"]
+    apart = errors(found, want, *inputs[:2], dout)
+    return {x: (e, bounds[x]) for x, e in apart.items() if not e <= bounds[x]}
 
 
 def drawn_case(rng: random.Random) -> Case:

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 import package_doubles
-import torch
 import torch_doubles
+from matrix import differentiated
 from ringlab import kernels, reference
 from ringlab.kernels import DeviceSpec, triton
 
@@ -35,29 +35,10 @@ class Lists(triton.TritonKernel):
     def gradients(
         self, dout, dlse, q, k, v, out, lse, pattern, causal, scale, cached=None
     ):
-        """Of the softmax that (out, lse) are of."""
-        n, heads, group = q.shape[1], q.shape[2], q.shape[2] // k.shape[2]
-        at = torch.arange(n)
-        m = torch.stack(
-            [
-                pattern.multiplicity(
-                    at, at, n=n, head=h, heads=heads, kv_heads=k.shape[2]
-                )
-                for h in range(heads)
-            ]
-        ).double()
-        m = m.tril() if causal else m
-        exact = [t.double().transpose(1, 2) for t in (q, k, v, dout, out)]
-        q_, k_, v_, g, o = (t.repeat_interleave(heads // t.shape[1], 1) for t in exact)
-        lse = lse.double().unsqueeze(-1)
-        p = m * (scale * q_ @ k_.mT - lse.masked_fill(lse == -torch.inf, 0)).exp()
-        total = (g * o).sum(-1, keepdim=True)
-        if dlse is not None:
-            total = total - dlse.double().unsqueeze(-1).nan_to_num(0.0)
-        ds = scale * p * (g @ v_.mT - total)
-        grads = ds @ k_, ds.mT @ q_, p.mT @ g
-        grads = grads[0], *(t.unflatten(1, (-1, group)).sum(2) for t in grads[1:])
-        return tuple(t.transpose(1, 2).to(q.dtype) for t in grads)
+        leaves = [t.double().requires_grad_() for t in (q, k, v)]
+        found = reference.attention(*leaves, pattern, causal=causal, scale=scale)
+        grads = list(differentiated(*found, leaves, dout, dlse).values())[2:]
+        return tuple(grad.to(q.dtype) for grad in grads)
 
 
 @contextmanager

@@ -13,12 +13,13 @@ import sys
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
 
 import torch
-from matrix import NAMES, Case, differentiated, errors, judged
+from matrix import NAMES, Case, differentiated, drawn, errors, judged
 from random_cases import seeds
 from ringlab import (
     Dense,
@@ -50,191 +51,97 @@ FOLDED = Dilated([32, 64], [1, 2])
 BLIND = block_patterns.from_mask(
     torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]]) > 0, block_size=16
 )
-# pattern, n, heads, K/V heads, head_dim, causal, dtype, scale, tile
+ONE = {"heads": 1, "kv_heads": 1}
+TWO = {"heads": 2, "kv_heads": 1}
+BOTH = {"heads": 2, "kv_heads": 2}
+BLOCKS = block_patterns.BlockSparse
+SHORT = Dilated([8, 16], [3, 2], offsets="branch")  # some rows are not covered
+BY_HEAD = Dilated([32, 64], [1, 2], offsets="kv_head")
+# the call, rows and columns of a tile
 PLAIN = {
-    "folded, causal, grouped": (FOLDED, 41, 2, 1, 16, True, F32, None, (16, 16)),
+    "folded, causal, grouped": (Case(FOLDED, 41, F32, True, **TWO), 16, 16),
     "folded thrice, half": (
-        Dilated([32, 32, 32], [1, 1, 2]),
-        35,
-        1,
-        1,
+        Case(Dilated([32, 32, 32], [1, 1, 2]), 35, F16, **ONE),
         16,
-        False,
-        F16,
-        None,
-        (16, 32),
+        32,
     ),
     "several launches, rows uncovered": (
-        Dilated([8, 16], [3, 2], offsets="branch"),
-        20,
-        2,
-        1,
+        Case(SHORT, 20, F16, True, scale=0.5, **TWO),
         16,
-        True,
-        F16,
-        0.5,
-        (16, 16),
+        16,
     ),
     "several launches, batch": (
-        Dilated([6, 20], [1, 4], offsets="block"),
-        9,
-        1,
-        1,
+        Case(Dilated([6, 20], [1, 4], offsets="block"), 9, F32, batch=2, **ONE),
         16,
-        False,
-        F32,
-        None,
-        (16, 16),
+        16,
     ),
     "head groups of unlike rates": (
-        Dilated([16, 8], [3, 2], "head_groups"),
-        19,
-        3,
-        1,
+        Case(Dilated([16, 8], [3, 2], "head_groups"), 19, F32, True, 1, 3, 1),
         16,
-        True,
-        F32,
-        None,
-        (16, 16),
+        16,
     ),
     "block-sparse": (
-        block_patterns.local_global(0, 1, block_size=16),
-        39,
-        2,
-        1,
+        Case(block_patterns.local_global(0, 1, block_size=16), 39, F32, True, **TWO),
         16,
-        True,
-        F32,
-        None,
-        (16, 16),
+        16,
     ),
     "block-sparse, queries that see nothing": (
-        BLIND,
-        45,
-        1,
-        1,
+        Case(BLIND, 45, F16, True, **ONE),
         16,
-        True,
-        F16,
-        None,
-        (16, 16),
+        16,
     ),
     "window of tokens, causal, grouped": (
-        block_patterns.sliding_window(tokens=21),
-        75,
-        4,
-        2,
+        Case(block_patterns.sliding_window(tokens=21), 75, F32, True),
         16,
-        True,
-        F32,
-        None,
-        (16, 16),
+        16,
     ),
     "first tokens, window and segments, both ways": (
-        block_patterns.BlockSparse(
-            [
-                block_patterns.Window(9, 4),
-                block_patterns.Global(5),
-                block_patterns.Segment(20),
-            ],
-            1,
+        Case(
+            BLOCKS(
+                [
+                    block_patterns.Window(9, 4),
+                    block_patterns.Global(5),
+                    block_patterns.Segment(20),
+                ],
+                1,
+            ),
+            77,
+            F16,
+            **TWO,
         ),
-        77,
-        2,
-        1,
         16,
-        False,
-        F16,
-        None,
-        (16, 32),
+        32,
     ),
     "dense, padded head_dim, negative scale": (
-        Dense(),
-        33,
-        1,
-        1,
-        24,
-        True,
-        F16,
-        -0.3,
-        (32, 16),
+        Case(Dense(), 33, F16, True, d=24, scale=-0.3, **ONE),
+        32,
+        16,
     ),
-    "dense, odd head_dim, scale 0": (Dense(), 18, 1, 1, 5, False, F32, 0.0, (32, 16)),
+    "dense, odd head_dim, scale 0": (
+        Case(Dense(), 18, F32, d=5, scale=0.0, **ONE),
+        32,
+        16,
+    ),
 }
-# the same without a tile: calls of a dense kernel that the fused merge joins
+# calls of a dense kernel that the fused merge joins
 JOINED = {
-    "in place": (Dilated([16, 32], [1, 2]), 64, 2, 2, 16, True, F16, None),
-    "in place, bfloat16": (Dilated([16, 32], [1, 2]), 32, 2, 2, 16, False, BF16, None),
-    "in place, batch folds": (
-        Dilated([4, 8, 16], [1, 2, 4]),
-        16,
-        2,
-        2,
-        8,
-        False,
-        F32,
-        None,
+    "in place": Case(Dilated([16, 32], [1, 2]), 64, F16, True, **BOTH),
+    "in place, bfloat16": Case(Dilated([16, 32], [1, 2]), 32, BF16, **BOTH),
+    "in place, batch folds": Case(
+        Dilated([4, 8, 16], [1, 2, 4]), 16, F32, batch=2, d=8, **BOTH
     ),
-    "short segments, grouped": (
-        Dilated([4, 8], [1, 2], offsets="kv_head"),
-        14,
-        4,
-        2,
-        16,
-        True,
-        F16,
-        None,
+    "short segments, grouped": Case(
+        Dilated([4, 8], [1, 2], offsets="kv_head"), 14, F16, True
     ),
-    "offsets of two K/V heads": (
-        Dilated([32, 64], [1, 2], offsets="kv_head"),
-        128,
-        2,
-        2,
-        16,
-        False,
-        F32,
-        None,
+    "offsets of two K/V heads": Case(BY_HEAD, 128, F32, **BOTH),
+    "offsets of one, otherwise alike": Case(BY_HEAD, 128, F32, **TWO),
+    "rows uncovered, negative scale": Case(
+        SHORT, 16, F32, True, d=12, scale=-0.3, **TWO
     ),
-    "offsets of one, otherwise alike": (
-        Dilated([32, 64], [1, 2], offsets="kv_head"),
-        128,
-        2,
-        1,
-        16,
-        False,
-        F32,
-        None,
+    "rates that do not divide, batch": Case(
+        Dilated([6, 10], [1, 4], offsets="block"), 18, F32, batch=2, d=5, **BOTH
     ),
-    "rows uncovered, negative scale": (
-        Dilated([8, 16], [3, 2], offsets="branch"),
-        16,
-        2,
-        1,
-        12,
-        True,
-        F32,
-        -0.3,
-    ),
-    "rates that do not divide, batch": (
-        Dilated([6, 10], [1, 4], offsets="block"),
-        18,
-        2,
-        2,
-        5,
-        False,
-        F32,
-        None,
-    ),
-    "head groups": (
-        Dilated([8, 4], [3, 2], "head_groups"),
-        13,
-        3,
-        1,
-        16,
-        True,
-        F16,
-        None,
-    ),
+    "head groups": Case(Dilated([8, 4], [3, 2], "head_groups"), 13, F16, True, 1, 3, 1),
 }
 
 
@@ -293,40 +200,26 @@ def inside_inf(t: torch.Tensor) -> torch.Tensor:
     ].copy_(t)
 
 
-def run(pattern, n, heads, kv_heads, d, causal, dtype, scale, tile, batch=1):
+def run(case: Case, *tile: int):
     """The results' errors of attention with this tile, whatever its size."""
     triton_config.sizes = lambda kind: Sizes(*tile, 4, 1)
-    return checked(
-        pattern,
-        n,
-        heads,
-        kv_heads,
-        d,
-        causal,
-        dtype,
-        scale,
-        batch,
-        inside_inf,
-        backend="triton",
-    )
+    return checked(replace(case, backend="triton"))
 
 
-def run_joined(*case, batch=1, lay=inside_inf):
+def run_joined(case: Case, lay=inside_inf):
     with kernels.pretend(kernels.DeviceSpec("cuda"), Padded()):
-        return checked(*case, batch, lay)
+        return checked(case, lay)
 
 
-def checked(pattern, n, heads, kv_heads, d, causal, dtype, scale, batch, lay, **how):
-    case = Case(pattern, n, dtype, causal, batch, heads, kv_heads, d, scale, **how)
+def checked(case: Case, lay=inside_inf):
     (q, k, v), dout, dlse, want, bound = judged(case)
     got = case.run([lay(t) for t in (q, k, v)], lay(dout), dlse)
-    if scale is not None and scale < 0:
+    if case.scale is not None and case.scale < 0:
         # A dense kernel that masks before it scales makes no bound for a negative
         # scale; -q with -scale is the same.
-        bound = reference.tolerance(
-            -q, k, v, dout, pattern=pattern, causal=causal, scale=-scale
-        )
-    return {"error": errors(got, want, q, k, dout, scale), "bound": bound}
+        how = {"pattern": case.pattern, "causal": case.causal, "scale": -case.scale}
+        bound = reference.tolerance(-q, k, v, dout, **how)
+    return {"error": errors(got, want, q, k, dout, case.scale), "bound": bound}
 
 
 def show(name: str, **found) -> None:
@@ -342,7 +235,7 @@ def main(part: str):
     kernels.PROBE_ROWS = (20,)  # interpreted, a program takes milliseconds
     if part == "plain":
         for name, case in PLAIN.items():
-            show(name, **run(*case, batch=2 if "batch" in name else 1))
+            show(name, **run(*case))
         with schedules(once):
             show("each pair once", **run(*PLAIN["folded, causal, grouped"]))
         compiled(Dilated([8, 16], [1, 2]), 18, 1, 1, 16)
@@ -387,12 +280,9 @@ def joined():
     fused_merge.ELEMENTS = 256  # several programs a head
     for name, case in JOINED.items():
         lay = torch.clone if "folds" in name else inside_inf
-        show(
-            name,
-            **run_joined(*case, batch=2 if "batch" in name else 1, lay=lay),
-        )
+        show(name, **run_joined(case, lay))
     for name in ("in place", "short segments, grouped"):
-        show(f"bytes, {name}", **traffic(*JOINED[name][:5]))
+        show(f"bytes, {name}", **traffic(JOINED[name]))
     show("held", **held(Dilated([16, 32], [1, 2]), 41))
     case, build, merge = JOINED["in place"], fused_merge.make_rows, fused_merge._merge
 
@@ -400,7 +290,7 @@ def joined():
         merge(into, lse, calls, parts, tuple(map(torch.zeros_like, lses)), *rest)
 
     with mock.patch.object(fused_merge, "_merge", unweighted):
-        show("all parts weigh alike", **run_joined(*case))
+        show("all parts weigh alike", **run_joined(case))
     caches.GLOBAL.clear()
 
     def without_a_head(*args):
@@ -409,10 +299,10 @@ def joined():
         return rows
 
     with mock.patch.object(fused_merge, "make_rows", without_a_head):
-        show("a head forgotten", **run_joined(*case))
+        show("a head forgotten", **run_joined(case))
 
 
-def traffic(pattern, n, heads, kv_heads, d):
+def traffic(case: Case):
     """Bytes that the join read and wrote, tables apart, and those that are computed."""
     from triton.runtime.interpreter import InterpreterBuilder as Builder
 
@@ -431,16 +321,17 @@ def traffic(pattern, n, heads, kv_heads, d):
         moved[1] += int(mask.data.sum()) * ptrs.get_element_ty().primitive_bitwidth // 8
         return store(self, ptrs, value, mask, *rest)
 
-    q, k, v = (torch.randn(1, n, h, d).half() for h in (heads, kv_heads, kv_heads))
+    q, k, v = drawn(case)[0]
     patch = mock.patch.object
     with kernels.pretend(kernels.DeviceSpec("cuda"), Padded()):
         with (
             patch(Builder, "create_masked_load", counted_load),
             patch(Builder, "create_masked_store", counted_store),
         ):
-            attention(q, k, v, pattern)
-    plan = make_plan(pattern, n, heads, kv_heads)
-    return {"moved": moved, "told": join_bytes(plan, 1, n, heads, d, F16)}
+            attention(q, k, v, case.pattern)
+    plan = make_plan(case.pattern, case.n, case.heads, case.kv_heads)
+    told = join_bytes(plan, 1, case.n, case.heads, case.d, F16)
+    return {"moved": moved, "told": told}
 
 
 def join_bytes(

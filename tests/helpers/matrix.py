@@ -292,12 +292,16 @@ def judged(case: Case):
     )
 
 
-def wrong(case: Case) -> dict[str, tuple[float, float]]:
-    """Run a case: (error, bound) of each result that misses its bound, {} where all is
-    right.
+def wrong(case: Case, device="cpu", lay=lambda t: t) -> dict[str, tuple[float, float]]:
+    """Run a case on a device, on tensors that ``lay`` lays out: (error, bound) of each
+    result that misses its bound, {} where all is right.
     """
     inputs, dout, dlse, want, bounds = judged(case)
-    (q, k, *_), found = inputs, case.run(inputs, dout, dlse)
+    q, k, *_ = inputs
+    *rows, there = (lay(t.to(device)) for t in (*inputs[:3], dout))
+    more = [t.to(device) for t in inputs[3:]]
+    found = case.run(rows + more, there, dlse.to(device))
+    found = {name: t.cpu() for name, t in found.items()}
     apart = errors(found, want, q, k, dout, case.scale)
     missed = {
         name: (e, bounds[name]) for name, e in apart.items() if not e <= bounds[name]

@@ -27,20 +27,32 @@ import torch
 from torch.library import Library, _scoped_library, custom_op
 from torch.nn.functional import pad
 
+GARBAGE = -30000.0  # read beyond an allocation, or never written
+
 
 def check(condition: bool, message: str) -> None:  # TORCH_CHECK
     if not condition:
         raise RuntimeError(message)
 
 
-def by_pointer(t: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """What a kernel reads that takes ``t.data_ptr()`` for contiguous fp32 numbers."""
-    count, storage = torch.Size(shape).numel(), t.untyped_storage()
-    start = t.data_ptr() - storage.data_ptr() if t.numel() else 0
-    raw = torch.empty(0, dtype=torch.uint8).set_(storage)[start : start + 4 * count]
-    found = raw[: len(raw) // 4 * 4].clone().view(torch.float32).double()
-    # Beyond the end of the storage: P is exp(s + 100).
-    return pad(found, (0, count - len(found)), value=-100.0).view(shape)
+def raw(t: torch.Tensor, dtype: torch.dtype, size=None, stride=None) -> torch.Tensor:
+    """What a kernel reads from t's pointer, taking it for ``dtype`` and these strides
+    (in elements; by default t's own), as float64; GARBAGE beyond the allocation.
+    """
+    if size is None and stride is None and t.dtype == dtype:
+        return t.double()
+    size = tuple(t.shape if size is None else size)
+    stride = t.stride() if stride is None else stride
+    memory = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+    memory = memory[t.storage_offset() * t.element_size() :].clone()
+    memory = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    at = torch.zeros(size, dtype=torch.int64)
+    for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
+        shape = [1] * len(size)
+        shape[dim] = n
+        at += (torch.arange(n) * step).view(shape)
+    memory = pad(memory.double(), (0, 1), value=GARBAGE)
+    return memory[at.clamp(max=memory.numel() - 1)]
 
 
 def scores_of(a, *others: torch.Tensor):
@@ -55,6 +67,15 @@ def scores_of(a, *others: torch.Tensor):
     seen = seen & getattr(a, "blocks", True)  # of FA4
     scale = d**-0.5 if a.softmax_scale is None else a.softmax_scale
     return (scale * (q @ rest[0].mT)).masked_fill(~seen, -torch.inf), scale, q, *rest
+
+
+def exact_attention(a, out: torch.Tensor) -> torch.Tensor:
+    """The lse (b, h, m); ``out`` (b, m, h, d) is written."""
+    scores, *_, v = scores_of(a)
+    lse = scores.logsumexp(-1)
+    p = scores.softmax(-1).masked_fill(lse.isneginf().unsqueeze(-1), 0.0)
+    out.copy_((p @ v).transpose(1, 2))
+    return lse
 
 
 def check_inputs(a, hopper: bool, **others: torch.Tensor) -> None:
@@ -100,10 +121,7 @@ def forward(a, hopper: bool):
         out.zero_(), lse.fill_(torch.inf)
     elif out.numel() or not hopper:
         launch(hopper, out.numel() > 0, a.q, a.k, a.v, out)
-        scores, *_, v = scores_of(a)
-        found = scores.logsumexp(-1)
-        p = scores.softmax(-1).masked_fill(found.isneginf().unsqueeze(-1), 0.0)
-        out.copy_((p @ v).transpose(1, 2))
+        found = exact_attention(a, out)
         # FA2 src/softmax.h, FA3 softmax.h: a row that sees nothing, or whose sum is nan.
         unseen = -torch.inf if hopper else torch.inf
         lse.copy_(found.masked_fill(found.isneginf() | found.isnan(), unseen))
@@ -137,7 +155,8 @@ def backward(a, hopper: bool):
     grid = h * (n or a.deterministic) > 0
     launch(hopper, grid, a.dout, a.q, a.k, a.v, a.out, dq, dk, dv)
     # FA2 src/flash_bwd_kernel.h, row_offset_lse; FA3 flash_bwd_launch_template.h.
-    total, *grads = exact_gradients(a, by_pointer(a.softmax_lse, (b, h, m)))
+    lse = raw(a.softmax_lse, torch.float32, (b, h, m), (h * m, m, 1))
+    total, *grads = exact_gradients(a, lse)
     dq.copy_(grads[0].transpose(1, 2))
     for into, grad in zip((dk, dv), grads[1:]):
         # FA2 rounds the gradients of shared heads before it sums them (dk_expanded).
@@ -302,10 +321,7 @@ def forward_4(
     a.blocks = seen_4(a, block_sparse_tensors, False)
     out, lse = q.new_zeros(q.shape), torch.full(q.transpose(1, 2).shape[:3], -torch.inf)
     if out.numel() and k.shape[1]:
-        scores, *_, values = scores_of(a)
-        found = scores.logsumexp(-1)
-        p = scores.softmax(-1).masked_fill(found.isneginf().unsqueeze(-1), 0.0)
-        out.copy_((p @ values).transpose(1, 2))
+        found = exact_attention(a, out)
         # softmax.py, finalize: a row that sees nothing, or whose sum is nan.
         lse.copy_(found.masked_fill(found.isnan(), -torch.inf))
     return out, lse if return_lse else None, None, None, None

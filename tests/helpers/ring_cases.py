@@ -477,6 +477,9 @@ def refused_by_rank_1() -> dict[str, str]:
     targets = torch.zeros(1, 5 if wrong else 4, dtype=torch.int64)
     call("loss", mean_loss, torch.ones(1, 4, 8), targets, group)
     call("gradients", average_gradients, torch.nn.Linear(2, 3 if wrong else 2), group)
+    layer = torch.nn.Linear(2, 2, bias=False)
+    layer.weight.grad = torch.eye(2).to_sparse() if wrong else torch.eye(2)
+    call("kinds", average_gradients, layer, group)
     attend("right")
     return found
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from types import SimpleNamespace
 
+import package_doubles as flash
 import torch
+from package_doubles import GARBAGE, raw
 from torch import Tensor
 from torch.nn import functional as F
 
 CAPABILITY = (9, 0)  # of the pretended GPU; ``registered`` sets it
-GARBAGE = -30000.0  # read beyond an allocation, or never written
 CUDNN_GRAPHS: dict = {}  # of cuDNN's backward: the strides baked in; ``clear()`` it
 
 HALF = (torch.float16, torch.bfloat16)
@@ -56,26 +58,6 @@ def _only(*unmodelled) -> None:
 
 
 # --- memory and mathematics, shared by all operators ---
-
-
-def raw(t: Tensor, dtype: torch.dtype, size=None, stride=None) -> Tensor:
-    """What a kernel reads from t's pointer, taking it for ``dtype`` and these strides
-    (in elements; by default t's own), as float64; GARBAGE beyond the allocation.
-    """
-    if size is None and stride is None and t.dtype == dtype:
-        return t.double()
-    size = tuple(t.shape if size is None else size)
-    stride = t.stride() if stride is None else stride
-    memory = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
-    memory = memory[t.storage_offset() * t.element_size() :].clone()
-    memory = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    at = torch.zeros(size, dtype=torch.int64)
-    for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
-        shape = [1] * len(size)
-        shape[dim] = n
-        at += (torch.arange(n) * step).view(shape)
-    memory = F.pad(memory.double(), (0, 1), value=GARBAGE)
-    return memory[at.clamp(max=memory.numel() - 1)]
 
 
 def hidden_keys(m: int, m_k: int, shift: int | None) -> Tensor:
@@ -400,102 +382,36 @@ def sdp_efficient_backward(
 # --- flash: FlashAttention-2 ---
 
 
-def _flash_checks(q: Tensor, k: Tensor, v: Tensor, direction: str, **others) -> None:
-    """flash_api.cpp, mha_fwd and mha_bwd, of (b, m, h, d); heads of keys may be fewer."""
-    _check(_cc() >= 80, "FlashAttention only supports Ampere GPUs or newer.")
-    _check(q.dtype in HALF, "FlashAttention only support fp16 and bf16 data type")
-    for name, t in {"key": k, "value": v, **others}.items():
-        _check(t.dtype == q.dtype, f"query and {name} must have the same dtype")
-    dense = all(t.stride(-1) == 1 for t in (q, k, v))
-    _check(dense, "Input tensor must have contiguous last dimension")
-    (b, m, h, d), (m_k, h_k) = q.shape, k.shape[1:3]
-    _check(d % 8 == 0, "head_size must be a multiple of 8, this is ensured by padding!")
-    most = f"FlashAttention {direction} only supports head dimension at most 256"
-    _check(d <= 256, most)
-    message = "Number of heads in key/value must divide number of heads in query"
-    _check(h % h_k == 0, message)
-    shapes = dict.fromkeys("kv", (b, m_k, h_k, d)) | dict.fromkeys(others, (b, m, h, d))
-    for name, t in {"k": k, "v": v, **others}.items():  # CHECK_SHAPE: d_v is d
-        _check(t.shape == shapes[name], f"{name} must have shape {shapes[name]}")
-    _check(not any(_misaligned(t, 8) for t in (q, k, v)), MISALIGNED)
+def flash_forward(query, key, value, dropout_p=0.0, is_causal=False, *, scale=None):
+    """aten::_scaled_dot_product_flash_attention, of (b, h, m, d)."""
+    _only(dropout_p)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    a = SimpleNamespace(q=q, k=k, v=v, is_causal=is_causal, softmax_scale=scale)
+    out, lse, *_ = flash.forward(a, False)
+    state = torch.zeros(2, dtype=torch.uint64)
+    rest = None, None, q.shape[1], k.shape[1], state, state[0], out.new_empty(0)
+    return out.transpose(1, 2), lse, *rest
+
+
+def flash_backward(grad_out, query, key, value, out, logsumexp, *rest, scale=None):
+    """aten::_scaled_dot_product_flash_attention_backward, of (b, h, m, d)."""
+    cum_seq_q, cum_seq_k, _, _, dropout_p, is_causal, *_ = rest
+    _only(cum_seq_q, cum_seq_k, dropout_p)
+    tensors = dict(q=query, k=key, v=value, dout=grad_out, out=out)
+    a = SimpleNamespace(**{name: t.transpose(1, 2) for name, t in tensors.items()})
+    # attention_backward.cu, _flash_attention_backward: both are made contiguous
+    a.dout, a.out = a.dout.contiguous(), a.out.contiguous()
+    a.softmax_lse, a.is_causal, a.softmax_scale = logsumexp, is_causal, scale
+    a.dq = a.dk = a.dv = a.deterministic = None
+    return tuple(t.transpose(1, 2) for t in flash.backward(a, False)[1:])
+
+
+# --- cuDNN ---
 
 
 def _grouped(t: Tensor, q: Tensor) -> Tensor:
     """Keys or values (b, h_k, m_k, d), repeated for q's heads."""
     return t.repeat_interleave(q.shape[1] // t.shape[1], 1)
-
-
-def flash_forward(
-    query,
-    key,
-    value,
-    dropout_p=0.0,
-    is_causal=False,
-    return_debug_mask=False,
-    *,
-    scale=None,
-):
-    """aten::_scaled_dot_product_flash_attention, of (b, h, m, d)."""
-    _only(dropout_p, return_debug_mask)
-    same = key.shape[2] == value.shape[2]  # attention.cu
-    _check(same, "Key and Value must have the same sequence length")
-    q_t, k_t, v_t = (t.transpose(1, 2) for t in (query, key, value))
-    _flash_checks(q_t, k_t, v_t, "forward")
-    m, m_k = query.shape[2], key.shape[2]
-    # flash_fwd_kernel.h: the last query sees all keys, whatever the lengths
-    hidden = hidden_keys(m, m_k, m_k - m if is_causal else None)
-    q, k, v = (_grouped(t.double(), query) for t in (query, key, value))
-    found, lse = exact_attention(q, k, v, _scale(query, scale), hidden)
-    out = _fill(q_t, found.transpose(1, 2)).transpose(1, 2)  # empty_like(q)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # softmax.h
-    state = torch.zeros(2, dtype=torch.uint64)
-    unused = torch.zeros((), dtype=torch.uint64)
-    nothing = torch.empty(0, dtype=query.dtype)
-    return out, lse.float(), None, None, m, m_k, state, unused, nothing
-
-
-def flash_backward(
-    grad_out,
-    query,
-    key,
-    value,
-    out,
-    logsumexp,
-    cum_seq_q,
-    cum_seq_k,
-    max_q,
-    max_k,
-    dropout_p,
-    is_causal,
-    philox_seed,
-    philox_offset,
-    *,
-    scale=None,
-):
-    """aten::_scaled_dot_product_flash_attention_backward, of (b, h, m, d)."""
-    _only(cum_seq_q, cum_seq_k, dropout_p)
-    q_t, k_t, v_t = (t.transpose(1, 2) for t in (query, key, value))
-    # attention_backward.cu, _flash_attention_backward: both are made contiguous
-    dout_t, out_t = (t.transpose(1, 2).contiguous() for t in (grad_out, out))
-    _flash_checks(q_t, k_t, v_t, "backward", out=out_t, dout=dout_t)
-    (b, h, m, _), (h_k, m_k) = query.shape, key.shape[1:3]
-    hidden = hidden_keys(m, m_k, m_k - m if is_causal else None)
-    q, k, v = (_grouped(t.double(), query) for t in (query, key, value))
-    g, o = grad_out.double(), out.double()
-    # flash_api.cpp, mha_bwd: data_ptr() alone, taken for dense (b, h, m) of fp32
-    lse = raw(logsumexp, torch.float32, (b, h, m), (h * m, m, 1))
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # softmax.h, scale_apply_exp2
-    dq, *both = exact_backward(
-        g, q, k, v, lse, (g * o).sum(-1), _scale(query, scale), hidden, dtype=q_t.dtype
-    )
-    dk, dv = (t.unflatten(1, (h_k, -1)).sum(2) for t in both)
-    return tuple(
-        _fill(t, grad.transpose(1, 2)).transpose(1, 2)
-        for t, grad in zip((q_t, k_t, v_t), (dq, dk, dv))
-    )
-
-
-# --- cuDNN ---
 
 
 def _cudnn_reads(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.dtype, list[Tensor]]:

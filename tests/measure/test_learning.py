@@ -20,7 +20,7 @@ import torch
 import trained
 import trainings
 from model import patterns
-from ringlab import Adaptive, Simulated, attention, selection
+from ringlab import Adaptive, Simulated, adaptive_attention, attention, selection
 from ringlab import nn as layers
 from ringlab.measure.store import Store
 from tasks import HIDDEN, TASKS
@@ -194,23 +194,6 @@ def test_dense_trains_as_with_attention_of_torch(monkeypatch):
     assert max(abs(a / b - 1) for a, b in zip(ours, theirs)) < 0.01
 
 
-@pytest.mark.parametrize("pattern", ["Window", "LongNet", "BigBird", "Adaptive"])
-def test_gradients_of_a_step_are_those_of_masked_attention(pattern):
-    run = trained.small("recall", pattern)
-    model, batch = build(run)[0].double(), TASKS["recall"].batch(2, 128, "0")
-    run.set_length(model, 128)
-    results = []
-    for own in (True, False):
-        model.zero_grad()
-        if not own:
-            for block in model.blocks:
-                block.attention._forward = masked(block.attention)
-        layers.mean_loss(model(batch.tokens), batch.targets).backward()
-        results.append([p.grad.clone() for p in model.parameters()])
-    for got, wanted in zip(*results):
-        assert (got - wanted).norm() <= 1e-10 * max(wanted.norm(), 1e-3)
-
-
 def block_on_rows(name: str) -> tuple:
     """A block in float64, its input x, and y, q and k of it (b, n, h, d)."""
     run = trained.small("recall", name)
@@ -305,49 +288,16 @@ def test_an_indexer_learns_attention_over_the_chosen_keys_and_nothing_else_learn
     assert not learned & indexer and "attention.q_proj.weight" in learned
 
 
-def masked(layer):
-    """The layer with its pattern written down densely."""
-    from ringlab.adaptive import Adaptive, best_blocks
-
-    def forward(x, asked, cache):
-        n, h = x.shape[1], layer.num_heads
-        q, k, v = (
-            p(x).unflatten(-1, (h, -1))
-            for p in (layer.q_proj, layer.k_proj, layer.v_proj)
-        )
-        q, k = (layers.rotary(t, torch.arange(n), layer.rotary_base) for t in (q, k))
-        if isinstance(layer.pattern, Adaptive):
-            size = layer.pattern.block_size
-            picks = best_blocks(
-                q, k, layer.pattern, None, True
-            )  # (b, h, blocks, top_k), -1 for none
-            chosen = torch.zeros(*picks.shape[:3], n // size + 1)
-            chosen = chosen.scatter_(3, picks + 1, 1.0)[..., 1:]
-            m = chosen.repeat_interleave(size, 2).repeat_interleave(size, 3)
-        else:
-            m = torch.stack(
-                [
-                    layer.pattern.multiplicity(
-                        torch.arange(n), torch.arange(n), n=n, head=i, heads=h
-                    )
-                    for i in range(h)
-                ]
-            )[None]
-        bias = (m.double() * torch.ones(n, n).tril()).log()
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        scores = q @ k.mT * q.shape[3] ** -0.5 + bias
-        return layer.out_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-    return forward
-
-
-def test_an_adaptive_layer_refuses_what_it_cannot_run():
+def test_an_adaptive_layer_chooses_by_content_and_refuses_what_it_cannot_run():
     pattern = patterns(16, 512)["Adaptive"][0]
     with pytest.raises(ValueError, match="takes no scheme"):
         layers.MultiheadAttention(16, 2, pattern, layout="zigzag", group=Simulated(2))
     layer = layers.MultiheadAttention(16, 2, pattern, causal=True)
     with pytest.raises(NotImplementedError, match="no cache, cu_seqlens or lengths"):
-        layer(torch.randn(1, 128, 16), cu_seqlens=[0, 64, 128])
+        layer(x := torch.randn(1, 128, 16), cu_seqlens=[0, 64, 128])
+    q, k, v = layer._projected(x)
+    wanted = adaptive_attention(q, k, v, pattern, causal=True).flatten(2)
+    assert torch.equal(layer(x), layer.out_proj(wanted))
 
 
 def test_a_pattern_may_be_a_function_of_q_and_k_on_one_device_and_one_sequence():

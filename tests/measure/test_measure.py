@@ -465,7 +465,7 @@ def test_commit_is_unknown_outside_a_checkout_unless_it_is_told(
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_dirty_looks_aside_from_reports(tmp_path):
+def test_dirty_looks_aside_from_reports_and_variables_of_hooks(tmp_path, monkeypatch):
     package, reports = tmp_path / "lib", tmp_path / "reports"
     for folder in (package, reports):
         folder.mkdir()
@@ -474,6 +474,8 @@ def test_dirty_looks_aside_from_reports(tmp_path):
     for command in (["init"], ["add", "."], ["commit", "-m", "one"]):
         subprocess.run(git + command, check=True, capture_output=True)
     (reports / "rows").write_text("1")
+    for name in "DIR WORK_TREE INDEX_FILE COMMON_DIR OBJECT_DIRECTORY".split():
+        monkeypatch.setenv(f"GIT_{name}", str(reports))
     commit, dirty = provenance.git_state(package)
     assert len(commit) == 40 and dirty is False
     (package / "patterns.py").write_text("x = 2\n")

@@ -433,6 +433,22 @@ def test_a_notebook_has_a_kernel_of_its_own_and_a_failed_one_is_kept(tmp_path):
     assert len(pids) == 2 and gone(pids, 10)
 
 
+def test_a_kernel_that_is_stopped_before_it_has_a_client_is_ended(
+    tmp_path, monkeypatch
+):
+    pids = set()
+
+    def stop(client):
+        pids.add(client.km.provisioner.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(render.NotebookClient, "start_new_kernel_client", stop)
+    source = notebook(tmp_path / "good.ipynb", "")
+    with pytest.raises(KeyboardInterrupt):
+        render.execute(source, {}, tmp_path, tmp_path / "kept.ipynb")
+    assert len(pids) == 1 and gone(pids, 10)
+
+
 def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_run(
     place, tmp_path, monkeypatch
 ):

@@ -73,6 +73,8 @@ REFUSED = {
 def test_what_one_rank_refuses_all_raise_with_its_number_and_its_reason():
     """And the next call runs."""
     first, second = launch.launch(refused_by_rank_1, 2, timeout_s=60.0)
+    kinds = [told.pop("kinds") for told in (first, second)]
+    assert all("disagree about gradients of weight" in why for why in kinds)
     assert first == second and first.pop("right") == "nothing"
     for name, why in REFUSED.items():
         assert first[name].startswith("rank 1 refuses") and why in first[name], name

@@ -159,28 +159,6 @@ ENGINE = {
     "execution": ringlab.Execution(),
 }
 TENSORS = {"q": Q, "k": Q, "v": Q}
-PUBLISHED = {
-    "segment_lengths": [16],
-    "dilation_rates": [2],
-    "ring_size": None,
-    "device": None,
-    "dtype": None,
-    "use_pattern_cache": True,
-    "enable_memory_pool": False,
-    "memory_pool_threshold_mb": 16.0,
-    "use_flash_attention": True,
-    "use_gradient_checkpointing": False,
-    "block_size": None,
-    "density": None,
-    "group": None,
-}
-DICT = {
-    "kind": "dilated",
-    "segment_lengths": [4],
-    "dilation_rates": [2],
-    "mixing": "lse",
-    "offsets": "head",
-}
 PARTS = {
     blocks.Window: {"before": 1, "after": 1},
     blocks.Strided: {"rate": 1, "steps": 1},
@@ -190,244 +168,153 @@ PARTS = {
     blocks.Coarse: {"stride": 1, "reach": 1},
     blocks.Given: {"rows": ("1",)},
 }
+CHOICE = {"device": "cpu", "dtype": torch.float32, "head_dim": 8, "causal": False}
+CHOICE["backward"] = False
+BY_REPORTS = {"choosing", "trained"}  # given to ``advise`` by other code alone
+
+
+def block_sparse(part):
+    return lambda **given: blocks.BlockSparse([part(**given)], 8)
+
+
+def fitting(call, *others: dict, **given):
+    """A call, and a value that fits for each argument: its default, or a given one."""
+    arguments = inspect.signature(call).parameters.values()
+    values = {x.name: x.default for x in arguments if x.default is not x.empty}
+    for more in (*others, given):
+        values |= more
+    return call, {x: values[x] for x in values.keys() - BY_REPORTS}
+
+
 FITTING = [
-    *[
-        (lambda part=part, **given: blocks.BlockSparse([part(**given)], 8), given)
-        for part, given in PARTS.items()
-    ],
-    (
+    *(fitting(block_sparse(part), given) for part, given in PARTS.items()),
+    fitting(
         ringlab.Selected,
-        {
-            "indices": torch.zeros(1, 1, 32, 1, dtype=torch.int64),
-            "granularity": 8,
-            "query_block": 1,
-            "counts": None,
-            "window": 4,
-            "first": 1,
-        },
+        indices=torch.zeros(1, 1, 32, 1, dtype=torch.int64),
+        granularity=8,
+        window=4,
+        first=1,
     ),
-    (ringlab.Adaptive, {"block_size": 8, "top_k": 2}),
-    (ringlab.Adaptive(8, 2).pairs, {"n": 32, "causal": False}),
-    (
-        ringlab.AdaptiveBlockSparse,
-        {
-            "head_dim": 8,
-            "block_size": 8,
-            "top_k": 2,
-            "backend": "auto",
-            "group": None,
-            "device": None,
-            "dtype": None,
-        },
+    fitting(ringlab.Adaptive, block_size=8, top_k=2),
+    fitting(ringlab.Adaptive(8, 2).pairs, n=32),
+    fitting(ringlab.AdaptiveBlockSparse, head_dim=8, block_size=8, top_k=2),
+    fitting(ringlab.AdaptiveBlockSparse(8, 8, 2), TENSORS, is_causal=False),
+    fitting(ringlab.AdaptiveBlockSparse(8, 8, 2).logits, q=Q, k=Q),
+    fitting(ringlab.adaptive_attention, TENSORS, pattern=ringlab.Adaptive(8, 2)),
+    fitting(ringlab.BlockSparse, parts=[blocks.Window(1)], block_size=8),
+    fitting(BLOCKS.pairs, n=32),
+    fitting(BLOCKS.density, n=32),
+    fitting(BLOCKS.with_density, density=0.5, n=32),
+    fitting(blocks.sliding_window, before=1, block_size=8),
+    fitting(blocks.sliding_window, tokens=8),
+    fitting(blocks.hierarchical, levels=[(1, 1)]),
+    fitting(blocks.bigbird, before=1, count=1, random=1, block_size=8),
+    fitting(blocks.from_mask, mask=torch.ones(4, 4) > 0, block_size=8),
+    fitting(Dilated, segment_lengths=[4], dilation_rates=[2]),
+    *(
+        fitting(lambda **fields: patterns.from_dict(fields), pattern.to_dict())
+        for pattern in (PATTERN, BLOCKS)
     ),
-    (ringlab.AdaptiveBlockSparse(8, 8, 2), TENSORS | {"is_causal": False}),
-    (ringlab.AdaptiveBlockSparse(8, 8, 2).logits, {"q": Q, "k": Q, "causal": False}),
-    (
-        ringlab.adaptive_attention,
-        TENSORS
-        | {
-            "pattern": ringlab.Adaptive(8, 2),
-            "z": None,
-            "causal": False,
-            "scale": None,
-            "backend": "auto",
-            "group": None,
-            "return_lse": False,
-        },
-    ),
-    (ringlab.BlockSparse, {"parts": [blocks.Window(1)], "block_size": 8}),
-    (BLOCKS.pairs, {"n": 32, "causal": False}),
-    (BLOCKS.density, {"n": 32, "causal": False}),
-    (BLOCKS.with_density, {"density": 0.5, "n": 32, "causal": False}),
-    (blocks.sliding_window, {"before": 1, "block_size": 8}),
-    (blocks.sliding_window, {"tokens": 8}),
-    (blocks.hierarchical, {"levels": [(1, 1)]}),
-    (
-        blocks.bigbird,
-        {"before": 1, "count": 1, "random": 1, "seed": 0, "block_size": 8},
-    ),
-    (blocks.from_mask, {"mask": torch.ones(4, 4) > 0, "block_size": 8}),
-    (Dilated, {name: value for name, value in DICT.items() if name != "kind"}),
-    (lambda **fields: patterns.from_dict(fields), DICT),
-    (patterns.from_dict, {"data": DICT}),
-    (lambda **fields: patterns.from_dict(fields), BLOCKS.to_dict()),
-    (
-        patterns.show,
-        {
-            "pattern": PATTERN,
-            "n": 32,
-            "width": 8,
-            "causal": False,
-            "head": 0,
-            "heads": 1,
-        },
-    ),
-    (ringlab.Execution, dict(vars(ringlab.Execution()))),
-    (ringlab.OOMBackoff, {"tiles": (8, 4)}),
-    (Simulated, {"ranks": 2, "machines": 1}),
-    (
-        ringlab.attention,
-        TENSORS
-        | {
-            "pattern": PATTERN,
-            "causal": False,
-            "scale": None,
-            "group": None,
-            "cu_seqlens": None,
-            "lengths": None,
-            "return_lse": False,
-        }
-        | ENGINE,
-    ),
-    (
-        ringlab.attention,
-        TENSORS
-        | {"pattern": BLOCKS, "group": Simulated(2), "exchange_dtype": None}
-        | ENGINE,
-    ),
-    (
+    fitting(patterns.from_dict, data=PATTERN.to_dict()),
+    fitting(patterns.show, pattern=PATTERN, n=32, width=8),
+    fitting(ringlab.Execution),
+    fitting(ringlab.OOMBackoff, tiles=(8, 4)),
+    fitting(Simulated, ranks=2),
+    fitting(ringlab.attention, TENSORS, pattern=PATTERN),
+    fitting(ringlab.attention, TENSORS, pattern=BLOCKS, group=Simulated(2)),
+    fitting(
         estimate,
-        {
-            "pattern": PATTERN,
-            "dtype": torch.float32,
-            "causal": False,
-            "passes": "fwd",
-            "ranks": 1,
-            "profile": None,
-        }
-        | SHAPE
-        | ENGINE,
+        SHAPE,
+        ENGINE,
+        pattern=PATTERN,
+        dtype=torch.float32,
+        causal=False,
+        passes="fwd",
+        ranks=1,
+        profile=None,
     ),
-    (
+    fitting(
         estimate,
-        {
-            "pattern": BLOCKS,
-            "ranks": 2,
-            "hosts": (),
-            "exchange_dtype": torch.bfloat16,
-            "profile": "gtx1080",
-        }
-        | SHAPE
-        | ENGINE,
+        SHAPE,
+        ENGINE,
+        pattern=BLOCKS,
+        ranks=2,
+        hosts=(),
+        exchange_dtype=torch.bfloat16,
+        profile="gtx1080",
     ),
-    (
-        ringlab.KVCache,
-        {"pattern": PATTERN, "max_crop": 0, "dtype": torch.float32, "device": "cpu"}
-        | CACHE,
-    ),
-    (
-        ringlab.cache_bytes,
-        {"pattern": BLOCKS, "max_crop": 1, "dtype": torch.bfloat16} | CACHE,
-    ),
-    (
-        ringlab.attention,
-        TENSORS | {"pattern": PATTERN, "causal": True, "cache": None, "lengths": None},
-    ),
-    (
+    fitting(ringlab.KVCache, CACHE, pattern=PATTERN),
+    (ringlab.cache_bytes, CACHE | {"pattern": BLOCKS, "max_crop": 1, "ranks": 2}),
+    fitting(ringlab.attention, TENSORS, pattern=PATTERN, causal=True),
+    fitting(
         ringlab.longest,
-        {
-            "pattern": PATTERN,
-            "memory_bytes": 1 << 20,
-            "heads": 4,
-            "head_dim": 8,
-            "ranks": 1,
-        },
+        pattern=PATTERN,
+        memory_bytes=1 << 20,
+        heads=4,
+        head_dim=8,
+        ranks=1,
     ),
-    (ringlab.ladder, {"seq_len": 1 << 20, "first": 2048}),
-    (
+    fitting(ringlab.ladder, seq_len=1 << 20),
+    fitting(
         ringlab.advise,
-        {
-            "profile": "gtx1080",
-            "ranks": 2,
-            "causal": False,
-            "passes": "fwd",
-            "layers": 1,
-            "pattern": Dense(),
-            "need": "far",
-            "dtype": None,
-            "memory_bytes": None,
-            "seconds": 1.0,
-            "estimates": False,
-            "rows": (),
-        }
-        | SHAPE,
+        SHAPE,
+        profile="gtx1080",
+        ranks=2,
+        pattern=Dense(),
+        estimates=False,
     ),
-    (
+    fitting(
         MultiheadAttention,
-        {
-            "embed_dim": 32,
-            "num_heads": 4,
-            "pattern": PATTERN,
-            "num_kv_heads": 2,
-            "bias": True,
-            "causal": False,
-            "group": None,
-            "use_gradient_checkpointing": False,
-            "rotary_base": None,
-            "device": None,
-            "dtype": None,
-        }
-        | ENGINE,
+        embed_dim=32,
+        num_heads=4,
+        pattern=PATTERN,
+        num_kv_heads=2,
     ),
-    (MultiheadAttention(32, 4, PATTERN), {"x": X}),
-    (
-        kernels.choose,
-        {
-            "device": "cpu",
-            "dtype": torch.float32,
-            "head_dim": 8,
-            "causal": False,
-            "backward": False,
-            "backend": "auto",
-        },
+    fitting(MultiheadAttention(32, 4, PATTERN), x=X),
+    (kernels.choose, CHOICE | {"backend": "auto"}),
+    (kernels.table, CHOICE),
+    *(
+        fitting(layout, n=32, ranks=2)
+        for layout in (ring.contiguous, ring.zigzag, ring.striped)
     ),
-    (
-        kernels.table,
-        {
-            "device": "cpu",
-            "dtype": torch.float32,
-            "head_dim": 8,
-            "causal": False,
-            "backward": True,
-        },
+    fitting(ring.uneven, sizes=[16, 16]),
+    fitting(ring.hilbert, height=4, width=8, ranks=2),
+    fitting(ring.group_size, group=Simulated(2)),
+    fitting(memory.MemoryPool, max_bytes=64, threshold_bytes=0),
+    fitting(memory.MemoryPool().lend, shape=(2,)),
+    fitting(cache.PatternCache, max_bytes=64, max_entries=8),
+    *(
+        fitting(system, segment_lengths=[16], dilation_rates=[2])
+        for system in (
+            ringlab.DilatedAttention,
+            ringlab.RingDilatedAttentionV2Flash,
+            ringlab.RingDilatedAttentionHilbertGPUOptimized,
+        )
     ),
-    (ring.contiguous, {"n": 32, "ranks": 2}),
-    (ring.zigzag, {"n": 32, "ranks": 2}),
-    (ring.uneven, {"sizes": [16, 16]}),
-    (ring.striped, {"n": 32, "ranks": 2}),
-    (ring.hilbert, {"height": 4, "width": 8, "ranks": 2}),
-    (ring.group_size, {"group": Simulated(2)}),
-    (memory.MemoryPool, {"max_bytes": 64, "threshold_bytes": 0, "waste": 2.0}),
-    (
-        memory.MemoryPool().lend,
-        {"shape": (2,), "dtype": torch.float32, "device": "cpu"},
+    fitting(ringlab.DilatedAttention([8, 16], [1, 2]), TENSORS, is_causal=False),
+    *(
+        fitting(ringlab.BlockSparseOptimized, more)
+        for more in (
+            {"segment_lengths": [16], "dilation_rates": [2], "block_size": 8},
+            {"density": 0.5, "block_size": 8},
+            {"pattern": BLOCKS},
+        )
     ),
-    (cache.PatternCache, {"max_bytes": 64, "max_entries": 8}),
-    (ringlab.DilatedAttention, PUBLISHED),
-    (ringlab.RingDilatedAttentionV2Flash, PUBLISHED),
-    (ringlab.RingDilatedAttentionHilbertGPUOptimized, PUBLISHED),
-    (ringlab.DilatedAttention([8, 16], [1, 2]), TENSORS | {"is_causal": False}),
-    (ringlab.BlockSparseOptimized, PUBLISHED | {"block_size": 8}),
-    (ringlab.BlockSparseOptimized, {"density": 0.5, "block_size": 8}),
-    (ringlab.BlockSparseOptimized, {"pattern": BLOCKS}),
-    (
-        ringlab.BlockSparseOptimized(density=0.5, block_size=8).pattern_for,
-        {"n": 32, "causal": False},
-    ),
+    fitting(ringlab.BlockSparseOptimized(density=0.5, block_size=8).pattern_for, n=32),
 ]
 
 
 @pytest.mark.parametrize(
-    "call, fitting", FITTING, ids=[str(i) for i in range(len(FITTING))]
+    "call, given", FITTING, ids=[str(i) for i in range(len(FITTING))]
 )
 def test_every_argument_takes_a_wrong_value_or_refuses_it_in_one_line_of_the_library(
-    call, fitting
+    call, given
 ):
-    call(**fitting)
+    call(**given)
     found = []
-    for name, value in ((name, value) for name in fitting for value in WRONG):
+    for name, value in ((name, value) for name in given for value in WRONG):
         try:
-            call(**fitting | {name: value})
+            call(**given | {name: value})
         except Exception as error:  # noqa: BLE001  whichever comes is judged
             last = traceback.extract_tb(error.__traceback__)[-1]
             own = PACKAGE in Path(last.filename).parents and last.line.startswith(
@@ -700,7 +587,7 @@ def test_what_is_wrong_is_refused_by_name_in_one_line(error, call, why):
 
 
 ON_A_DEVICE = [
-    *((call, fitting) for call, fitting in FITTING if "device" in fitting),
+    *((call, given) for call, given in FITTING if "device" in given),
     (kernels.choose, {"dtype": torch.float32, "head_dim": 8}),
 ]
 
@@ -710,8 +597,8 @@ ON_A_DEVICE = [
 def test_a_device_that_is_not_there_is_one_line(device):
     """A build of torch for CUDA answers otherwise than one for CPUs: it looks for a
     driver."""
-    for call, fitting in ON_A_DEVICE:
-        line = one_line(partial(call, **fitting | {"device": device}))
+    for call, given in ON_A_DEVICE:
+        line = one_line(partial(call, **given | {"device": device}))
         no_device = device == 0 and torch.version.cuda is None  # in a build for CPUs
         assert (
             "torch finds no GPU" in line

@@ -11,6 +11,7 @@ import torch
 from refusals import refused
 from ringlab import (
     Execution,
+    advise,
     attention,
     block_patterns,
     hardware,
@@ -412,3 +413,12 @@ def test_no_length_is_told_where_none_fits():
 
 def test_a_budget_is_a_number_or_a_text():
     assert longest(LADDER, "1GiB", **SHAPE) == longest(LADDER, 1 << 30, **SHAPE)
+
+
+def test_the_length_that_advice_names_is_the_longest_that_fits():
+    """With checkpointing, where all layers would need more."""
+    how = {"layers": 16, "passes": "fwd+bwd", "heads": 2, "pattern": Dense()}
+    how["memory_bytes"] = 1 << 26
+    found = advise("gtx1080", 32768, **how)
+    longer = advise("gtx1080", found.longest + 128, **how)
+    assert advise("gtx1080", found.longest, **how).fits and not longer.fits

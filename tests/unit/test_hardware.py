@@ -167,6 +167,7 @@ T4 = (FOLDER / "t4.toml").read_text().replace('"t4"', '"x"').replace("T4$", "X4$
         ("[7, 5]", "[8, 0]", "flops.tf32: is missing"),
         ("value = 4_194_304", 'value = "much"', "l2_bytes: 'much' is no number"),
         ("value = 4_194_304", "value = nan", "l2_bytes: "),
+        ("value = 4_194_304", "value = inf", "l2_bytes: "),
         ("value = 4_194_304", "size = 4_194_304", "l2_bytes: "),
         ("[capability]", "[flops]\nfloat32 = 5\n[capability]", ""),
         ("[flops.float16]", "[flops.half]", "flops.float16: is missing"),
