@@ -55,7 +55,6 @@ REPORT_PACKAGES = (
     "nbformat",
     "pandas",
     "papermill",
-    "scipy",
     "seaborn",
 )
 ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
@@ -454,10 +453,6 @@ def _compare(args) -> int:
     tolerance = vars(args).get("tolerance")
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
-    if find_spec("scipy") is None:
-        raise UsageError(
-            "comparisons need scipy, not installed here; pip install -e './lib[report]'"
-        )
     from .report import compare
 
     first = hardware.match(hardware.detect()) if args.first == "auto" else args.first
