@@ -83,11 +83,11 @@ report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=a
 	@exec $(PY) -m ringlab report $(PROFILE_ARG) $(if $(filter-out 0,$(STRICT)),--strict) $(ARGS)
 
 compare: $(READY)  ## two runs side by side, A=cpu B=HEAD~1:cpu: ratios with intervals, geometric mean
-	$(call needs,[report],torch scipy)
+	$(call needs,[report],torch)
 	@$(PY) -m ringlab compare "$(strip $(A))" "$(strip $(B))" $(ARGS)
 
 check: $(READY)  ## fail where this machine's rows are worse than earlier ones, BASE=HEAD~1:cpu (TOLERANCE=0.10)
-	$(call needs,[report],torch scipy)
+	$(call needs,[report],torch)
 	@$(PY) -m ringlab check "$(strip $(BASE))" --against "$(strip $(AGAINST))" --tolerance "$(strip $(TOLERANCE))" $(ARGS)
 
 # Tests side by side, a thread each: threads of one process that wait for those of another cost more than they gain.
@@ -114,7 +114,7 @@ env: $(READY)  ## set up, and print the versions in use
 	@$(PY) -c 'import sys; from importlib.metadata import distributions; \
 	v = {d.name.lower(): d.version for d in distributions()}; print("python", sys.version.split()[0], sys.executable); \
 	[print(n, v.get(n, "not installed")) for n in sys.argv[1:]]' \
-	ringlab torch xformers papermill nbconvert jupyterlab pandas scipy seaborn matplotlib pytest ruff
+	ringlab torch xformers papermill nbconvert jupyterlab pandas seaborn matplotlib pytest ruff
 
 lint: $(READY)  ## check style, layout and types of lib, tests, notebooks and of the code that users are shown
 	$(call needs,[test],ruff basedpyright pyrefly)

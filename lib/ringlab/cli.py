@@ -56,7 +56,6 @@ REPORT_PACKAGES = (
     "nbformat",
     "pandas",
     "papermill",
-    "scipy",
     "seaborn",
 )
 
@@ -343,7 +342,6 @@ def _report(args) -> int | None:
 
 def _compare(args) -> None:
     """Set two runs side by side: ratios with intervals."""
-    _need("scipy")
     from .report import compare
 
     reports = args.reports or reports_folder()
@@ -357,7 +355,6 @@ def _check(args) -> int:
     tolerance = args.tolerance
     if not 0 <= tolerance < math.inf:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
-    _need("scipy")
     from .report import compare
 
     reports, first = args.reports or reports_folder(), args.against

@@ -253,47 +253,40 @@ def test_ratio_is_taken_round_by_round():
         5,
         True,
     )
-    assert r.significantly_slower and not r.significantly_faster and not r.unstable, (
+    assert r.verdict == "slower" and not r.unstable, (
         "the rows drift, their ratio does not"
     )
     assert ratio([1.0, 4.0], [1.0, 1.0]).value == pytest.approx(2.0), (
         "the median of logs is their geometric mean"
     )
     undecided = ratio([1.0, 1.0, 2.0], [1.0, 2.0, 1.0])
-    assert (
-        not undecided.significantly_slower
-        and not undecided.significantly_faster
-        and undecided.unstable
-    )
-    few = replace(a, seconds=a.seconds[:4], rounds=())
-    assert (ratio(few, b).value, ratio(few, b).ci) == (
-        pytest.approx(2.0),
-        (0.0, math.inf),
-    ), "it decides nothing"
-    assert not any(
-        r.significantly_slower
-        for r in (ratio(few, b), ratio(replace(few, run="r2"), b))
-    )
-    # What the same work differs by is no difference.
-    longer, shorter = (
-        stats.Ratio(1.08, 1.05, 1.10, 10, True),
-        stats.Ratio(0.93, 0.90, 0.95, 10, True),
-    )
-    assert (
-        longer.significantly_slower
-        and not replace(longer, noise_floor=1.06).significantly_slower
-    )
-    assert (
-        shorter.significantly_faster
-        and not replace(shorter, noise_floor=1.06).significantly_faster
-    )
+    assert undecided.verdict == "within noise" and undecided.unstable
+    few = ratio(replace(a, seconds=a.seconds[:4], rounds=()), b)
+    assert few.ci == (0.0, math.inf) and few.verdict == "within noise"
+
+
+@pytest.mark.parametrize(
+    "low, high, same, verdict",
+    [
+        (1.05, 1.10, (1.0, 1.0), "slower"),
+        (1.05, 1.10, (1.0, 1.06), "within noise"),
+        (1.05, 1.10, (0.9, 1.0), "slower"),
+        (0.90, 0.95, (1.0, 1.0), "faster"),
+        (0.90, 0.95, (0.94, 1.0), "within noise"),
+        (0.90, 1.10, (1.0, 1.0), "within noise"),
+    ],
+)
+def test_a_difference_lies_beyond_what_the_same_work_differs_by(
+    low, high, same, verdict
+):
+    assert stats.Ratio(1.0, low, high, 10, True, same=same).verdict == verdict
 
 
 def test_only_results_that_share_rounds_of_a_run_are_paired():
-    a = result(seconds=(2.0, 9.0, 9.0), rounds=(0, 5, 6))
-    b = result(seconds=(7.0, 1.0, 3.0), rounds=(1, 0, 5))
-    assert (ratio(a, b).rounds, ratio(a, b).value) == (2, pytest.approx(6**0.5))
-    assert not ratio(a, replace(b, rounds=(7, 8, 9))).paired
+    a = result(seconds=(2.0,) * 6, rounds=(0, 1, 2, 5, 6, 7))
+    b = result(seconds=(9.0, *(1.0,) * 5), rounds=(9, 7, 5, 2, 1, 0))
+    assert (ratio(a, b).rounds, ratio(a, b).value) == (5, pytest.approx(2.0))
+    assert not ratio(a, replace(b, rounds=(0, 1, 2, 5, 8, 9))).paired
     a, b = result(seconds=(4.0,) * 3), replace(result(seconds=(2.0,) * 3), run="r2")
     assert (ratio(a, b).value, ratio(a, b).paired) == (pytest.approx(2.0), False)
     x, y = [4.0, 4.4, 3.8, 4.1, 4.0, 4.2], [2.0, 2.1, 1.9, 2.0, 2.2, 1.9]

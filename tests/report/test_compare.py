@@ -13,17 +13,15 @@ from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from reporting import made_up, sampled, write_rows
 from ringlab import cli
 from ringlab.measure import Group, Point
 from ringlab.measure.points import ANCHOR, ANCHORS
-from ringlab.measure.stats import Ratio
 from ringlab.patterns import Dilated
 from ringlab.report import compare
-from ringlab.report.study import Study, select_newest_run
+from ringlab.report.study import study_of
 from started import ROOT, make
 
 README = (ROOT / "README.md").read_text()
@@ -95,7 +93,7 @@ def refused(answer, *said: str) -> None:
 def test_the_same_rows_are_not_compared(side, call):
     side("a", rows()), side("b", rows())
     code, out, _ = call("compare", "a", "b")
-    assert (code, out) == (0, "a and b are the same rows: nothing compared\n")
+    assert code == 0 and out.startswith("no time compared: a beside b: ")
     refused(
         call("check", "b", "--against", "a"), "the same row in both (8 of 8 points)"
     )
@@ -322,7 +320,7 @@ def test_missing_points_are_said(side, call):
     [
         (
             {"group": Group("lengths", tuple(p.but(batch=2) for p in GROUP.points))},
-            "a and b have no point in common",
+            "b and a have no point in common",
         ),
         (
             {"ranks": {"oversubscribed": True, "threads": 1}},
@@ -330,14 +328,13 @@ def test_missing_points_are_said(side, call):
         ),
         (
             {"about": {"threads": 8}},
-            "with another number of threads (8 of 8 points)",
+            "they differ in threads (2; 8)",
         ),
     ],
 )
-def test_unlike_runs_are_refused_in_one_line(side, call, other, said):
+def test_a_check_of_unlike_runs_is_refused_in_one_line(side, call, other, said):
     side("a", rows()), side("b", rows(seed=2, **other))
-    refused(call("compare", "a", "b"), said)
-    assert call("check", "a", "--against", "b")[0] == 2
+    refused(call("check", "a", "--against", "b"), said)
 
 
 def test_another_device_has_threads_of_its_own_and_another_schema_is_refused(
@@ -506,9 +503,7 @@ def session(seed: int, slow=1.0, rounds=20, anchors=ANCHORS) -> compare.Side:
             row = made_up(point, group, False, run=f"run {seed}", bound_seconds=None)
             about = row.provenance | {"threads": 2, "method": "m", "engine": "e"}
             found.append(replace(sampled(row, taken), provenance=about))
-    return compare.Side(
-        f"run {seed}", Study(None, folder=Path("run"), **select_newest_run(found))
-    )
+    return compare.Side(f"run {seed}", study_of(found, None, Path("run")))
 
 
 def test_one_code_measured_four_times_differs_in_at_most_two_rows_of_a_hundred():
@@ -528,22 +523,8 @@ def test_a_slowdown_of_a_tenth_is_found_where_the_noise_allows_it():
         for seed, base in enumerate(bases)
     ]
     slower = sum(pair.verdict == "slower" for each in found for pair in each.timed)
-    allowed = sum(each.seen for each in found)
+    allowed = sum(pair.seen < 1.10 for each in found for pair in each.timed)
     assert allowed >= 0.5 * 150 and slower >= 0.95 * allowed
-
-
-def test_a_slowdown_of_a_tenth_is_found_in_the_run_as_a_whole():
-    """In all of five runs, whatever the machine drifts by; and none where nothing is."""
-    for slow, least in ((1.0, 0.95), (1.10, 1.05)):
-        for seed in range(5):
-            run = session(seed + 40, slow=slow)
-            found = compare.compare(run, session(seed))
-            value, low, high = found.whole
-            verdict = "slower" if slow > 1 else "within noise"
-            assert compare.sections(found)[0].endswith(f"): {verdict}.")
-            assert least < value < least + 0.1
-            assert (low > 1) == (slow > 1) and low < slow * 1.01 and high > slow * 0.99
-    assert compare.compare(session(0, anchors=()), session(1)).whole is None
 
 
 def test_without_anchors_the_drift_of_a_run_passes_for_a_difference_and_is_said():
@@ -561,30 +542,6 @@ def test_two_machines_have_no_drift():
             object.__setattr__(row, "seconds", tuple(3 * s for s in row.seconds))
     found = compare.compare(slow, fast)
     assert not found.drifts and {p.verdict for p in found.timed} == {"slower"}
-
-
-def test_the_drift_is_a_floor_in_its_own_direction():
-    found = compare.Comparison(None, None, [], {}, {"g": math.log(1.05)}, 0.0, 0)
-    row = SimpleNamespace(group="g")
-
-    def tested(value):
-        ratio = Ratio(value, value * 0.99, value * 1.01, 10, False)
-        return compare.with_noise(compare.Pair(row, row, ratio=ratio), found)
-
-    assert tested(1.04).p == 1.0
-    assert tested(1.10).p < 0.001 and tested(0.95).p < 0.001
-
-
-def test_chances_are_those_of_students_t_written_out():
-    """As computed before by this project's own Student's t."""
-    found = compare.Comparison(None, None, [], {}, {}, 0.0, 0)
-    row = SimpleNamespace(group="g")
-    for ratio, p in (
-        (Ratio(1.1, 1.05, 1.2, 10, True), 0.001228447039931635),
-        (Ratio(1.3, 1.1, 1.5, 2, True), 0.03187524710762024),
-    ):
-        tested = compare.with_noise(compare.Pair(row, row, ratio=ratio), found)
-        assert tested.p == pytest.approx(p, rel=1e-12)
 
 
 # --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from reporting import (
 from ringlab import cost, hardware, kernels, measure, patterns
 from ringlab.estimate import estimate
 from ringlab.measure import Group, Point, suites, validity
-from ringlab.report import cells, driver, findings, places, predicted, study, trust
+from ringlab.report import cells, driver, findings, noise, places, predicted, study
 from ringlab.report.evidence import evidence
 from ringlab.report.published import DOCUMENTS
 
@@ -122,8 +122,8 @@ def test_a_computed_row_enters_no_ratio_no_noise_floor_and_no_evidence(planted):
         assert cells.error(row) is None
     assert found.controls == [] and found.noise_floor == 1.0
     assert evidence(found) == ()
-    assert (
-        trust.between_group_sd(rows * 4) == 0.0 and trust.earlier_runs(rows, rows) == []
+    assert noise.noise_of(rows * 4, []) == noise.Noise() and not noise.repeated(
+        rows, rows
     )
     assert cells.pair_cost(found, *rows[:2]) is None
     frame = found.frame()

@@ -282,7 +282,7 @@ def test_what_the_same_work_differs_by_is_no_difference():
         )
         factor = one.ratio(copying, ours)
         assert factor.value == pytest.approx(1.1, rel=0.02)
-        assert factor.significantly_slower is tells
+        assert (factor.verdict == "slower") is tells
         assert ("within noise" in cells.times(factor).sub) is not tells
     assert not {r.option("twin") for r in calm.rows()} - {None}
     assert len(calm.results) == len(calm.rows()) + 4

@@ -369,7 +369,8 @@ def test_another_device_and_computed_rows_decide_nothing(profile, computed):
 def test_a_ratio_within_the_noise_of_the_run_decides_nothing(
     value, low, high, noise_floor, expected
 ):
-    ratio = replace(stats.Ratio(*value, 10, True), noise_floor=noise_floor)
+    same = (1 / noise_floor, noise_floor)
+    ratio = stats.Ratio(*value, 10, True, same=same)
     assert claims.within({"low": low, "high": high}, [ratio]) is expected
 
 

@@ -329,7 +329,7 @@ def test_make_help_lists_every_target():
             "[report,peers]",
         ),
         ("profiles", "torch", ""),
-        ("compare A=cpu B=cpu", "torch, scipy", "[report]"),
+        ("compare A=cpu B=cpu", "torch", "[report]"),
         ("lab", "torch, pandas, jupyterlab", "[report,lab]"),
         ("test", "torch, papermill, nbconvert, pandas, pytest, xdist", "[report,test]"),
         ("lint", "ruff, basedpyright, pyrefly", "[test]"),
@@ -523,7 +523,6 @@ assert cli.main(["compare", "nowhere", "cpu"]) == 2
         "matplotlib, nbclient, nbconvert, " in done.stderr
         and "; pip install -e './lib[report]'" in done.stderr
     )
-    assert "it needs scipy, not installed here; pip" in done.stderr
     assert done.stderr.count("ringlab: ") == 2 and "Traceback" not in done.stderr
 
 

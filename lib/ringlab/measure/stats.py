@@ -38,8 +38,7 @@ class Ratio:
     whether they were paired.
 
     ``unstable``: the ratios of the rounds spread or drift too much, or, unpaired, the
-    samples of one side. ``noise_floor``: the factor by which the same work differed in
-    this run.
+    samples of one side. ``same``: the factors between which ratios of the same work lie.
     """
 
     value: float
@@ -48,21 +47,21 @@ class Ratio:
     rounds: int
     paired: bool
     unstable: bool = False
-    noise_floor: float = 1.0
+    same: tuple[float, float] = (1.0, 1.0)
 
     @property
     def ci(self) -> tuple[float, float]:
         return self.low, self.high
 
     @property
-    def significantly_slower(self) -> bool:
-        """a takes longer than b: the interval lies above the noise floor."""
-        return self.low > self.noise_floor
-
-    @property
-    def significantly_faster(self) -> bool:
-        """b takes longer than a."""
-        return self.high < 1 / self.noise_floor
+    def verdict(self) -> str:
+        """What a is beside b: "slower", if the interval lies above all that the same
+        work differs by, "faster", if below it, else "within noise".
+        """
+        least, most = self.same
+        if self.low > most:
+            return "slower"
+        return "faster" if self.high < least else "within noise"
 
 
 def summary(seconds: Sequence[float]) -> Summary:
@@ -122,9 +121,10 @@ def ratio(a, b) -> Ratio:
     """How many times longer a takes than b; a and b are Results, or lists of seconds by
     round.
 
-    Results of one interleaved run are compared round by round. Others are compared by
-    their medians, with ``paired=False``: drift between the two runs is then in the
-    ratio but not in its interval. Raises ValueError if one of them has no samples.
+    Results of one interleaved run are compared round by round, if they share rounds
+    enough for an interval. Others are compared by their medians, with ``paired=False``:
+    drift between the two runs is then in the ratio but not in its interval. Raises
+    ValueError if one of them has no samples.
 
     >>> ratio([2.0, 4.0, 8.0, 6.0, 2.0], [1.0, 2.0, 4.0, 3.0, 1.0]).ci
     (2.0, 2.0)
@@ -137,7 +137,8 @@ def ratio(a, b) -> Ratio:
         raise ValueError("a ratio needs samples of both")
     # Compositions differ for each point if the points took no turns.
     runs = [[getattr(r, x, None) for x in ("run", "composition")] for r in (a, b)]
-    if runs[0] == runs[1] and (rounds := sorted(x.keys() & y.keys())):
+    rounds = sorted(x.keys() & y.keys())
+    if runs[0] == runs[1] and len(rounds) >= FEWEST:
         ratios = [x[number] / y[number] for number in rounds]
         logs = tuple(map(math.log, ratios))
         ends = map(math.exp, (median(logs), *_interval(logs)))

@@ -168,9 +168,7 @@ def significance(ratio) -> int:
     """1 where the second row of a ratio is faster beyond noise, -1 where it is slower,
     0 where neither is known.
     """
-    if ratio is None:
-        return 0
-    return ratio.significantly_slower - ratio.significantly_faster
+    return {"slower": 1, "faster": -1}.get(ratio and ratio.verdict, 0)
 
 
 def times(ratio) -> Cell | None:

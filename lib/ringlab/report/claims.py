@@ -145,9 +145,7 @@ def within(query: dict, measured: list[Ratio | float]) -> bool | None:
     low = query.get("low", -math.inf)
     high = query.get("high", math.inf)
     ends = [
-        (x.low / x.noise_floor, x.high * x.noise_floor)
-        if isinstance(x, Ratio)
-        else (x, x)
+        (x.low / x.same[1], x.high / x.same[0]) if isinstance(x, Ratio) else (x, x)
         for x in measured
     ]
     if any(most < low or least > high for least, most in ends):

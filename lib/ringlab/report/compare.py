@@ -3,28 +3,19 @@ of that is a difference.
 
 Rows are alike where group and point agree: system, pattern, shape, dtype, passes, ranks
 and options. A row that stands in both runs, sample by sample, says nothing and is left
-out. A row is called different only if its ratio lies beyond the drift of the machine by
-more than the same work scatters. The *drift* is what the anchors of its group (work of
-torch alone, ``measure.points.ANCHORS``) took longer in one run, on average. It is a floor
-in its own direction and corrects no time: a call feels it more or less, and may not feel
-it at all. The *scatter* is that of A/A controls within either run and of anchors around
-the drift.
-
-Runs without anchors, or of two machines, know no drift; one call from group to group
-(``Study.between_group_sd``) then tells how far a machine scatters. p-values are corrected for the
-number of rows (Benjamini and Hochberg 1995): of those called different at most 2 % are so
-by chance.
+out. A row is called different if the 99.9 % interval of its ratio, which holds the noise
+of both runs, lies beyond the drift of the machine, in the direction of the drift:
+``noise.py`` says how both are known. The drift corrects no time: a call feels it more
+or less, and may not feel it at all. Runs without anchors, or of two machines, know none.
 """
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, geometric_mean, median, stdev
-
-from scipy.stats import false_discovery_control, t
+from statistics import fmean, geometric_mean, median
 
 from .. import measure
 from ..advise import columns
@@ -34,9 +25,10 @@ from ..measure.provenance import NoGit, device_of, git
 from ..measure.stats import Ratio
 from ..measure.store import NAME
 from ..measure.validity import status, threads, why_not_quotable
+from .noise import Noise, noise_between
 from .places import UsageError, note
 from .rows import label
-from .study import Study, select_newest_run
+from .study import Study, study_of
 from .tables import Table, cell, interval, number, size
 from .templates import lines_of
 
@@ -49,12 +41,7 @@ CAUSES = {  # what is said where rows of two runs differ in it
     "torch": "another torch",
 }
 DEMANDED = [*CAUSES][1:]  # of a check, and of anchors: all but the engine
-FALSE_ALARMS = 0.02  # of the rows that are called different, by chance
-SEEN = 1.10  # the change of which a comparison says in how many rows it would be seen
 GROWTH = 0.01  # bytes are counted, not sampled, and repeat
-FEW = 4  # degrees of freedom of what is known from group to group alone
-SAME = "the same row in both"
-CROWDED, THREADS = UNLIKE = "oversubscribed", "with another number of threads"
 SHOWN = 8  # rows of a table, unless all are asked for
 # What a row may turn to on a disturbed machine; every other status is of the code.
 BY_CHANCE = ("ok", "suspect")
@@ -110,7 +97,7 @@ def read_side(text: str, reports: Path) -> Side:
         note(f"ringlab: {store.told(text, faults)}")
     if not everything:
         raise UsageError(f"{text}: no complete row in it")
-    study = Study(None, folder=Path(text), **select_newest_run(everything))
+    study = study_of(everything, None, Path(text))
     no_times = any(isinstance(x, store.NoTime) for x in faults.values())
     return Side(text, study, no_times)
 
@@ -142,28 +129,24 @@ def _committed(text: str, reports: Path) -> bytes:
 
 @dataclass(frozen=True)
 class Pair:
-    """One point in both runs; ``ratio``: time of the first over time of the second,
-    its interval with the scatter; None with the ``reason`` why not, if it has times.
-
-    ``p``: the chance of such a ratio if nothing but the machine differs, corrected for
-    the number of rows; ``seen``: what it would be of work ``SEEN`` times as long, uncorrected.
+    """One point in both runs; ``ratio``: time of the first over time of the second, with
+    the noise; None with the ``reason`` why not, if it has times.
     """
 
     first: Result
     second: Result
     reason: str = ""
     ratio: Ratio | None = None
-    p: float = 1.0
-    seen: float = 1.0
 
     @property
     def verdict(self) -> str:
         """What is said of the first beside the second."""
-        if self.ratio is None:
-            return self.reason or "not timed"
-        if self.p > FALSE_ALARMS:
-            return "within noise"
-        return "slower" if self.ratio.value > 1 else "faster"
+        return self.ratio.verdict if self.ratio else self.reason or "not timed"
+
+    @property
+    def seen(self) -> float:
+        """The least factor by which a slower first row would be called so."""
+        return self.ratio.same[1] * self.ratio.value / self.ratio.low
 
     def bytes(self, what: str) -> tuple[int, int] | None:
         """Bytes of ``what`` of the first and of the second; None if not known of both."""
@@ -181,7 +164,7 @@ class Pair:
     def size(self) -> float:
         """The logarithm of the largest factor by which the two differ, 0 within noise."""
         by = [x for x in map(self.growth, BYTES) if x and abs(x - 1) > GROWTH]
-        if self.p <= FALSE_ALARMS:
+        if self.verdict in ("slower", "faster"):
             by.append(self.ratio.value)
         return max((abs(math.log(x)) for x in by), default=0.0)
 
@@ -190,9 +173,7 @@ class Pair:
 class Comparison:
     """What two runs have in common, how many points are ``only`` in one, their noise.
 
-    ``drifts``: by group, how many times as long its anchors took in the first run, on
-    average. ``scatter``: the standard deviation of the logarithm of a ratio of the same
-    work, beside that, and ``df``, its degrees of freedom; 0.0 and 0 if not known.
+    ``drifts``, ``noise``: as ``noise_between`` gives them; no drifts where not known.
     """
 
     first: Side
@@ -200,91 +181,37 @@ class Comparison:
     pairs: Sequence[Pair]
     only: dict[str, int]
     drifts: dict[str, float]
-    scatter: float
-    df: int
+    noise: Noise
 
     @property
     def timed(self) -> list[Pair]:
         return [pair for pair in self.pairs if pair.ratio is not None]
 
-    @property
-    def same(self) -> bool:
-        """Both sides are the same rows."""
-        return all(pair.reason == SAME for pair in self.pairs)
-
-    @property
-    def whole(self) -> tuple[float, float, float] | None:
-        """How many times as long the first run took as a whole, beside the drift of each
-        group, with the ends of an interval over groups; None for few groups with anchors.
-        """
-        logs = defaultdict(list)
-        for pair in self.timed:
-            if (group := pair.first.group) in self.drifts:
-                log = math.log(pair.ratio.value) - self.drifts[group]
-                logs[group].append(log)
-        if len(logs) < FEW:
-            return None
-        means = [*map(fmean, logs.values())]
-        reach = quantile(len(means) - 1, FALSE_ALARMS) * stdev(means)
-        reach /= math.sqrt(len(means))
-        return tuple(math.exp(fmean(means) + x) for x in (0.0, -reach, reach))
-
-    @property
-    def seen(self) -> int:
-        """How many rows would be called slower if all took ``SEEN`` times as long."""
-        chances = _corrected([pair.seen for pair in self.timed])
-        return sum(p <= FALSE_ALARMS for p in chances)
-
 
 def compare(first: Side, second: Side) -> Comparison:
-    """Pair the rows of two runs; raises UsageError where they have nothing alike,
-    saying why.
-    """
+    """Pair the rows of two runs; raises UsageError where they have no point in common."""
     sides = first, second
-    one, other = rows = [{r.id: r for r in side.study.rows()} for side in sides]
-    both = [(row, other[name]) for name, row in one.items() if name in other]
-    anchors = [pair for pair in both if pair[0].option(ANCHOR)]
-    both = [pair for pair in both if not pair[0].option(ANCHOR)]
-    if not both:
-        raise UsageError(f"{first.name} and {second.name} have no point in common")
-    comparison = Comparison(first, second, [], {}, *_noise(sides, anchors))
-    pairs = [with_noise(_pair(a, b, sides), comparison) for a, b in both]
-    if {pair.reason for pair in pairs} <= {*UNLIKE}:
-        raise UsageError(
-            f"no row of {first.name} is like one of {second.name}: {_most_common(pairs)}"
-        )
-    p_values = iter(_corrected([x.p for x in pairs if x.ratio]))
-    pairs = [replace(x, p=next(p_values)) if x.ratio else x for x in pairs]
-    lone = [
-        [r for name, r in own.items() if name not in both and not r.option(ANCHOR)]
-        for own, both in zip(rows, (other, one))
+    one, other = rows = [
+        {r.id: r for r in side.study.rows() if not r.option(ANCHOR)} for side in sides
     ]
-    only = {f"only in {side.name}": len(each) for side, each in zip(sides, lone)}
-    return replace(comparison, pairs=pairs, only=only)
-
-
-def _noise(sides: Sequence[Side], anchors: Iterable) -> tuple[dict, float, int]:
-    """(drifts, scatter, df) of a comparison, see there.
-
-    The scatter is of A/A controls within either run, and of anchors around the drift of
-    their group; where there are none, of one call from group to group.
-    """
-    logs = defaultdict(list)  # by group
-    here = all(alike(*sides, name) for name in DEMANDED)
-    for pair in anchors if here else ():
-        if not any(r.provenance.get("crowded") or status(r) for r in pair):
-            logs[pair[0].group].append(math.log(measure.ratio(*pair).value))
-    drifts = {group: fmean(each) for group, each in logs.items()}
-    rests = [x - drifts[group] for group, each in logs.items() for x in each]
-    controls = (x for side in sides for x in side.study.controls)
-    rests += [math.log(x.value) for x in controls if not x.unstable]
-    df = len(rests) - len(drifts)
-    scatter = math.sqrt(sum(x * x for x in rests) / df) if df else 0.0
-    if not drifts:
-        between = math.hypot(*(side.study.between_group_sd for side in sides))
-        scatter = max(scatter, between)
-        df = df or FEW * bool(between)
-    return drifts, scatter, df
+    if not one.keys() & other.keys():
+        raise UsageError(f"{first.name} and {second.name} have no point in common")
+    anchored = all(alike(*sides, name) for name in DEMANDED)
+    drifts, noise = noise_between(first.study, second.study, anchored)
+    mean = fmean(drifts.values() or [0.0])
+    pairs = []
+    for a, b in ((one[name], other[name]) for name in one if name in other):
+        reason = _reason(a, b, sides)
+        ratio = None
+        if a.seconds and b.seconds and not reason:
+            drift = math.exp(drifts.get(a.group, mean))
+            ratio = noise.of(measure.ratio(a, b), (min(1.0, drift), max(1.0, drift)))
+        pairs.append(Pair(a, b, reason, ratio))
+    only = {
+        f"only in {side.name}": len(own.keys() - them.keys())
+        for side, own, them in zip(sides, rows, rows[::-1])
+    }
+    return Comparison(first, second, pairs, only, drifts, noise)
 
 
 def check(
@@ -316,15 +243,11 @@ def check(
             )
     failures = [(pair, why) for pair in pairs for why in _worse(pair, tolerance)]
     if not (comparison.timed or failures):
+        why, count = Counter(pair.verdict for pair in pairs).most_common(1)[0]
         raise UsageError(
-            f"no time of {now.name} may be compared with {base.name}: {_most_common(pairs)}"
+            f"no time of {now.name} may be compared with {base.name}: {why} ({count} of {len(pairs)} points)"
         )
     return comparison, failures
-
-
-def _most_common(pairs: Sequence[Pair]) -> str:
-    why, count = Counter(pair.verdict for pair in pairs).most_common(1)[0]
-    return f"{why} ({count} of {len(pairs)} points)"
 
 
 def _worse(pair: Pair, tolerance: float) -> Iterable[str]:
@@ -338,80 +261,23 @@ def _worse(pair: Pair, tolerance: float) -> Iterable[str]:
         yield f"now {pair.first.status}: {pair.first.reason or 'no reason given'}"
 
 
-def _pair(a: Result, b: Result, sides: Sequence[Side]) -> Pair:
-    devices = {device_of(r.provenance) for r in (a, b)}
-    doubts = [
-        f"{why} in {side.name}" for r, side in zip((a, b), sides) if (why := _doubt(r))
-    ]
+def _reason(a: Result, b: Result, sides: Sequence[Side]) -> str:
+    """Why the times of two rows are not compared, or an empty string."""
     if a.run == b.run and a.seconds == b.seconds:
-        reason = SAME
-    elif a.ranks.get("oversubscribed") or b.ranks.get("oversubscribed"):
-        reason = CROWDED
-    elif len(devices) == 1 and threads(a) != threads(b):
-        reason = THREADS
-    elif doubts:
-        reason = doubts[0]
-    elif a.seconds and b.seconds:
-        return Pair(a, b, ratio=measure.ratio(a, b))
-    else:  # a group that is not timed
-        reason = ""
-    return Pair(a, b, reason)
+        return "the same row in both"
+    if a.ranks.get("oversubscribed") or b.ranks.get("oversubscribed"):
+        return "oversubscribed"
+    same_device = device_of(a.provenance) == device_of(b.provenance)
+    if same_device and threads(a) != threads(b):
+        return "with another number of threads"
+    doubts = zip(map(_doubt, (a, b)), sides)
+    return next((f"{why} in {side.name}" for why, side in doubts if why), "")
 
 
 def _doubt(row: Result) -> str:
     """Why its time is not compared, in a word, or an empty string."""
     few = row.seconds and len(row.seconds) < stats.FEWEST
     return status(row) or ("unstable" if row.unstable else "few samples" if few else "")
-
-
-# --------------------------------------------------------------------------------------
-# which ratios are differences
-
-
-def with_noise(pair: Pair, comparison: Comparison) -> Pair:
-    """The pair with a ratio that holds the noise of the comparison, and its p-value,
-    two-sided.
-
-    The scatter widens its interval, of Student's t, and the drift of its group is its
-    floor, in the direction of the drift. The p-value is that of the interval (Altman and
-    Bland 2011, BMJ 343, d2304).
-    """
-    if pair.ratio is None:
-        return pair
-    ratio = pair.ratio
-    drifts = comparison.drifts
-    value, low, high = map(math.log, (ratio.value, *ratio.ci))
-    drift = drifts.get(pair.first.group, fmean(drifts.values() or [0.0]))
-    beyond = abs(value) - max(0.0, drift if value > 0 else -drift)
-    df = min(ratio.rounds - 1, comparison.df or math.inf)
-    scatter = quantile(df) * comparison.scatter
-    down = math.hypot(value - low, scatter)
-    up = math.hypot(high - value, scatter)
-
-    def p_value(distance: float, reach: float) -> float:
-        return 2 * float(t.sf(quantile(df) * max(0.0, distance) / (reach or 1e-9), df))
-
-    return replace(
-        pair,
-        ratio=replace(ratio, low=math.exp(value - down), high=math.exp(value + up)),
-        p=p_value(beyond, down if value > 0 else up),
-        seen=p_value(math.log(SEEN) + min(0.0, drift), down),
-    )
-
-
-def _corrected(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Benjamini and Hochberg 1995)."""
-    return false_discovery_control(p_values).tolist()
-
-
-def quantile(df: int, level: float = 1 - stats.LEVEL) -> float:
-    """The t beyond which a part ``level`` of Student's t with ``df`` degrees of freedom
-    lies, both sides together.
-
-    >>> round(quantile(3), 3), round(quantile(9, 0.01), 3)
-    (3.182, 3.25)
-    """
-    return float(t.isf(level / 2, df))
 
 
 # --------------------------------------------------------------------------------------
@@ -424,8 +290,6 @@ def sections(comparison: Comparison, everything: bool = False) -> list[Table | s
     """
     first = comparison.first.name
     second = comparison.second.name
-    if comparison.same:
-        return [f"{first} and {second} are the same rows: nothing compared"]
     differ = sorted((x for x in comparison.pairs if x.size), key=lambda x: -x.size)
     pairs = comparison.pairs if everything else differ[:SHOWN]
     parts = ["\n".join(_summary(comparison))]
@@ -449,7 +313,7 @@ def _line(pair: Pair, first: str, second: str) -> dict:
         f">{first} (ms)": times[0],
         f">{second} (ms)": times[1],
         ">Ratio": ratio and number(ratio.value),
-        ">95 % interval": ratio and interval(*ratio.ci),
+        ">99.9 % interval": ratio and interval(*ratio.ci),
         f"{first} is": pair.verdict,
         **{f">{x}": (by := pair.growth(x)) and number(by, 4) for x in BYTES},
         "Group": pair.first.group,
@@ -462,7 +326,6 @@ def _summary(comparison: Comparison) -> list[str]:
     sides = (comparison.first, comparison.second)
     timed = comparison.timed
     left = Counter(pair.reason for pair in comparison.pairs if pair.reason)
-    ratios = [pair.ratio.value for pair in timed]
     return lines_of(
         "comparison",
         comparison=comparison,
@@ -477,9 +340,9 @@ def _summary(comparison: Comparison) -> list[str]:
             if not alike(*sides, name)
         ],
         drifts=[math.exp(x) for x in sorted(comparison.drifts.values())],
-        known=comparison.df,
-        change=SEEN,
-        mean=geometric_mean(ratios or [1.0]),
+        seen=sorted(pair.seen for pair in timed),
+        scatter=math.sqrt(2) * comparison.noise.apart,
+        mean=geometric_mean([pair.ratio.value for pair in timed] or [1.0]),
     )
 
 

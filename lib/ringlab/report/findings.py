@@ -163,7 +163,7 @@ def limits(study: Study, *more: str) -> Text:
         "limits",
         study=study,
         on_one=on_one,
-        one_run=timed and not study.paired_ratio_sd,
+        one_run=timed and not study.noise.turns,
         more=more,
         missing=[*map(label, missing_points(study))],
         unbound=len(unbound),

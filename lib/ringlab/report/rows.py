@@ -45,7 +45,7 @@ def begins(ratios: list[tuple]) -> int | None:
     """
     start = None
     for n, ratio, *_ in reversed(ratios):
-        if ratio is None or not ratio.significantly_slower:
+        if ratio is None or ratio.verdict != "slower":
             break
         start = n
     return start

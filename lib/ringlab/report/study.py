@@ -26,6 +26,7 @@ from ..measure.validity import (
     timed,
     why_not_quotable,
 )
+from .noise import Noise, noise_of, repeated, reproduced
 from .places import (
     NO_MEASURING,
     ReportError,
@@ -35,15 +36,6 @@ from .places import (
     reports_folder,
     run_target,
     short_commit,
-)
-from .trust import (
-    between_group_sd,
-    earlier_runs,
-    interval_too_wide,
-    paired_ratio_sd,
-    reproduced,
-    widen_ratio,
-    widen_times,
 )
 
 # Columns of a frame, whatever the rows have.
@@ -143,12 +135,15 @@ def measured(here: Source, points: Iterable) -> Study:
     if rows:
         same = key(rows[0].provenance)
         beside = [r for r in beside if key(r.provenance) == same]
-    known = select_newest_run([*rows, *(r for r in beside if r.group not in names)])
-    own = [r for r in known["results"] if r.group in names]
-    all_suites = _study(here.profile, here.folder, select_newest_run(beside))
-    excluded = len({r.key for r in everything}) - len(own)
-    known |= {"results": own, "excluded": excluded, "groups": groups}
-    return _study(here.profile, here.folder, known | {"all_suites": all_suites})
+    study = study_of(
+        [*rows, *(r for r in beside if r.group not in names)],
+        here.profile,
+        here.folder,
+        groups=groups,
+        all_suites=study_of(beside, here.profile, here.folder),
+    )
+    study.excluded = len({r.key for r in everything}) - len(study.results)
+    return study
 
 
 def _measure(here: Source, groups: Iterable) -> None:
@@ -190,36 +185,36 @@ def read_study(profile, folder: Path) -> Study:
     """The rows in ``folder`` of its newest machine, device and engine: a page never
     mixes two of them.
     """
-    return _study(profile, folder, select_newest_run(store.read(folder)))
+    return study_of(store.read(folder), profile, folder)
 
 
-def _study(profile, folder: Path, known: dict) -> Study:
-    # Before intervals are widened.
-    rows = [
-        replace(r, unstable=r.unstable or interval_too_wide(r))
-        for r in known["results"]
-    ]
-    known = known | {"results": widen_times(rows, known["between_group_sd"])}
-    return Study(profile, folder=folder, **known)
-
-
-def select_newest_run(everything: Sequence) -> dict:
-    """Of all rows of a folder the fields of a Study: which rows count, how evenly the
-    machine ran, which times an earlier run reproduced.
+def study_of(everything: Sequence, profile, folder: Path, groups=(), **more) -> Study:
+    """The Study of all rows of a folder: which of them count, in these ``groups`` if
+    there are any; what noise widens their intervals; which times are unstable, as those
+    that an earlier run does not reproduce.
     """
     newest = store.latest(everything)
     kept = newest_origin(newest)
-    before = earlier_runs(everything, kept)
-    between = between_group_sd([*kept, *before])
-    agreed = reproduced(kept, before, between)
-    kept = [replace(r, unstable=r.unstable or agreed.get(r.id) is False) for r in kept]
-    return {
-        "results": kept,
-        "excluded": len(newest) - len(kept),
-        "between_group_sd": between,
-        "paired_ratio_sd": paired_ratio_sd(kept, before),
-        "reproduced": agreed,
-    }
+    again = repeated(everything, kept)
+    noise = noise_of(kept, again)
+    agreed = reproduced(again, noise)
+    names = {g.name for g in groups}
+    rows = [
+        replace(r, unstable=r.unstable or agreed.get(r.id) is False)
+        for r in kept
+        if not groups or r.group in names
+    ]
+    excluded = len(newest) - len(kept)
+    return Study(
+        profile,
+        noise.times(rows),
+        folder,
+        excluded,
+        noise=noise,
+        reproduced=agreed,
+        groups=groups,
+        **more,
+    )
 
 
 def newest_origin(results: Sequence) -> list:
@@ -237,10 +232,8 @@ class Study:
     ``suite``: the one that these rows answer; empty: all that lie in the ``folder``.
     ``all_suites``: all rows of the folder, where these are some of them. ``groups``: of
     points that a page asked for; empty: those of its suite. ``excluded``: how many rows
-    there are of another machine, device or engine. ``between_group_sd``: how far the
-    machine's pace varied from group to group, in the intervals of all times already;
-    ``paired_ratio_sd``: how far a ratio of calls that took turns is from that of an
-    earlier run, both standard deviations of logarithms. ``reproduced``: by the ``id`` of
+    there are of another machine, device or engine. ``noise``: what times of the same
+    work differ by, in the intervals of all times already. ``reproduced``: by the ``id`` of
     a row, whether it agreed with an earlier run. ``computed``: nothing was measured,
     because the device is absent.
     """
@@ -250,10 +243,9 @@ class Study:
     folder: Path
     excluded: int = 0
     suite: str = ""
-    between_group_sd: float = 0.0
+    noise: Noise = Noise()
     all_suites: Study | None = None
     groups: Sequence = ()
-    paired_ratio_sd: float = 0.0
     reproduced: dict[tuple[str, str], bool] = field(default_factory=dict)
     computed: bool = False
 
@@ -352,15 +344,9 @@ class Study:
         if not all(timed(r) and r.seconds for r in (slow, fast)):
             return None
         ratio = measure.ratio(slow, fast)
-        if ratio.paired and ratio.high == math.inf:
-            # Too few rounds in common: each by itself may have enough.
-            ratio = measure.ratio(replace(slow, run=""), fast)
         doubted = False in (self.reproduced.get(r.id) for r in (slow, fast))
-        return replace(
-            widen_ratio(ratio, self.between_group_sd, self.paired_ratio_sd),
-            noise_floor=self.noise_floor,
-            unstable=ratio.unstable or doubted,
-        )
+        found = self.noise.of(ratio, (1 / self.noise_floor, self.noise_floor))
+        return replace(found, unstable=ratio.unstable or doubted)
 
     def ranks(self, rows: Iterable) -> list[int | None]:
         """The rank of each of these rows, which are sorted by time; those that the run
@@ -371,7 +357,7 @@ class Study:
         head = None
         for place, row in enumerate(rows, 1):
             ratio = head and self.ratio(row, head)
-            if head is None or ratio and ratio.significantly_slower:
+            if head is None or ratio and ratio.verdict == "slower":
                 rank = place
                 head = row
             known = ratio is None or ratio.high < math.inf

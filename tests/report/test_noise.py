@@ -5,11 +5,11 @@ import random
 from dataclasses import replace
 
 import pytest
-from reporting import made_up, sampled, study_of, write_rows
+from reporting import longer, made_up, sampled, study_of, write_rows
 from ringlab import hardware, measure
 from ringlab.measure import Group, Point
 from ringlab.patterns import Dense, Dilated
-from ringlab.report import cells, compare, findings, study, trust
+from ringlab.report import cells, compare, findings, noise, study
 
 CALLS = [Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=n) for n in (64, 128)] + [
     Point("dense_sdpa", Dense())
@@ -32,13 +32,17 @@ def rows_at(paces, calls=CALLS):
     ]
 
 
+def apart(rows) -> float:
+    return noise.noise_of(rows, []).apart
+
+
 def test_spread_is_that_of_the_pace():
-    noise = random.Random(1)
-    paces = [math.exp(noise.gauss(0, 0.1)) for _ in range(60)]
-    assert trust.between_group_sd(rows_at(paces)) == pytest.approx(0.1, rel=0.15)
-    assert trust.between_group_sd(rows_at([1.0, 1.0])) == pytest.approx(0.0, abs=1e-12)
-    assert trust.between_group_sd(rows_at([1.0, 1.2])) == pytest.approx(
-        math.log(1.2) / math.sqrt(2) / trust.MIDDLE
+    rng = random.Random(1)
+    paces = [math.exp(rng.gauss(0, 0.1)) for _ in range(60)]
+    assert apart(rows_at(paces)) == pytest.approx(0.1, rel=0.15)
+    assert apart(rows_at([1.0, 1.0])) == pytest.approx(0.0, abs=1e-12)
+    assert apart(rows_at([1.0, 1.2])) == pytest.approx(
+        math.log(1.2) / math.sqrt(2) / noise.MIDDLE
     )
 
 
@@ -55,22 +59,15 @@ def test_only_the_same_call_in_another_group_counts():
         *same[:3],
         *(replace(r, point=r.point.but(options={"twin": True})) for r in same[3:]),
     ]
-    assert (
-        trust.between_group_sd(other_threads)
-        == trust.between_group_sd(refused)
-        == trust.between_group_sd(same[:3])
-        == 0.0
-    )
-    assert (
-        trust.between_group_sd(same[:2] + same[3:5]) == 0.0
-    )  # two pairs say nothing of the rest
-    assert trust.between_group_sd(twins) == trust.between_group_sd(same)
+    assert apart(other_threads) == apart(refused) == apart(same[:3]) == 0.0
+    assert apart(same[:2] + same[3:5]) == 0.0  # two pairs say nothing of the rest
+    assert apart(twins) == apart(same)
 
 
 def test_an_interval_is_widened_by_both_errors_together():
     one = row(CALLS[0], "group", 1.0)
     one = replace(one, ci=(one.median * math.exp(-0.03), one.median * math.exp(0.03)))
-    (wide,) = trust.widen_times([one], 0.04 / trust.NORMAL)
+    (wide,) = noise.Noise(0.04 / noise.NORMAL).times([one])
     assert [abs(math.log(end / one.median)) for end in wide.ci] == pytest.approx(
         [0.05, 0.05]
     )
@@ -79,19 +76,19 @@ def test_an_interval_is_widened_by_both_errors_together():
 def test_a_study_shows_them_and_ratios_of_rows_that_took_turns_do_not(tmp_path):
     write_rows(tmp_path, rows_at([1.0, 1.2]))
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
-    between = math.log(1.2) / math.sqrt(2) / trust.MIDDLE
+    between = math.log(1.2) / math.sqrt(2) / noise.MIDDLE
     assert (
-        found.between_group_sd == pytest.approx(between)
-        and found.of("optimization").between_group_sd == found.between_group_sd
+        found.noise.apart == pytest.approx(between)
+        and found.of("optimization").noise == found.noise
     )
     for r in found.results:
         assert math.log(r.ci[1] / r.median) == pytest.approx(1.96 * between, rel=0.01)
     a, b = found.results[0], found.results[3]  # of two groups
-    apart = found.ratio(b, a)
-    assert not apart.paired and apart.low < 1 < apart.high
+    two = found.ratio(b, a)
+    assert not two.paired and two.low < 1 < two.high
     assert measure.ratio(b, a).low > 1.19
-    turns = measure.ratio([2.0, 2.1, 2.0], [1.0, 1.0, 1.1])
-    assert turns.paired and trust.widen_ratio(turns, between) == turns
+    turns = measure.ratio([2.0] * 5, [1.0] * 5)
+    assert turns.paired and noise.Noise(between).of(turns).ci == pytest.approx(turns.ci)
 
 
 def test_a_ratio_of_calls_that_took_turns_holds_what_two_runs_differ_by(tmp_path):
@@ -102,34 +99,19 @@ def test_a_ratio_of_calls_that_took_turns_holds_what_two_runs_differ_by(tmp_path
         Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=64 * n)
         for n in range(1, 121)
     ]
-    noise, company = random.Random(3), Group("group", calls)
+    rng, company = random.Random(3), Group("group", calls)
     runs = [
-        [
-            row(p, company, 0.1 * slow * math.exp(noise.gauss(0, 0.05)), run)
-            for p in calls
-        ]
+        [row(p, company, 0.1 * slow * math.exp(rng.gauss(0, 0.05)), run) for p in calls]
         for run, slow in (("one", 1.0), ("two", 1.7))
     ]
-    assert trust.paired_ratio_sd(runs[1], runs[0]) == pytest.approx(
-        0.05 * math.sqrt(2), rel=0.2
-    )
-    assert (
-        trust.paired_ratio_sd(runs[1][:2], runs[0])
-        == trust.paired_ratio_sd(runs[1], [])
-        == 0.0
-    )
     write_rows(tmp_path, [r for rows in runs for r in rows])
     found = study.read_study(hardware.get_profile("cpu"), tmp_path)
-    assert found.paired_ratio_sd == pytest.approx(
-        trust.paired_ratio_sd(runs[1], runs[0])
-    )
+    assert found.noise.turns == pytest.approx(0.05 * math.sqrt(2), rel=0.2)
+    assert noise.noise_of(runs[1], zip(runs[1][:2], runs[0])).turns == 0.0
     once, again = (
         [measure.ratio(a, b) for a, b in zip(rows, rows[1:])] for rows in runs
     )
-    wide = [
-        [trust.widen_ratio(x, 0.0, found.paired_ratio_sd) for x in ratios]
-        for ratios in (once, again)
-    ]
+    wide = [[found.noise.of(x) for x in ratios] for ratios in (once, again)]
 
     def meet(*sides) -> float:
         return sum(a.low <= b.high and b.low <= a.high for a, b in zip(*sides)) / len(
@@ -137,9 +119,7 @@ def test_a_ratio_of_calls_that_took_turns_holds_what_two_runs_differ_by(tmp_path
         )
 
     assert meet(once, again) < 0.4 and meet(*wide) >= 0.93
-    assert found.ratio(*found.results[:2]) == replace(
-        wide[1][0], noise_floor=found.noise_floor
-    )
+    assert found.ratio(*found.results[:2]) == wide[1][0]
 
 
 def test_the_line_of_trust_counts_what_passed_and_what_was_rejected():
@@ -153,7 +133,8 @@ def test_the_line_of_trust_counts_what_passed_and_what_was_rejected():
 def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
     now = [replace(r, run="now") for r in rows_at([1.0])]
     before = [replace(r, run="before") for r in now]
-    assert trust.earlier_runs([*before, *now], now) == before
+    pairs = [*zip(now, before)]
+    assert noise.repeated([*before, *now], now) == pairs
     for change in (
         {"provenance": {"engine": "other"}},
         {"provenance": {"crowded": True}},
@@ -162,26 +143,15 @@ def test_only_undisturbed_rows_of_the_same_code_and_company_are_earlier_ones():
         {"group": "other"},
         {"run": "now"},
     ):
-        assert trust.earlier_runs([replace(r, **change) for r in before], now) == [], (
-            change
-        )
-    assert trust.between_group_sd([*now, *before]) == pytest.approx(0.0, abs=1e-12)
-    assert (
-        trust.earlier_runs(
-            before, [replace(r, provenance={"crowded": True}) for r in now]
-        )
-        == []
-    )
-    assert (
-        trust.earlier_runs(before, [replace(r, status="incorrect") for r in now]) == []
-    )
-    assert trust.reproduced(now, before, 0.01) == {
-        (r.group, r.point.id): True for r in now
-    }
-    far = [replace(r, median=2 * r.median, ci=(2 * r.ci[0], 2 * r.ci[1])) for r in now]
-    for each in ([*before, *far], [*far, *before]):  # with all earlier runs, or not
-        assert {*trust.reproduced(now, each, 0.01).values()} == {False}
-    assert trust.reproduced(now, before, 0.0) == {}, (
+        assert not noise.repeated([replace(r, **change) for r in before], now), change
+    for change in ({"provenance": {"crowded": True}}, {"status": "incorrect"}):
+        assert not noise.repeated(before, [replace(r, **change) for r in now])
+    known = noise.Noise(0.01)
+    assert noise.reproduced(pairs, known) == {r.id: True for r in now}
+    far = [*zip(now, (longer(r, 2) for r in before))]
+    for each in (pairs + far, far + pairs):  # with all earlier runs, or not
+        assert not any(noise.reproduced(each, known).values())
+    assert noise.reproduced(pairs, noise.Noise()) == {}, (
         "nothing is known of the machine's pace"
     )
 
@@ -201,10 +171,10 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
         Point("ringlab", Dilated([16, 32], [1, 2]), seq_len=64 * n)
         for n in range(1, count + 1)
     ]
-    noise, rows = random.Random(count), []
+    rng, rows = random.Random(count), []
     for run, slow in (("one", 1.0), ("two", factor)):
         paces = [
-            0.1 * math.exp(noise.gauss(0, 0.01)) * (slow if p == calls[0] else 1)
+            0.1 * math.exp(rng.gauss(0, 0.01)) * (slow if p == calls[0] else 1)
             for p in calls
         ]
         rows += [row(p, "group", x, run) for p, x in zip(calls, paces)]
@@ -213,7 +183,7 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
     assert not any(r.unstable for r in rows) and {r.run for r in found.results} == {
         "two"
     }
-    assert found.repeats[0] == count and found.between_group_sd < 0.05
+    assert found.repeats[0] == count and found.noise.apart < 0.05
     marked = [r.point.seq_len for r in found.results if r.unstable]
     assert 64 in marked and len(marked) <= 1 + count // 5
     side = compare.read_side(str(tmp_path), tmp_path)
@@ -233,23 +203,12 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
     assert f"Unstable times: {len(marked)}, among them" in shown
 
 
-def test_a_row_of_a_wide_interval_is_unstable_and_a_lone_run_says_so(tmp_path):
-    rows = rows_at([1.0])
-    broad = replace(rows[0], ci=(rows[0].median * 0.86, rows[0].median * 1.12))
-    write_rows(
-        tmp_path,
-        [sampled(broad, [0.1 * x for x in (1, 1, 1, 1.5, 1.5, 1.5)]), *rows[1:]],
-    )
-    found = study.read_study(hardware.get_profile("cpu"), tmp_path)
-    assert (
-        trust.interval_too_wide(broad)
-        and not trust.interval_too_wide(rows[0])
-        and not trust.interval_too_wide(replace(broad, ci=(0.0, math.inf)))
-    )
-    assert [r.unstable for r in found.results] == [True, False, False]
+def test_a_lone_run_says_that_it_is_one():
+    found = study_of(rows_at([1.0]))
     lone = "from run to run"
     assert lone in findings.limits(found).markdown
-    assert lone not in findings.limits(replace(found, paired_ratio_sd=0.1)).markdown
+    again = replace(found, noise=noise.Noise(turns=0.1))
+    assert lone not in findings.limits(again).markdown
 
 
 def test_rows_with_few_rounds_in_common_are_compared_by_all_their_samples(tmp_path):
@@ -260,7 +219,7 @@ def test_rows_with_few_rounds_in_common_are_compared_by_all_their_samples(tmp_pa
     found = shown.ratio(apart, slow)
     assert (
         not found.paired
-        and found.significantly_slower
+        and found.verdict == "slower"
         and found.value == pytest.approx(2)
     )
     few = shown.ratio(sampled(apart, apart.seconds[:3]), slow)

@@ -1,0 +1,169 @@
+"""How far times of the same work lie apart; by it intervals are widened, and two times
+called different or not.
+
+The samples of a point are taken within a minute or two, so their interval knows nothing
+of a machine that is slower in the next quarter of an hour: shared caches, other
+tenants, clocks. Rows of the same work show it: calls that stand in several groups of a
+run, earlier runs of the same code, A/A controls, and anchors (work of torch alone,
+``measure.points.ANCHORS``) of two runs. ``Noise.of`` adds it to a ratio, and
+``Ratio.verdict`` says what follows, of rows of one run and of two.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import combinations
+from statistics import fmean, median
+
+from ..measure import ratio, stats
+from ..measure.points import ANCHOR
+from ..measure.provenance import key
+from ..measure.stats import Ratio
+from ..measure.validity import threads, why_not_quotable
+
+FEWEST = 3  # pairs of the same work, below which they say nothing of the rest
+MIDDLE = 0.6745  # standard deviations on either side of a half
+# Standard deviations on either side of 95 %, and of 99.9 % where two runs are compared:
+# of many rows hardly one is to differ by chance.
+NORMAL, TWO_RUNS = 1.96, 3.29
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What times of the same work differ by, as standard deviations of logarithms.
+
+    ``apart``: of one time, from group to group and from run to run; ``turns``: of the
+    ratio of two rows that took turns, from run to run; 0.0 if not known. ``reach``: how
+    many of them an interval has on either side.
+    """
+
+    apart: float = 0.0
+    turns: float = 0.0
+    reach: float = NORMAL
+
+    def of(self, ratio: Ratio, same: tuple[float, float] = (1.0, 1.0)) -> Ratio:
+        """A ratio whose interval also holds the noise, as an independent error; ``same``:
+        its ``Ratio.same``.
+        """
+        by = self.turns if ratio.paired else math.sqrt(2) * self.apart
+        low, high = self._widened(ratio.value, ratio.ci, by)
+        return replace(ratio, low=low, high=high, same=same)
+
+    def times(self, results: Iterable) -> list:
+        """The results with intervals of their times that also hold the noise."""
+        return [
+            replace(r, ci=self._widened(r.median, r.ci, self.apart))
+            if r.median and r.ci
+            else r
+            for r in results
+        ]
+
+    def _widened(
+        self, middle: float, ci: tuple[float, float], sd: float
+    ) -> tuple[float, float]:
+        down = math.log(middle / ci[0]) if ci[0] else math.inf
+        up = math.log(ci[1] / middle)
+        scale = self.reach / NORMAL  # the interval as it is has 95 %
+        down, up = (scale * math.hypot(x, NORMAL * sd) for x in (down, up))
+        return middle * math.exp(-down), middle * math.exp(up)
+
+
+# --------------------------------------------------------------------------------------
+# of one study
+
+
+def repeated(results: Iterable, kept: Iterable) -> list[tuple]:
+    """(row, earlier row) of each of ``kept`` that an earlier run measured too: the same
+    code on the same machine, beside the same calls, neither disturbed nor of too few
+    samples for an interval.
+    """
+    newest = {r.key: r for r in filter(_steady, kept)}
+    both = ((newest.get(r.key), r) for r in filter(_steady, results))
+    return [
+        (now, r)
+        for now, r in both
+        if now and r.run != now.run and key(r.provenance) == key(now.provenance)
+    ]
+
+
+def noise_of(kept: Iterable, again: Iterable[tuple]) -> Noise:
+    """The noise of rows, some of which were measured ``again``, as ``repeated`` says.
+
+    Two runs of a group differ by the machine's pace, which is the same for all its
+    calls, and each call by a rest. The rests tell how far the ratio of two calls is
+    from that of another run.
+    """
+    logs = defaultdict(list)  # by group
+    for now, r in {now.id: (now, r) for now, r in again}.values():
+        logs[r.group].append(math.log(now.median / r.median))
+    groups = (each for each in logs.values() if len(each) >= FEWEST)
+    rests = [x - median(each) for each in groups for x in each]
+    return Noise(_apart([*kept, *(r for _, r in again)]), _spread(rests))
+
+
+def _apart(results: Iterable) -> float:
+    """From pairs of quotable, undisturbed rows of one call in two groups or runs, with
+    the same threads; 0.0 for few. An A/A control counts as the call that it repeats.
+    """
+    logs = defaultdict(lambda: defaultdict(list))  # by call, by run of a group
+    for r in filter(_steady, results):
+        call = (r.point.without_control.id, threads(r))
+        logs[call][r.group, r.run].append(math.log(r.median))
+    pairs = [combinations(map(fmean, runs.values()), 2) for runs in logs.values()]
+    return _spread([a - b for each in pairs for a, b in each]) / math.sqrt(2)
+
+
+def _spread(logs: list[float]) -> float:
+    """Their standard deviation around 0, by their median size: a few calls that went
+    wrong have no weight.
+    """
+    return median(map(abs, logs)) / MIDDLE if len(logs) >= FEWEST else 0.0
+
+
+def _steady(result) -> bool:
+    """Its time may be quoted, has an interval, and no other work disturbed it."""
+    return (
+        len(result.seconds) >= stats.FEWEST
+        and not why_not_quotable(result)
+        and not result.provenance.get("crowded")
+    )
+
+
+def reproduced(again: Iterable[tuple], noise: Noise) -> dict[tuple[str, str], bool]:
+    """For each (group, point) that was measured ``again``, whether its time differs
+    from none of the earlier ones; none where the noise is not known.
+    """
+    noise = replace(noise, reach=TWO_RUNS)
+    agreed: dict[tuple[str, str], bool] = {}
+    for now, r in again if noise.apart else ():
+        same = noise.of(ratio(now, r)).verdict == "within noise"
+        agreed[r.id] = agreed.get(r.id, True) and same
+    return agreed
+
+
+# --------------------------------------------------------------------------------------
+# of two runs
+
+
+def noise_between(first, second, anchored: bool) -> tuple[dict[str, float], Noise]:
+    """(drifts, noise) of two studies.
+
+    The drift of a group is the logarithm of how many times as long its anchors took in
+    the first, on average, where they are ``anchored``. The noise is that of A/A controls
+    in either, and of anchors around the drift; without anchors it is at least that of
+    one call from group to group.
+    """
+    other = {r.id: r for r in second.rows() if _steady(r)}
+    logs = defaultdict(list)  # by group
+    for r in first.rows() if anchored else ():
+        if r.option(ANCHOR) and r.id in other and _steady(r):
+            logs[r.group].append(math.log(ratio(r, other[r.id]).value))
+    drifts = {group: fmean(each) for group, each in logs.items()}
+    rests = [x - drifts[group] for group, each in logs.items() for x in each]
+    controls = [*first.controls, *second.controls]
+    rests += [math.log(x.value) for x in controls if not x.unstable]
+    apart = math.hypot(*rests) / math.sqrt(max(1, len(rests) - len(drifts)) * 2)
+    if not drifts:
+        apart = max(apart, first.noise.apart, second.noise.apart)
+    return drifts, Noise(apart, reach=TWO_RUNS)
