@@ -713,12 +713,12 @@ def published(point: Point, device) -> System:
     system = System(
         point, device, lambda *qkv: (module(*qkv, is_causal=point.causal), None)
     )
-    system.scheme = module.scheme if several else None
+    system.scheme = module._scheme if several else None
     if curved:  # the reference follows its curve
         layout = module._ranks(point.seq_len)["layout"]
         if several:
             group = dist.group.WORLD
-            call = {"scheme": module.scheme, "layout": layout, "group": group}
+            call = {"scheme": module._scheme, "layout": layout, "group": group}
             module._ranks = lambda rows: call
             system.layout = layout
         positions = torch.cat([*map(layout.positions, range(layout.ranks))])
