@@ -114,7 +114,7 @@ env: $(READY)  ## set up, and print the versions in use
 	@$(PY) -c 'import sys; from importlib.metadata import distributions; \
 	v = {d.name.lower(): d.version for d in distributions()}; print("python", sys.version.split()[0], sys.executable); \
 	[print(n, v.get(n, "not installed")) for n in sys.argv[1:]]' \
-	ringlab torch xformers papermill nbconvert jupyterlab pandas seaborn matplotlib pytest ruff
+	ringlab torch xformers papermill nbconvert jupyterlab pandas scipy seaborn matplotlib pytest ruff
 
 lint: $(READY)  ## check style, layout and types of lib, tests, notebooks and of the code that users are shown
 	$(call needs,[test],ruff basedpyright pyrefly)

@@ -56,6 +56,7 @@ REPORT_PACKAGES = (
     "nbformat",
     "pandas",
     "papermill",
+    "scipy",
     "seaborn",
 )
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import pandas as pd
 import torch
 from ringlab.patterns import Pattern
-from ringlab.report.compare import quantile
 from ringlab.report.tables import Cell, number
 from ringlab.report.theme import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY
+from scipy.stats import t
 
 COLORS = {
     "Dense": GREY,
@@ -101,7 +101,7 @@ def mean_and_half(values: Iterable[float]) -> tuple[float, float]:
     few, mean = len(known), statistics.fmean(known)
     if few == 1:
         return mean, math.nan
-    return mean, quantile(few - 1) * statistics.stdev(known) / math.sqrt(few)
+    return mean, t.isf(0.025, few - 1) * statistics.stdev(known) / math.sqrt(few)
 
 
 def score_cell(table: pd.DataFrame, pattern: str, scale: float = 1.0) -> Cell | None:

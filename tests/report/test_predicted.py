@@ -160,7 +160,7 @@ def test_the_command_line(capsys):
             "--segment-lengths needs a --pattern by name: dilated, dense, ladder",
         ),
         (["--pattern", "dense", "--block-size", "5"], "'dense' takes no block_size"),
-        (["--pattern", "ladder"], "'ladder' needs a sequence length"),
+        (["--pattern", "ladder"], "'ladder' needs a length"),
         (
             ["--pattern", '{"kind":"block_sparse","block_size":64,"parts":[5]}'],
             "is no pattern's to_dict()",
