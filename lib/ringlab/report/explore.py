@@ -15,16 +15,15 @@ import torch
 from .. import cost, hardware, patterns, presets, ring
 from ..advise import advise
 from ..call import CallSpec
-from ..checks import DTYPES, check_int, parse_count, parse_counts
+from ..checks import DTYPES, parse_count, parse_counts
 from ..cost import format_bytes, format_seconds
-from ..estimate import SHAPE, Estimate, estimate_call, longest
+from ..estimate import MOST_BYTES, SHAPE, estimate_call, longest
 from . import theme
 from .figures import RED, Figure, drawing
 from .first_screen import LENGTHS, rooflines
 from .tables import Cell, Table, Text
 from .templates import ENVIRONMENT, lines_of
 
-MOST_BLOCKS = 8192  # of a block-sparse pattern; more take minutes to count
 NEAR = 64  # positions that are drawn one by one
 
 # Controls: a text to type, or a tuple of values of which the first is chosen.
@@ -94,14 +93,6 @@ def call_of(values: dict) -> CallSpec:
     return CallSpec(pattern, **call)
 
 
-def estimate(call: CallSpec) -> Estimate:
-    """Return the Estimate of a call; ValueError for what takes minutes, or cannot be."""
-    if isinstance(call.pattern, patterns.BlockSparse):
-        blocks = call.pattern.count(call.seq_len)
-        check_int("the number of blocks", blocks, most=MOST_BLOCKS)
-    return estimate_call(call)
-
-
 # --------------------------------------------------------------------------------------
 # one call
 
@@ -122,7 +113,7 @@ def estimated(call: CallSpec) -> str:
     """
     ENVIRONMENT.filters |= {"bytes": format_bytes, "seconds": format_seconds}
     about = {"seq_len": call.seq_len, "budget": call.profile.memory_bytes}
-    lines = lines_of("estimate", e=estimate(call), unknown=(), **about)
+    lines = lines_of("estimate", e=estimate_call(call), unknown=(), **about)
     most = fitting(call)
     tokens = f"{most:,} tokens, of attention alone" if most else "see ringlab.longest"
     return "\n".join([*lines, f"longest    {tokens}"])
@@ -169,7 +160,7 @@ def compared(call: CallSpec) -> Table:
     lines = []
     for name, pattern in (variants | {"chosen": call.pattern}).items():
         try:
-            found = estimate(replace(call, pattern=pattern))
+            found = estimate_call(replace(call, pattern=pattern))
             costs = [
                 f"{100 * found.cost.distinct_pairs / (call.batch * call.heads * n**2):.3g} %",
                 format_seconds(found.bound_s) if found.bounds else None,
@@ -232,14 +223,14 @@ def page(values: dict) -> str:
     """
     try:
         call = call_of(values)
-        about = call.options("profile", "seq_len", *SHAPE)
         if values["show"] == "variants":
             return f"{compared(call).html}{_html(over_length(call))}"
         if values["show"] == "advice":
-            advice = advise(**about)
+            advice = advise(**call.options("profile", "seq_len", *SHAPE))
             return f"<pre>{escape(advice.text())}\n\n{escape(advice.code())}</pre>"
-        about |= call.options("pattern", "dtype")
-        code = advise(**about, estimates=False).code()
+        about = call.options("profile", "seq_len", "pattern", "dtype", *SHAPE)
+        # What the memory does not hold is shown too: the estimate says so.
+        code = advise(**about, memory_bytes=MOST_BYTES, estimates=False).code()
         drawn = (parse(name, values[name]) for name in ("head", "position"))
         return (
             f"{_html(seen(call, *drawn))}<pre>{escape(estimated(call))}</pre>"
