@@ -69,7 +69,7 @@ def test_a_row_on_several_ranks_has_the_work_and_the_bytes_of_one_of_them():
     expected = estimate(
         suites.DOCUMENT, ranks=4, scheme="plan", profile="gtx1080", **how
     )
-    sent = [sum(b for (a, _), b in expected.sent.items() if a == x) for x in range(4)]
+    sent = expected.sent_by_rank
     assert row.ranks["bytes_sent"] == sent and cells.sent_bytes(row) == max(sent) > 0
     assert cells.peak_bytes(row) == expected.peak_bytes
     whole = cost.count(suites.DOCUMENT, batch=1, **how)

@@ -110,16 +110,6 @@ def test_provenance_says_clocks_completeness_and_counts(tmp_path):
     assert findings.provenance(replace(study_of(made("000")), folder=tmp_path)).rows
 
 
-# --------------------------------------------------------------------------------------
-# documents 001, 003 and 004: ranks
-
-
-def cells_of(table, *names: str) -> dict[tuple, list]:
-    """(tokens, ranks) -> the cells of a table in these columns."""
-    at = [[c.lstrip(">") for c in table.columns].index(name) for name in names]
-    return {(row[0], row[1]): [row[i] for i in at] for row in table.rows}
-
-
 def test_a_row_of_no_suite_is_of_every_report():
     mine = Point("ringlab", patterns.Dense(), seq_len=64)
     stray = made_up(mine, Group("mine", [mine]), False)

@@ -153,8 +153,7 @@ def test_bytes_between_ranks_are_those_of_the_plan(
     problem = Problem(pattern, layout_named(layout, 1200, ranks), True, 4, 4)
     how = {"batch": 1, "head_dim": 16, "dtype": torch.float32, "passes": passes}
     for rank in range(ranks):
-        sent = sum(size for (source, _), size in found.sent.items() if source == rank)
-        assert sent == sent_bytes(problem, rank, scheme, **how)
+        assert found.sent_by_rank[rank] == sent_bytes(problem, rank, scheme, **how)
     assert found.scheme == scheme and (passes == "fwd") == (
         found.parts["gradients"] == 0
     )
@@ -272,10 +271,7 @@ def test_the_busiest_rank_decides():
         **SHAPE,
     )
     assert found.parts["q"] == 900 * 4 * 16 * 4
-    sent = [
-        sum(size for (source, _), size in found.sent.items() if source == rank)
-        for rank in range(3)
-    ]
+    sent = found.sent_by_rank
     assert sent == [2 * 2 * rows * 4 * 16 * 4 for rows in (900, 60, 40)]
     assert found.bounds["network"] == pytest.approx(sent[0] / 15.75e9)
 

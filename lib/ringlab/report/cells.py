@@ -6,7 +6,10 @@ A row that may not be shown gives its status instead of a number.
 import math
 from dataclasses import replace
 
+import torch
+
 from ..adaptive import Adaptive
+from ..attention import attention
 from ..measure.validity import (
     computed,
     is_row,
@@ -20,7 +23,7 @@ from ..measure.validity import (
 )
 from .rows import pass_of
 from .study import Study, pattern_of
-from .tables import Cell, cell, counted, interval, number, size
+from .tables import Cell, cell, counted, interval, number, percent, size
 
 # --------------------------------------------------------------------------------------
 # which rows may be shown, and how far
@@ -87,6 +90,18 @@ def density(point) -> float:
     )
 
 
+def zero_rows(pattern, seq_len: int, heads: int) -> str:
+    """A sentence of how many rows (position, head) of a result no branch fills, counted
+    by a call.
+    """
+    ones = [torch.ones(1, seq_len, heads, 1)] * 3
+    zero = 1 - attention(*ones, pattern).mean().item()
+    return (
+        f"Counted: {percent(zero)} of the rows (position, head) of the result are zero, "
+        "as a group of heads with rate r has one position in r."
+    )
+
+
 def pair_cost(study: Study, row, dense):
     """Time for a visible pair over that of a row of dense attention of the same length
     and pass, a Ratio or None.
@@ -100,14 +115,16 @@ def pair_cost(study: Study, row, dense):
 
 
 def calls(rows) -> str:
-    """What rows compute and with how many threads, in words, each call once."""
+    """A sentence of what rows compute and with how many threads, each call once; empty
+    for no rows.
+    """
     points = [(row.point, threads(row)) for row in filter(is_row, rows)]
     texts = [
         f"batch {p.batch}, {p.heads} heads of {p.head_dim}, {p.dtype}, {pattern_of(p)}, "
         f"{pass_of(p)}{f', threads of a rank: {n}' if n else ''}"
         for p, n in points
     ]
-    return " or ".join(dict.fromkeys(texts))
+    return f"Every call: {' or '.join(dict.fromkeys(texts))}. " if texts else ""
 
 
 # --------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ It knows the engine, as it is called or under a published name, each with the se
 of the point.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -88,20 +87,21 @@ def row_of(name: str, point: Point) -> Result:
         return replace(row, status="unsupported", reason=str(error))
     if estimated is None:
         return row
-    use = {"causal": point.causal, "for_gradients": point.passes != "fwd"}
     shape = point.seq_len, point.heads, point.kv_heads
-    use["pattern_kind"] = kernels.kind_of(pattern_of(point), *shape)
-    device = profile.kind, profile.capability
-    kernel = kernels.expected(*device, dtype, point.head_dim, **use).name
-    sent = Counter()
-    for (rank, _), size in estimated.sent.items():
-        sent[rank] += size
-    by_rank = {"bytes_sent": [sent[rank] for rank in range(ranks)]}
+    kernel = kernels.expected(
+        profile.kind,
+        profile.capability,
+        dtype,
+        point.head_dim,
+        causal=point.causal,
+        for_gradients=point.passes != "fwd",
+        pattern_kind=kernels.kind_of(pattern_of(point), *shape),
+    ).name
     return replace(
         row,
         bound_seconds=estimated.bound_s or None,
         memory=memory | {"tracked_peak_bytes": estimated.peak_bytes},
-        ranks=by_rank if ranks > 1 else {},
+        ranks={"bytes_sent": estimated.sent_by_rank} if ranks > 1 else {},
         provenance=origin | {"kernel": kernel},
     )
 
@@ -179,10 +179,9 @@ def _estimate(point: Point, profile: str | None) -> Estimate | None:
 
 def _published_call(point: Point) -> dict:
     """The settings of a published class, which its module has chosen."""
-    ranks = {"ring_size": point.world_size} if point.world_size > 1 else {}
-    module = published_module(point, "cpu", **ranks)
-    settings = {"backend": module.chain, "execution": module.execution}
-    return settings | module._ranks(point.seq_len)
+    module = published_module(point, "cpu", ring_size=point.world_size)
+    how = module._ranks(point.seq_len)
+    return how | {"backend": module.chain, "execution": module.execution}
 
 
 def compared(study: Study) -> tuple[list[tuple[Result, float]], int]:
@@ -196,10 +195,9 @@ def compared(study: Study) -> tuple[list[tuple[Result, float]], int]:
     def peak(row) -> int | None:
         return row.memory.get("tracked_peak_bytes")
 
-    rows = (
-        r for r in study.rows(system=[*ENGINE]) if not why_not_quotable(r) and peak(r)
-    )
-    rows = sorted(rows, key=operators)
+    rows = study.rows(system=[*ENGINE])
+    rows = [r for r in rows if not why_not_quotable(r) and peak(r)]
+    rows.sort(key=operators)
     kept = [
         r
         for r, calls in zip(rows, accumulate(map(operators, rows)))
@@ -211,10 +209,12 @@ def compared(study: Study) -> tuple[list[tuple[Result, float]], int]:
 
 
 def accuracy(study: Study) -> Text:
-    """In a sentence how many peaks ``estimate`` predicts to 1 %, and which it does not."""
+    """In a sentence how many peaks ``estimate`` predicts to 1 %, and which it does not;
+    nothing where there is none.
+    """
     errors, left = compared(study)
     if not errors:
-        return Text(["Nothing was measured to set a prediction of memory beside."])
+        return Text([])
     off = [
         f"{r.point.system}, {r.point.seq_len:,} tokens on {counted(r.point.world_size, 'rank')} "
         f"({100 * x:+.1f} %)"

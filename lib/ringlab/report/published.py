@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from .tables import Cell, Table
+
 FOLDER = Path(__file__).parent / "published"
 
 
@@ -38,3 +40,24 @@ def published(number: str) -> dict:
     (136.52, 12)
     """
     return tomllib.loads((FOLDER / f"{number}.toml").read_text(encoding="utf-8"))
+
+
+def next_steps(number: str) -> Table:
+    """A document's own list of future work beside what became of it, with a link to the
+    page or file that answers.
+    """
+
+    def link(page: str) -> str:
+        """Of a file only where it is, from the folder of reports: notebooks run there."""
+        return page if not Path(page).suffix or Path(page[3:]).exists() else ""
+
+    rows = [
+        [x["item"], Cell(x["answer"], page=link(x["page"]))]
+        for x in published(number)["next"]
+    ]
+    return Table(
+        f"What document {number} asked for next",
+        ["It asked for", "Here"],
+        rows,
+        cards=True,
+    )
