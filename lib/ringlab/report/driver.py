@@ -72,8 +72,6 @@ def run(
     names = [*REPORTS]
     if not (target.data / TRAININGS).is_file():  # this command trains nothing
         names.remove("quality")
-    if target.computed:  # other pages are about what was measured
-        names = [n for n in names if REPORTS[n]]
     sources = [notebook_of(n) for n in names] if notebooks is None else notebooks
     pages = Pages(target, sources, notebooks is None, cell_timeout_s)
     if target.why:
