@@ -110,9 +110,14 @@ def check_arguments(name: str, call: Callable, /, *args, **options) -> None:
         raise TypeError(f"{name}: {error}; it takes {known}") from None
 
 
-def check_unknown(owner: str, arguments: dict, reasons: dict[str, str]) -> None:
+def check_unknown(
+    owner: str,
+    arguments: dict,
+    reasons: dict[str, str],
+    otherwise: str = "unknown argument",
+) -> None:
     """Raise TypeError for arguments that ``owner`` does not take, with the reason if
-    there is one.
+    there is one, or ``otherwise``.
 
     A dropout of 0 and a known argument that is None are accepted, since they change
     nothing.
@@ -120,7 +125,7 @@ def check_unknown(owner: str, arguments: dict, reasons: dict[str, str]) -> None:
     for name, value in arguments.items():
         if not ("dropout" in name and value == 0 or name in reasons and value is None):
             raise TypeError(
-                f"{owner} cannot honour {name!r}: {reasons.get(name, 'unknown argument')}"
+                f"{owner} cannot honour {name!r}: {reasons.get(name, otherwise)}"
             )
 
 

@@ -4,17 +4,23 @@ see its own help, as ``help(ringlab.compat.DilatedAttention)``.
 
 The dilated ones give the same values, but for the one along a Hilbert curve: heads are
 split into as many groups as there are branches, group i runs branch i with offset i mod
-r, and nothing is divided by the number of groups. They differ in how ranks share the
-work, and in kernels and memory. The block-sparse ones differ in how one device computes
-them. ``longnet`` lets a LongNet of torchscale, as Prov-GigaPath's, run on the engine.
+r, and nothing is divided by the number of groups. So a head of rate r has one row in r,
+and the others of its output are zero. They differ in how ranks share the work, and in
+kernels and memory. ``RingDilatedAttentionV2``, ``V2Robust`` and ``Hybrid`` are one class
+under three names; on one device ``V2Collective`` makes the same call. The published
+``ring_communication_fix`` is not needed: a rank posts its sends and receives at once.
+The block-sparse ones differ in how one device computes them. ``longnet`` lets a LongNet
+of torchscale, as Prov-GigaPath's, run on the engine.
 
 >>> q = torch.randn(1, 16, 2, 8)  # (batch, seq, heads, head_dim)
->>> ImprovedDilatedAttention([4, 8], [1, 2])(q, q, q, is_causal=True).shape
-torch.Size([1, 16, 2, 8])
+>>> out = ImprovedDilatedAttention([4, 8], [1, 2])(q, q, q, is_causal=True)
+>>> out.shape, (out == 0).all(-1).float().mean().item()  # the share of rows that are zero
+(torch.Size([1, 16, 2, 8]), 0.25)
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -65,6 +71,11 @@ FALLBACK = (
 )
 REASONS = REFUSED | {
     "sparsity_ratio": "it changed nothing in the original; state a density",
+    **dict.fromkeys(
+        ("embed_dim", "num_heads"),
+        "it has no weights; give ringlab.nn.MultiheadAttention a pattern, or split heads before",
+    ),
+    **dict.fromkeys(("config", "sparse_config"), "pass its values by name, as density"),
     **dict.fromkeys(("causal", "is_causal"), "forward takes is_causal=True"),
     "need_weights": "the attention weights are never formed",
     **dict.fromkeys(MASKS, "masks are not arguments; use is_causal=True"),
@@ -76,16 +87,20 @@ class PublishedAttention(nn.Module):
     is_causal=False)`` on (b, n, h, d) tensors.
 
     q, k and v have one dtype, which is that of the result. The module computes in
-    ``dtype`` (None: that of q, k, v). ``.half()``, ``.to(dtype)`` and ``.to(device)``
-    change ``dtype`` and ``device`` as those of a module with weights.
+    ``dtype`` (None: that of q, k, v; of the dilated ring systems the hardware's, float32
+    on a CPU and on Pascal). ``.half()``, ``.to(dtype)`` and ``.to(device)`` change
+    ``dtype`` and ``device`` as those of a module with weights.
     ``use_flash_attention=False`` uses only kernels without flash.
-    ``memory_pool_threshold_mb`` is in MiB.
+    ``enable_memory_pool`` lends scratch buffers of at least ``memory_pool_threshold_mb``
+    MiB. Only ``DilatedAttention`` and the block-sparse systems in half precision have
+    any: the others work in place, and a pool never lends them anything.
 
     The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this
     rank's shards), or a ``ring_size``, which is simulated on one device.
 
-    Raises TypeError for an argument that this system does not have, ValueError for bad
-    values, NotImplementedError for several ranks in a system of one device.
+    Raises TypeError for an argument that this system does not have, as ``embed_dim`` and
+    configs of the originals, ValueError for bad values, NotImplementedError for several
+    ranks in a system of one device.
 
     >>> DilatedAttention([4, 8], [1, 2]).to(torch.bfloat16).dtype
     torch.bfloat16
@@ -94,7 +109,6 @@ class PublishedAttention(nn.Module):
     _switches = {}  # of ``Execution``: how the original runs
     _scheme: str | None = None  # how ranks share the work; None: one device
     _backend: Backend = "auto"
-    _auto_dtype = False  # dtype=None means the hardware's best, not the inputs' own
 
     def __init__(
         self,
@@ -115,16 +129,18 @@ class PublishedAttention(nn.Module):
     ):
         super().__init__()
         name = type(self).__name__
-        check_unknown(name, refused, REASONS)
-        ring_size = None if ring_size is None else check_int("ring_size", ring_size)
-        if self._scheme is None and (group is not None or ring_size not in (None, 1)):
+        *known, _ = inspect.signature(PublishedAttention).parameters
+        check_unknown(name, refused, REASONS, f"known: {', '.join(known)}")
+        self.pattern: Pattern = self._made_pattern(
+            segment_lengths, dilation_rates, block_size, density
+        )
+        size = 1 if group is None else ring.group_size(group)
+        ring_size = check_int("ring_size", size if ring_size is None else ring_size)
+        if self._scheme is None and (group is not None or ring_size > 1):
             raise NotImplementedError(
                 f"{name} runs on one device: ring_size must be 1 and group None"
             )
-        if group is not None and ring_size not in (
-            None,
-            size := ring.group_size(group),
-        ):
+        if group is not None and ring_size != size:
             raise ValueError(f"ring_size is {ring_size}, the group has {size} ranks")
         mb = memory_pool_threshold_mb
         if not is_real(mb) or not 0 <= mb < float("inf"):
@@ -137,13 +153,11 @@ class PublishedAttention(nn.Module):
         check_bool("enable_memory_pool", enable_memory_pool)
         check_bool("use_flash_attention", use_flash_attention)
         check_bool("use_gradient_checkpointing", use_gradient_checkpointing)
-        self.pattern: Pattern = self._made_pattern(
-            segment_lengths, dilation_rates, block_size, density
-        )
         self.device: torch.device | None = (
             None if device is None else kernels.device_of(device)
         )
-        if dtype is None and self._auto_dtype:
+        # Block-sparse systems and those of one device keep the dtype of q, k, v.
+        if dtype is None and self._scheme and isinstance(self.pattern, Dilated):
             on_gpu = (
                 torch.cuda.is_available()
                 if self.device is None
@@ -155,7 +169,7 @@ class PublishedAttention(nn.Module):
         self.dtype: torch.dtype | None = dtype
         self.group: AnyGroup = (
             Simulated(ring_size)
-            if group is None and (ring_size or 1) > 1
+            if group is None and ring_size > 1
             else Group.kept(group)
         )
         self.use_gradient_checkpointing = use_gradient_checkpointing
@@ -165,8 +179,7 @@ class PublishedAttention(nn.Module):
             else False
         )
         self.chain: Backend = self._backend if use_flash_attention else FALLBACK
-        ranks = 1 if self.group is None else ring.group_size(self.group)
-        switches = self._switches if ranks == 1 else {}
+        switches = self._switches if ring_size == 1 else {}
         self.execution: Execution = Execution(
             cache=use_pattern_cache, pool=pool, **switches
         )
@@ -188,18 +201,16 @@ class PublishedAttention(nn.Module):
         """
         super()._apply(fn, recurse)
         own = self.device or torch.device("cpu")
-        made = [
+        single, double = (
             fn(torch.empty(0, dtype=dtype, device=own))
             for dtype in (torch.float32, torch.float64)
-        ]
-        if made[0].dtype == made[1].dtype:
-            check_float_dtype(made[0].dtype)
-            self.dtype = made[0].dtype
-        if (
-            made[0].device.type != own.type
-            or made[0].device.index != own.index is not None
-        ):
-            self.device = made[0].device
+        )
+        if single.dtype == double.dtype:
+            check_float_dtype(single.dtype)
+            self.dtype = single.dtype
+        device = single.device
+        if device.type != own.type or device.index != own.index is not None:
+            self.device = device
         return self
 
     @with_shared_refusals(lambda layer, *_, **__: layer.group)
@@ -287,28 +298,26 @@ class RingDilatedAttentionV2(PublishedAttention):
 
 class RingDilatedAttentionV2Collective(PublishedAttention):
     """Every rank gathers K and V; on one device, as in document 000, nothing is
-    gathered and no ring code runs.
+    gathered and no ring code runs. It works in place: a memory pool lends it nothing.
     """
 
     _scheme = "all_gather"
 
 
 class RingDilatedAttentionV2Robust(RingDilatedAttentionV2):
-    """The ring by asynchronous point-to-point messages; no ring code runs on one
-    device.
+    """``RingDilatedAttentionV2`` under another name: its messages are asynchronous and
+    point to point. No ring code runs on one device.
     """
 
 
 class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
-    """Flash kernels first, then xformers, SDPA, standard; dtype chosen by the hardware
-    policy, an explicit one wins.
+    """Flash kernels first, then xformers, SDPA, standard.
 
     >>> RingDilatedAttentionV2Flash([4, 8], [1, 2], device="cpu").dtype
     torch.float32
     """
 
     _backend = FLASH + FALLBACK
-    _auto_dtype = True
 
 
 class RingDilatedAttentionProduction(RingDilatedAttentionV2):
@@ -341,7 +350,9 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
 
 
 class RingDilatedAttentionHybrid(RingDilatedAttentionV2):
-    """Ring hops with segment-wise dilation inside each hop, accumulated by log-sum-exp."""
+    """``RingDilatedAttentionV2`` under another name: hops with segment-wise dilation
+    inside each, accumulated by log-sum-exp.
+    """
 
 
 class RingDilatedAttentionSDPA(RingDilatedAttentionV2):

@@ -9,7 +9,6 @@ the code that would run, for any length: the live tensors of a first call, as
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -69,20 +68,22 @@ class Estimate:
         """The resource of the largest bound."""
         return max(self.bounds, key=self.bounds.get, default=None)
 
+    @property
+    def sent_by_rank(self) -> list[int]:
+        """The bytes that each rank sends in one call."""
+        sent = self.sent.items()
+        return [sum(n for (a, _), n in sent if a == each) for each in range(self.ranks)]
+
     def bounded(self, rates: Rates) -> Estimate:
         """This estimate with the bounds that these rates of one rank give.
 
         Work is taken as shared evenly, which bounds it from below. A link carries what
         the busiest rank sends.
         """
-        by_rank = Counter()
-        for (rank, _), size in self.sent.items():
-            by_rank[rank] += size
-        busiest = max(by_rank.values(), default=0)
         work = {
             "compute": (self.cost.folded_flops / self.ranks, rates.flops_per_s),
             "memory": (self.cost.floor_bytes / self.ranks, rates.bytes_per_s),
-            "network": (busiest, rates.link_bytes_per_s),
+            "network": (max(self.sent_by_rank), rates.link_bytes_per_s),
         }
         return replace(
             self,

@@ -117,16 +117,11 @@ def test_every_system_is_one_function(name, ring_size, causal):
 
 def test_dtype_policy_and_callers_dtype():
     flash = RingDilatedAttentionV2Flash([16], [2], device="cpu")
-    assert flash.dtype == torch.float32  # the hardware's policy reaches the subclass
-    assert (
-        RingDilatedAttentionV2Flash([16], [2], dtype=torch.bfloat16).dtype
-        == torch.bfloat16
-    )  # explicit wins
     q = torch.randn(1, 32, 2, 8)
     assert (
         flash(*[q.half()] * 3).dtype == torch.float16
     )  # caller's dtype in, caller's dtype out
-    assert RingDilatedAttentionV2Collective([16], [2]).dtype is None
+    assert DilatedAttention([16], [2]).dtype is None  # no ring system
 
 
 def test_modules_follow_half_and_to_as_those_with_weights_do():
@@ -156,6 +151,17 @@ def test_modules_follow_half_and_to_as_those_with_weights_do():
     )  # computed in bf16
 
 
+@pytest.mark.parametrize(
+    "name, lends",
+    [("DilatedAttention", True), ("RingDilatedAttentionV2Collective", False)],
+)
+def test_a_pool_lends_where_the_docstring_says(name, lends):
+    pool = {"enable_memory_pool": True, "memory_pool_threshold_mb": 0}
+    module = getattr(ringlab, name)([32], [1], **pool)
+    module(*[torch.randn(1, 64, 2, 8)] * 3)
+    assert bool(module.execution.pool.stats().borrows) == lends
+
+
 def test_modules_are_copied_and_pickled_with_a_pool_of_their_own():
     module = DilatedAttention(
         [16], [2], enable_memory_pool=True, memory_pool_threshold_mb=1
@@ -167,7 +173,8 @@ def test_modules_are_copied_and_pickled_with_a_pool_of_their_own():
         assert torch.equal(other(q, q, q), module(q, q, q))
 
 
-def test_policy_on_a_faked_gpu(monkeypatch):
+@pytest.mark.parametrize("name", [*RINGS, "HilbertGPUOptimized"])
+def test_policy_on_a_faked_gpu(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, dtype in (
         ((6, 1), torch.float32),
@@ -177,7 +184,9 @@ def test_policy_on_a_faked_gpu(monkeypatch):
         monkeypatch.setattr(
             torch.cuda, "get_device_capability", lambda device=None, c=capability: c
         )
-        assert RingDilatedAttentionV2Flash([16], [2]).dtype == dtype
+        made = getattr(ringlab, f"RingDilatedAttention{name}")
+        assert made([16], [2]).dtype == dtype
+        assert made([16], [2], dtype=torch.float64).dtype == torch.float64
 
 
 def test_the_flash_switch_chooses_kernels():

@@ -4,24 +4,23 @@ nothing else.
 
 import functools
 import re
-from dataclasses import replace
 from functools import partial
 
-from reporting import MEMORY, Shown, longer, made_up, study_of
+from reporting import MEMORY, longer, made_up, study_of
 from ringlab import Dense, advise, hardware, longest
 from ringlab.advise import local
 from ringlab.advise import local as window
 from ringlab.cost import format_seconds
-from ringlab.measure import Group, Point, peers, suites
+from ringlab.measure import Group, Point, suites
 from ringlab.report import first_screen, index, render, tables
 from ringlab.report.evidence import evidence
 from ringlab.report.study import Study, with_rates
 
 
-def study(profile: str = "cpu", change=lambda r: r) -> Study:
+def study(profile: str = "cpu") -> Study:
     about, computed = hardware.get_profile(profile), profile != "cpu"
     groups = suites.landscape(about)
-    rows = [change(made_up(p, g, computed)) for g in groups for p in g.points]
+    rows = [made_up(p, g, computed) for g in groups for p in g.points]
     return study_of(rows, profile, computed)
 
 
@@ -35,89 +34,6 @@ def screen_of(about: Study) -> first_screen.FirstScreen:
 @functools.cache
 def screen():
     return screen_of(study())
-
-
-def finding(change=lambda r: r) -> str:
-    """What the page of the landscape finds."""
-    about = study(change=change)
-    about.results = [r for r in about.results if r.point.system != "generation"]
-    return Shown("landscape", about).texts[0]
-
-
-def test_the_finding_is_the_fastest_row_and_its_ratio_to_dense():
-    rows = {
-        r.point.id: r
-        for r in study().results
-        if r.median and (r.point.seq_len, r.point.passes) == (4096, "fwd")
-    }
-    dense = next(r for r in rows.values() if r.point.system == "dense_sdpa")
-    quick = min(rows.values(), key=lambda r: r.median)
-
-    def only_4096(r):
-        return (
-            r
-            if r.point.seq_len <= 4096
-            else replace(r, status="oom", reason="too long")
-        )
-
-    said = finding(only_4096)
-    assert said.startswith("- **4,096 tokens, forward, measured: ")
-    assert f"takes {tables.number(quick.median * 1e3)} ms (" in said
-    assert (
-        f"{tables.number(dense.median / quick.median, 2)} times as fast as torch's dense"
-        in said
-    )
-    trained = next(
-        r for r in study().results if r.point == quick.point.but(passes="fwd+bwd")
-    )
-    took = tables.number(trained.median * 1e3)
-    assert f"at 4,096 tokens: Sliding window is the fastest ({took} ms)" in said
-
-
-def test_what_the_run_does_not_tell_apart_is_named_together():
-    def even(r):
-        sparse = r.point.system == "ringlab" and r.seconds
-        return longer(r, 0.01 / r.median, bound_seconds=1e-4) if sparse else r
-
-    said = finding(even).splitlines()[0]
-    tied, within, _ = said.partition("are within noise of it")
-    named = re.findall(
-        r"Sliding window|BigBird|Local and global|LongNet from 256|LongNet from 2,048|Window of 2,048",
-        tied,
-    )
-    assert len({*named}) == 6 and within
-
-    def but_bigbird(r):
-        return longer(even(r), 2) if "random" in str(r.point.pattern) else even(r)
-
-    said = finding(but_bigbird).splitlines()[0]
-    assert "BigBird" not in said
-
-
-def test_a_run_without_dense_attention_or_without_a_right_system_has_a_first_screen():
-    def lost(r, systems):
-        gone = {
-            "status": "crashed",
-            "reason": "gone",
-            "seconds": (),
-            "rounds": (),
-            "median": None,
-            "ci": None,
-        }
-        return replace(r, **gone) if r.point.system in systems else r
-
-    no_dense = finding(lambda r: lost(r, ("dense_sdpa",)))
-    assert "dense attention" not in no_dense
-    only_dense = finding(lambda r: lost(r, ("ringlab", "flex", *peers.PEERS)))
-    assert "Dense SDPA takes" in only_dense and "as fast as" not in only_dense
-    wrong = {"status": "incorrect", "reason": "dq is off", "errors": {"dq": 1.0}}
-    none = finding(
-        lambda r: replace(
-            lost(r, ("flex", *peers.PEERS)),
-            **(wrong if r.point.passes != "fwd" else {}),
-        )
-    )
-    assert "none, no system that passed its checks was timed" in none
 
 
 def test_every_number_is_one_of_advise_or_longest():

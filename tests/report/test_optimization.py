@@ -60,7 +60,9 @@ def column(table, name: str, keys: int = 1) -> dict:
 @pytest.mark.parametrize("profile", ["h200", "cpu"])
 def test_every_table_is_filled_and_times_stand_beside_rooflines(profile):
     found = shown("000", None, profile)
-    for t in found.tables:
+    printed, *others = found.tables
+    assert printed.caption == "Single GPU Performance (seq_len=8192)"
+    for t in others:
         assert t.rows and text(t.rows[0][0]) != "not measured", t.caption
         names = " ".join(t.columns)
         assert "Time (ms)" not in names or "Roofline" in names, t.caption
@@ -91,18 +93,11 @@ def test_bad_rows_among_good_ones_reach_nothing(first):
 
 def test_superlinear_rows_are_suspect_and_reach_no_page():
     row = next(r for r in made("000") if dict(r.point.options) == suites.FULL)
-    honest, swift = (on_ranks(row, 2, x, scheme="ring") for x in (2.15, 2.25))
-    assert validity.mark_superlinear([row, swift])[1].reason.startswith(
-        "superlinear: 2.25 times faster on 2 ranks"
-    )
-    assert (
-        validity.mark_superlinear([swift])[0].status == "ok"
-    )  # nothing to compare with
-    slow = replace(
-        row, median=row.median * 9
-    )  # of those on one rank the fastest counts
-    assert validity.mark_superlinear([slow, row, honest])[2].status == "ok"
-    assert validity.mark_superlinear([replace(row, errors={}), swift])[1].status == "ok"
+    swift = on_ranks(row, 2, 2.25, scheme="ring")
+    slow = replace(row, median=row.median * 9)
+    # Of those on one rank the fastest counts, if it is right.
+    for others, status in (([slow, row], "suspect"), ([replace(row, errors={})], "ok")):
+        assert validity.mark_superlinear([*others, swift])[-1].status == status
 
     alone = [r for r in made("000") if r.point.world_size == 1]
     about = study_of(
@@ -133,7 +128,6 @@ def test_names_of_one_engine_share_a_line_and_no_name_is_the_fastest():
         ("All optimizations", "fp32; also RingDilatedAttentionV2Collective"),
         ("Dense SDPA", "fp32"),
     ]
-    assert [text(row[6]) for row in lines if row[6]] == ["136.52", "201.02", "7.66"]
     assert "**Optimizing pays 3." in finding(found)[0] and "Fastest" not in found.text
 
     def apart(r):

@@ -31,8 +31,8 @@ each_page = pytest.mark.parametrize("number", ["001", "003", "004"])
 
 
 def lengths(found: Shown) -> pandas.DataFrame:
-    """The texts of the table of 001 or 004, by tokens and ranks."""
-    table = found.tables[0]
+    """The texts of the table of what 001 or 004 did not test, by tokens and ranks."""
+    table = next(t for t in found.tables if ">Ranks" in t.columns)
     rows = [[cell(x).text for x in row] for row in table.rows]
     return pandas.DataFrame(rows, columns=table.columns).set_index(
         [">Tokens", ">Ranks"]
@@ -44,10 +44,6 @@ def test_every_table_is_filled_and_the_answer_is_short(number):
     found = shown(number)
     assert found.drawn and all(t.rows for t in found.tables)
     assert len(found.texts[0].splitlines()) == 5
-    none = Shown(DOCUMENTS[number].report, study_of([]))
-    assert not none.drawn and none.texts[0].count("not measured") == 1 + (
-        number == "003"
-    )
 
 
 @each_page
@@ -81,10 +77,10 @@ def test_rows_are_those_of_the_profile_and_the_folder(number):
 
 
 def test_more_ranks_than_cores_enter_no_time():
-    crowded = [r for r in page("001").results if r.ranks.get("oversubscribed")]
+    crowded = [r for r in page("004").results if r.ranks.get("oversubscribed")]
     assert crowded and not any(validity.timed(r) for r in crowded)
     slow = {"median": 9.0, "ci": (9.0, 9.0), "seconds": (9.0,)}
-    forced = shown("001", lambda r: replace(r, **slow) if r in crowded else r)
+    forced = shown("004", lambda r: replace(r, **slow) if r in crowded else r)
     assert lengths(forced).index.is_unique, "of ranks in one process it has none"
     four = lengths(forced).xs("4", level=">Ranks")
     assert {*four[">Time (ms)"]} == {"more ranks than cores"}
@@ -99,7 +95,7 @@ def test_the_finding_says_what_falls_what_it_gains_and_where_segments_are_cut():
     found = shown("001").names
     falls = r"16,384 tokens .* 1\.\d+× on 2 ranks, which are 2\.0\d× \(.* 2\.\d+× on 4 "
     assert re.search(falls, found["ranks_line"])
-    assert found["shard_line"].count("segments are cut") > 1
+    assert found["shard_line"].count("segments are cut") == 1
 
     def silent(r):
         short = (r.point.seq_len, r.point.world_size) == (2048, 4)
@@ -108,7 +104,7 @@ def test_the_finding_says_what_falls_what_it_gains_and_where_segments_are_cut():
         return replace(r, ranks=r.ranks | {"bytes_sent": [0, 0]})
 
     quiet = shown("001", silent).names["shard_line"]
-    assert "at most 1,024 tokens" in quiet and quiet.count("segments are cut") == 1
+    assert quiet.count("segments are cut") == 1
     assert re.search(r"At 2,048 tokens on 4 ranks .* falls 2\.\d+×\.", quiet)
     none = shown("001", lambda r: replace(r, status="oom")).names
     assert none["ranks_line"].endswith("not measured.")
@@ -122,8 +118,8 @@ def test_lengths_are_those_of_longest_and_one_that_failed_has_no_number():
         assert f"{most:,} tokens on {ranks} rank" in found
     none = {"status": "oom", "reason": "no"}
     last = shown("001", lambda r: replace(r, **none) if r.point.seq_len == 16384 else r)
-    row = lengths(last).loc["16,384", "2"]
-    assert (row[">Time (ms)"], row[">Peak memory"]) == ("oom", DASH)
+    *_, row = last.table("World Size = 1").rows
+    assert [x.sub for x in row] == ["", *["here oom"] * 4]
 
 
 def test_a_roofline_is_of_the_threads_of_the_row():
@@ -135,14 +131,14 @@ def test_a_roofline_is_of_the_threads_of_the_row():
         about = r.provenance | {"threads": 2, "device": "cpu"}
         return replace(r, bound_seconds=0.01, provenance=about) if r.seconds else r
 
-    found = shown("001", two)
+    found = shown("004", two)
     each = lengths(found)[">Roofline (ms)"].groupby(">Ranks").agg(set)
-    assert each["1"] == {"20.0"} and each["2"] == {"10.0", DASH}
+    assert each["1"] == {"20.0"} and each["2"] == {"10.0"}
     bounds = (
-        page("001", two).frame().groupby(["world_size", "threads"])["bound_s"].min()
+        page("004", two).frame().groupby(["world_size", "threads"])["bound_s"].min()
     )
     assert bounds[1, 1] == 0.02 and bounds[2, 1] == 0.01, "in the data too"
-    assert "and of dense attention: 1." in found.table("The systems").note
+    assert "and of dense attention: 1." in shown("001", two).table("The systems").note
 
 
 def test_schemes_that_send_as_much_share_a_name():
@@ -160,8 +156,9 @@ def test_schemes_that_send_as_much_share_a_name():
     assert within[0] > 4 >= within[1] > 0
 
 
-def test_a_row_of_one_head_enters_no_table_and_is_named_with_its_heads():
-    assert lengths(shown("001")).index[-1][0] == "32,768"  # as published
+def test_a_row_of_one_head_is_named_with_its_heads():
+    more = lengths(shown("001"))
+    assert {*more[">Heads"].loc["1,048,576"]} == {"1"} != {*more[">Heads"].loc["8,192"]}
     said = "The longest call here, 1,048,576 tokens on 2 ranks, heads: 1, needs"
     assert said in shown("001").names["shard_line"]
     one = {"seq_len": 2**20, "world_size": 2, "heads": 1, "kv_heads": 1}

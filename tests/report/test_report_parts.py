@@ -123,7 +123,14 @@ def test_a_table_names_its_rows_aligns_numbers_and_wraps_text():
     assert '<td class="w">needs' in table.html and "<td>" not in table.html
     assert "\n| a | 1,234 | needs a device that is not here |" in table.markdown
     empty = tables.Table("t", ["Name"])
-    assert "<table" not in empty.html and empty.markdown == "**t**: not measured."
+    assert not empty.html.strip() and not empty.markdown
+
+
+def test_a_heading_with_nothing_under_it_is_left_out():
+    text = ["# Title\n\nText.", "## Empty", "## Kept", "Text.", "## Last"]
+    cells = [*map(nbformat.v4.new_markdown_cell, text)]
+    cells.insert(2, nbformat.v4.new_code_cell())
+    assert render.filled(cells) == [cells[i] for i in (0, 2, 3, 4)]
 
 
 @pytest.fixture

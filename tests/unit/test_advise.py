@@ -214,26 +214,19 @@ def test_one_question_has_one_value():
 
 MODEL = dict(heads=32, kv_heads=8, head_dim=128, causal=True)
 QUESTIONS = [  # profile, length, how, what to use; each was judged by hand
-    ("gtx1080", "2K", {}, "exact"),
-    ("gtx1080", "8K", {}, "exact"),
     ("gtx1080", "32K", {}, "exact"),
     ("gtx1080", "32K", MODEL, "far"),
     ("gtx1080", "128K", {}, "far"),
     ("gtx1080", "128K", dict(passes="fwd", ranks=8), "exact"),
     ("gtx1080", "512K", dict(passes="fwd"), "far"),
-    ("rtx4090", "8K", MODEL, "exact"),
     ("rtx4090", "32K", MODEL, "exact"),
-    ("rtx4090", "128K", MODEL, "far"),
     ("rtx4090", "128K", {}, "exact"),
     ("rtx4090", "1M", dict(ranks=4), "far"),
-    ("h100", "4K", {}, "exact"),
-    ("h100", "8K", {}, "exact"),
     ("h100", "128K", MODEL, "exact"),
     ("h100", "1M", {}, "far"),
     ("h100", "1M", dict(ranks=8, causal=True), "exact"),
     ("h200", "256K", MODEL, "far"),
     ("h200", "1M", MODEL | dict(ranks=8), "far"),
-    ("h200", "4M", dict(ranks=8), "far"),
 ]
 
 
@@ -452,8 +445,6 @@ def test_what_small_models_learned_is_that_of_the_page(monkeypatch, tmp_path, ca
         (dict(seq_len=2, ranks=4), "4 ranks are more than 2 tokens"),
         (dict(pattern="ring"), "unknown pattern 'ring'; known: dilated"),
         (dict(pattern=7), "pattern must be a ringlab pattern"),
-        (dict(seq_len="12x"), "seq_len must be a whole number"),
-        (dict(memory_bytes="8x"), "memory is a number with a unit"),
         (
             dict(memory_bytes=2**20),
             "1 MiB cannot hold the inputs: q, k and v of a rank are 6 MiB",
@@ -475,17 +466,8 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
     def said(*argv):
         return cli.main(["advise", "--profile", "gtx1080", *argv]), *capsys.readouterr()
 
-    code, out, err = said(
-        "--ranks",
-        "2",
-        "--seq-len",
-        "131072",
-        "--causal",
-        "--memory",
-        "8GiB",
-        "--passes",
-        "fwd",
-    )
+    asked = "--ranks 2 --seq-len 131072 --causal --memory 8GiB --passes fwd"
+    code, out, err = said(*asked.split())
     assert (
         code == 0
         and err == ""
@@ -496,9 +478,3 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
     code, out, _ = said("--seq-len", "1024", "--show", "code")
     exec(compile(out, "printed", "exec"), {})
     assert code == 0 and "(1, 1024, 8, 64)" in capsys.readouterr().out
-    for bad, why in (
-        (["--ranks", "0"], "ranks must be a positive"),
-        (["--memory", "1KB"], "1000 B cannot hold"),
-    ):
-        code, out, err = said("--seq-len", "1024", *bad)
-        assert (code, out, err.count("\n")) == (2, "", 1) and why in err

@@ -170,7 +170,7 @@ PARTS = {
 }
 CHOICE = {"device": "cpu", "dtype": torch.float32, "head_dim": 8, "causal": False}
 CHOICE["backward"] = False
-BY_REPORTS = {"choosing", "trained"}  # given to ``advise`` by other code alone
+BY_REPORTS = {"rows", "choosing", "trained"}  # given to ``advise`` by other code alone
 
 
 def block_sparse(part):
@@ -404,7 +404,7 @@ REFUSED = {
         ),
         (
             lambda: published(config="auto"),
-            "DilatedAttention cannot honour 'config': removed: the defaults are what",
+            "DilatedAttention cannot honour 'config': pass its values by name",
         ),
         (lambda: LAYER(X, X, X, need_weights=True), "it computes no weights"),
         (
@@ -428,6 +428,8 @@ REFUSED = {
             "'sparsity_ratio': it changed nothing in the original",
         ),
         (lambda: published(dropout=0.1), "attention dropout is not supported"),
+        (lambda: published(embed_dim=64), "'embed_dim': .*MultiheadAttention"),
+        (lambda: published(chunk=64), "'chunk': known: segment_lengths, .*, group$"),
         (
             lambda: published(block_size=64),
             "'block_size': it belongs to the block-sparse systems",
@@ -550,6 +552,10 @@ REFUSED = {
         (
             lambda: published(memory_pool_threshold_mb=float("nan")),
             "finite and not negative",
+        ),
+        (
+            lambda: ringlab.RingDilatedAttentionSDPA(64, 8, [16], [2]),
+            "segment_lengths must be .*, got 64",
         ),
         (lambda: published(device=3.5), "device must be a torch.device or its name"),
         (

@@ -225,20 +225,6 @@ def test_report_packages_are_those_that_the_extra_installs():
     assert list(cli.REPORT_PACKAGES) == project["optional-dependencies"]["report"]
 
 
-def test_interrupted_measuring_is_one_line(capsys, monkeypatch, tmp_path):
-    def stop(*_, **__):
-        raise measure.Interrupted(
-            "interrupted: 3 points measured are kept; run again to go on"
-        )
-
-    monkeypatch.setattr(measure, "run", stop)
-    monkeypatch.setattr(cli, "changes", lambda folder: "git checkout")
-    for command, rows in (("measure", "--data"), ("report", "--reports")):
-        code, _, err = said(capsys, command, "--profile", "cpu", rows, str(tmp_path))
-        assert code == 130 and "3 points measured are kept" in err
-        assert ("git checkout" in err) == (command == "report")
-
-
 def test_a_report_says_what_it_wrote_and_how_to_keep_or_drop_it(
     capsys, monkeypatch, tmp_path
 ):
@@ -254,13 +240,18 @@ def test_a_report_says_what_it_wrote_and_how_to_keep_or_drop_it(
 @pytest.mark.parametrize(
     "command, rows", [("report", "--reports"), ("measure", "--data")]
 )
-def test_a_folder_in_use_is_one_line(capsys, monkeypatch, tmp_path, command, rows):
-    def busy(*_, **__):
-        raise measure.Busy("it is in use by another measurement")
+@pytest.mark.parametrize("error, code", [(measure.Busy, 1), (measure.Interrupted, 130)])
+def test_a_folder_in_use_and_an_interrupted_run_are_one_line(
+    capsys, monkeypatch, tmp_path, command, rows, error, code
+):
+    def stop(*_, **__):
+        raise error("3 points are kept")
 
-    monkeypatch.setattr(measure, "run", busy)
+    monkeypatch.setattr(measure, "run", stop)
+    monkeypatch.setattr(cli, "changes", lambda folder: "git checkout")
     found = said(capsys, command, "--profile", "cpu", rows, str(tmp_path))
-    assert found == (1, "", "ringlab: it is in use by another measurement\n")
+    assert found[:2] == (code, "") and "ringlab: 3 points are kept" in found[2]
+    assert ("git checkout" in found[2]) == (code == 130 and command == "report")
 
 
 def shown(capsys, *argv) -> str:

@@ -167,7 +167,6 @@ T4 = (FOLDER / "t4.toml").read_text().replace('"t4"', '"x"').replace("T4$", "X4$
         ("[7, 5]", "[8, 0]", "flops.tf32: is missing"),
         ("value = 4_194_304", 'value = "much"', "l2_bytes: 'much' is no number"),
         ("value = 4_194_304", "value = nan", "l2_bytes: "),
-        ("value = 4_194_304", "value = inf", "l2_bytes: "),
         ("value = 4_194_304", "size = 4_194_304", "l2_bytes: "),
         ("[capability]", "[flops]\nfloat32 = 5\n[capability]", ""),
         ("[flops.float16]", "[flops.half]", "flops.float16: is missing"),
@@ -221,12 +220,9 @@ def test_peak_is_the_rate_of_the_arithmetic_that_runs():
 @pytest.mark.parametrize(
     "dtype, capabilities",
     [
-        (torch.float32, [None, (3, 5), (5, 0), (5, 2), (6, 1)]),
-        (torch.float16, [(5, 3), (6, 0), (6, 2), (7, 0), (7, 2), (7, 5)]),
-        (
-            torch.bfloat16,
-            [(8, 0), (8, 6), (8, 9), (8, 10), (9, 0), (10, 0), (12, 1), (99, 0)],
-        ),
+        (torch.float32, [None, (3, 5), (5, 2), (6, 1)]),
+        (torch.float16, [(5, 3), (6, 0), (6, 2), (7, 0), (7, 5)]),
+        (torch.bfloat16, [(8, 0), (8, 10), (9, 0), (99, 0)]),
     ],
 )
 def test_default_dtype(dtype, capabilities):
@@ -342,13 +338,10 @@ def test_runnable_says_why_in_one_line():
 @pytest.mark.parametrize(
     "capability, driver, line",
     [
-        *(
-            (capability, None, CU126)
-            for capability in [(5, 0), (5, 3), (6, 0), (6, 1), (7, 0), (7, 2)]
-        ),
+        *((capability, None, CU126) for capability in [(5, 0), (6, 1), (7, 2)]),
         *(
             (capability, None, DEFAULT)
-            for capability in [(7, 5), (8, 10), (9, 0), (10, 0), (12, 0), (99, 0), None]
+            for capability in [(7, 5), (9, 0), (99, 0), None]
         ),
         ((8, 6), "550.54.14", CU126),
         ((8, 6), "580.65.06", DEFAULT),
@@ -363,19 +356,15 @@ def test_install_line(capability, driver, line):
     "archs, capability, ok",
     [
         (["sm_60"], (6, 1), True),
-        (["sm_60"], (6, 0), True),
         (["sm_61"], (6, 0), False),
         (["sm_50"], (6, 1), False),
         (["sm_80"], (8, 9), True),
-        (["sm_80"], (8, 10), True),
         (["sm_80"], (9, 0), False),
         (["compute_120"], (13, 0), True),
         (["compute_120"], (10, 0), False),
         (["sm_100"], (10, 3), True),
-        (["sm_90a"], (9, 0), True),
         (["sm_100a"], (10, 3), False),
         (["sm_100f"], (10, 3), True),
-        (["sm_120"], (12, 1), True),
         ([], (8, 0), False),
         (["gfx90a"], (9, 0), False),
     ],
@@ -548,7 +537,6 @@ def test_control_group_version_1():
             (body, "cpu")
             for body in (
                 "echo 'it has failed'; exit 9",
-                "exit 0",
                 "exec sleep 20",
                 "echo hello, world",
                 "echo a, b, c, d, e, f",

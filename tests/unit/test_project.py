@@ -28,9 +28,9 @@ PACKAGE = LIB / "ringlab"
 TESTS = ROOT / "tests"
 MAKEFILE = (ROOT / "Makefile").read_text()
 # Limits. A commit may lower one; it may raise one only to a figure that an issue names.
-MOST_TOKENS = 226_880
-MOST_IN_NOTEBOOKS = 33_700  # tokens in cells and modules
-MOST_IN_TESTS = 259_660  # tokens
+MOST_TOKENS = 227_500
+MOST_IN_NOTEBOOKS = 34_460  # tokens in cells and modules
+MOST_IN_TESTS = 259_870  # tokens
 MOST_TOKENS_A_LINE = 8.9
 MOST_S = 300 - 60  # of `make test` on two cores, without the start of its processes
 FEWEST_TESTS = 1_500  # of `make test`

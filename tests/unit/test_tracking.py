@@ -5,8 +5,6 @@ import torch
 from ringlab.memory import MemoryPool
 from ringlab.tracking import LiveStorageTracker
 
-MIB = 1 << 20
-
 
 def test_peak_of_a_chain_of_ops_is_the_hand_computed_one():
     n = 1000  # 4000 bytes each

@@ -30,7 +30,7 @@ WAYS = {
     "views": "dense calls on overlapping strided views, of neighbouring blocks joined in a tree; random blocks copied",
     "batched": "the keys of each block of queries copied together, blocks with equally many in one call",
     "rows": "the same, one call for each block of queries",
-    "bsr": "probabilities as a torch.sparse BSR tensor, one batch entry and head at a time",
+    "bsr": "probabilities as a torch.sparse BSR tensor, one batch entry and head at a time; its backward as of flex",
     "flex": "torch's FlexAttention, compiled once for each shape; its backward is that of views",
 }
 

@@ -3,14 +3,16 @@ FlexAttention.
 
 BSR: the probabilities of one batch entry and head are a BSR tensor. Scores and the
 softmax of each row are computed on the seen blocks alone, by dense calls on copied
-blocks, since torch has neither for BSR tensors; the products with the probabilities and
-their gradient are torch's, on a CPU by MKL. Memory grows with the seen pairs of one
-head. Full precision only: torch does not multiply half-precision BSR tensors on a CPU.
+blocks, since torch has neither for BSR tensors; the product with the probabilities is
+torch's, on a CPU by MKL. Memory grows with the seen pairs of one head. Full precision
+only: torch does not multiply half-precision BSR tensors on a CPU.
 
-FlexAttention (Dong et al. 2024, arXiv 2412.05496), compiled: the forward alone. A
-kernel is compiled once for each device, dtype and shape; the pattern is data. The
-backward is that of "views", which takes the final out and lse of any forward. On a CPU
-torch's kernel returns no log-sum-exp.
+FlexAttention (Dong et al. 2024, arXiv 2412.05496), compiled. A kernel is compiled once
+for each device, dtype and shape; the pattern is data. On a CPU torch's kernel returns
+no log-sum-exp.
+
+Both are forwards alone: the backward is that of "views", which takes the final out and
+lse of any forward.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ import os
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
+from itertools import product
 from math import lcm
 
 import torch
@@ -42,8 +44,6 @@ BSR_DTYPES = (torch.float32, torch.float64)
 class Index:
     """Where the seen blocks of n positions lie, by rows of blocks; a short last block
     counts as a whole one.
-
-    ``order`` sorts them by columns, which are the rows of the transposed tensor.
     """
 
     n: int
@@ -51,8 +51,6 @@ class Index:
     rows: Tensor  # (seen,)
     cols: Tensor  # (seen,)
     starts: Tensor  # (blocks + 1,) where each row of blocks begins
-    order: Tensor  # (seen,)
-    starts_by_column: Tensor  # (blocks + 1,)
 
     def cut(self, t: Tensor) -> Tensor:
         """t (n, d) as whole blocks (blocks, size, d), contiguous; zeros behind the last
@@ -63,27 +61,15 @@ class Index:
             blocks, self.size, -1
         )
 
-    def times(self, values: Tensor, t: Tensor, transposed: bool = False) -> Tensor:
-        """The BSR tensor of ``values`` (seen, size, size), or its transpose, times the
-        blocks t (blocks, size, d).
-
-        Returns (n, d).
+    def times(self, values: Tensor, t: Tensor) -> Tensor:
+        """The BSR tensor of ``values`` (seen, size, size) times the blocks t (blocks,
+        size, d), as (n, d).
         """
         _spend_warning()
-        starts = self.starts
-        cols = self.cols
-        if transposed:  # its blocks in another order, each transposed
-            starts = self.starts_by_column
-            cols = self.rows[self.order]
-            values = values.mT.index_select(
-                0, self.order
-            )  # (seen, size, size), contiguous
         dense = t.flatten(0, 1)  # (blocks * size, d)
-        size = len(dense), len(dense)
-        return (
-            torch.sparse_bsr_tensor(starts, cols, values, size, check_invariants=False)
-            @ dense
-        )[: self.n]
+        whole = self.starts, self.cols, values, (len(dense), len(dense))
+        sparse = torch.sparse_bsr_tensor(*whole, check_invariants=False)
+        return (sparse @ dense)[: self.n]
 
 
 @cache
@@ -108,19 +94,14 @@ def bsr_prepare(
 
     >>> from ringlab.block_patterns import sliding_window
     >>> index = bsr_prepare(sliding_window(1, block_size=4), 10, causal=True)
-    >>> index.starts.tolist(), index.cols.tolist(), index.order.tolist()
-    ([0, 1, 3, 5], [0, 0, 1, 1, 2], [0, 1, 2, 3, 4])
+    >>> index.starts.tolist(), index.cols.tolist()
+    ([0, 1, 3, 5], [0, 0, 1, 1, 2])
     """
     rows, cols = (t.to(device) for t in pattern.seen(n))  # (seen,)
     if causal:
         rows, cols = (t[cols <= rows] for t in (rows, cols))
-    starts, by_column = (
-        F.pad(x.bincount(minlength=pattern.count(n)).cumsum(0), (1, 0))
-        for x in (rows, cols)
-    )
-    return Index(
-        n, pattern.block_size, rows, cols, starts, cols.argsort(stable=True), by_column
-    )
+    starts = F.pad(rows.bincount(minlength=pattern.count(n)).cumsum(0), (1, 0))
+    return Index(n, pattern.block_size, rows, cols, starts)
 
 
 def bsr_forward(
@@ -132,55 +113,29 @@ def bsr_forward(
     ``index`` was prepared with the same ``causal``.
     """
     refuse("bsr", wants_dtype(q.dtype, BSR_DTYPES))
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1])
-    for i, h, kv in _heads(q, k):
-        probs = _scores(
-            index.cut(q[i, :, h]), index.cut(k[i, :, kv]), index, causal, scale
-        )  # (seen, size, size)
-        top = _by_row(probs.amax(2), "max", -torch.inf, index)  # (blocks, size)
+    b, n, heads, _ = q.shape
+    out = q.new_empty(b, n, heads, v.shape[3])
+    lse = q.new_empty(b, heads, n)
+    square = index.rows == index.cols  # (seen,)
+    later = q.new_ones(index.size, index.size, dtype=torch.bool).triu(1)
+    last = index.cols == len(index.starts) - 2  # (seen,)
+    reduce = partial(torch.segment_reduce, offsets=index.starts, axis=0)
+    for i, h in product(range(b), range(heads)):
+        kv = h * k.shape[2] // heads
+        at_q, at_k = index.cut(q[i, :, h])[index.rows], index.cut(k[i, :, kv])
+        probs = torch.bmm(at_q, at_k[index.cols].mT).mul_(scale)  # (seen, size, size)
+        if causal:
+            probs[square] = probs[square].masked_fill_(later, -torch.inf)
+        if behind := len(at_k) * index.size - n:  # keys behind the last
+            probs[last, :, -behind:] = -torch.inf
+        top = reduce(probs.amax(2), "max", initial=-torch.inf)  # (blocks, size)
         probs.sub_(top[index.rows].unsqueeze(2)).exp_()
-        total = _by_row(probs.sum(2), "sum", 0.0, index)  # (blocks, size)
+        total = reduce(probs.sum(2), "sum", initial=0.0)  # (blocks, size)
         probs.div_(total[index.rows].unsqueeze(2))
         out[i, :, h] = index.times(probs, index.cut(v[i, :, kv]))
-        lse[i, h] = (top + total.log()).flatten()[
-            : index.n
-        ]  # -inf for a row without blocks
+        # -inf for a row without blocks.
+        lse[i, h] = (top + total.log()).flatten()[:n]
     return out, lse
-
-
-def bsr_backward(
-    dout, q, k, v, out, lse, index: Index, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (b, n, h, d), dk, dv (b, n, h_kv, d) with the final out and lse (b, h, n)."""
-    refuse("bsr", wants_dtype(q.dtype, BSR_DTYPES))
-    dq, dk, dv = (
-        torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
-    )
-    for i, h, kv in _heads(q, k):
-        q_, k_, v_, dout_ = (
-            index.cut(t) for t in (q[i, :, h], k[i, :, kv], v[i, :, kv], dout[i, :, h])
-        )
-        delta = (dout[i, :, h] * out[i, :, h]).sum(-1, keepdim=True)  # (n, 1)
-        probs = _scores(q_, k_, index, causal, scale)  # (seen, size, size)
-        # Rows behind the last get finite ones, and add nothing: their dout, q and delta
-        # are 0.
-        probs.sub_(index.cut(lse[i, h, :, None])[index.rows]).exp_()
-        dv[i, :, kv] += index.times(probs, dout_, transposed=True)
-        # In blocks of one a row may see one key alone, with gradient 0: sum as delta
-        # does, so that it is, unrounded.
-        at_q, at_k = dout_[index.rows], v_[index.cols]  # (seen, size, d)
-        grads = (
-            torch.bmm(at_q, at_k.mT)
-            if index.size > 1
-            else (at_q * at_k).sum(-1, keepdim=True)
-        )
-        del at_q, at_k
-        grads.sub_(index.cut(delta)[index.rows]).mul_(probs).mul_(scale)
-        del probs  # before the next copy is made
-        dq[i, :, h] = index.times(grads, k_)
-        dk[i, :, kv] += index.times(grads, q_, transposed=True)
-    return dq, dk, dv
 
 
 def refuse(way: str, why: str | None) -> None:
@@ -189,53 +144,10 @@ def refuse(way: str, why: str | None) -> None:
         raise NotImplementedError(f"blocks={way!r} {why}")
 
 
-def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(batch entry, head, its K/V head), one after the other."""
-    group = q.shape[2] // k.shape[2]
-    for i in range(q.shape[0]):
-        for h in range(q.shape[2]):
-            yield i, h, h // group
-
-
-def _scores(q: Tensor, k: Tensor, index: Index, causal: bool, scale: float) -> Tensor:
-    """The scores (seen, size, size) of q, k (blocks, size, d); -inf for later keys and
-    for those behind the last.
-    """
-    scores = torch.bmm(q[index.rows], k[index.cols].mT).mul_(scale)
-    if causal:
-        square = index.rows == index.cols  # (seen,)
-        later = scores.new_ones(scores.shape[1:], dtype=torch.bool).triu(
-            1
-        )  # (size, size)
-        scores[square] = scores[square].masked_fill_(later, -torch.inf)
-    blocks = len(index.starts) - 1
-    behind = blocks * index.size - index.n
-    if behind:
-        scores[index.cols == blocks - 1, :, -behind:] = -torch.inf
-    return scores
-
-
-def _by_row(t: Tensor, how: str, nothing: float, index: Index) -> Tensor:
-    """t (seen, size) reduced over the blocks of each row as (blocks, size); ``nothing``
-    where there are none.
-    """
-    return torch.segment_reduce(t, how, offsets=index.starts, axis=0, initial=nothing)
-
-
 FLEX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GPU_TILE = 128  # a tile of the mask holds whole tiles of the kernel
 CPU_TILE = 16  # torch's CPU kernel reads uninitialised memory for some tiles that are no multiple of it
 SHAPES = 256  # kernels that a process may compile; beyond torch's own limit of 8 it would form n x n scores instead
-
-
-@dataclass(frozen=True)
-class Mask:
-    """torch's mask of tiles ``blocks``, a ``BlockMask``, and the table of blocks that
-    it reads in cut ones, if any.
-    """
-
-    blocks: object
-    seen: Tensor | None
 
 
 def refusal(
@@ -280,54 +192,34 @@ def flex_prepare(
     n: int,
     causal: bool = False,
     device: Device = "cpu",
-) -> Mask:
-    """The mask of ``n`` positions of queries and of keys; its memory grows with the
-    square of the number of blocks.
+):
+    """torch's ``BlockMask`` of ``n`` positions of queries and of keys, which is made
+    from all pairs, a byte each.
 
-    A tile is one block, on a GPU as many as make it a multiple of 128 positions. Tiles
-    that are seen in part are cut by a table of blocks.
+    A tile is one block, on a GPU as many as make it a multiple of 128 positions.
 
     >>> from ringlab.block_patterns import sliding_window
-    >>> mask = flex_prepare(sliding_window(1, block_size=16), 100, causal=True).blocks
+    >>> mask = flex_prepare(sliding_window(1, block_size=16), 96, causal=True)
     >>> mask.kv_num_blocks.tolist(), mask.full_kv_num_blocks.tolist()  # diagonal, and wholly seen
-    ([[[1, 1, 1, 1, 1, 1, 1]]], [[[0, 1, 1, 1, 1, 1, 1]]])
+    ([[[1, 1, 1, 1, 1, 1]]], [[[0, 1, 1, 1, 1, 1]]])
     """
-    from torch.nn.attention.flex_attention import (
-        BlockMask,
-    )  # brings the compiler with it
+    # It brings the compiler with it.
+    from torch.nn.attention.flex_attention import create_block_mask
 
     size, device = pattern.block_size, torch.device(device)
     tile = size if device.type == "cpu" else lcm(size, GPU_TILE)
-    seen = pattern.blocks(n)
-    seen_in_part, seen_whole = (
-        _pooled(seen, tile // size, whole) for whole in (False, True)
-    )  # (tiles, tiles)
-    if causal:
-        seen_in_part, seen_whole = seen_in_part.tril(), seen_whole.tril(-1)
-    table = None if tile == size else seen.to(device)
+    seen = pattern.blocks(n).to(device)
 
     def shown(b, h, q, k):
-        later = k > q
-        if table is None:  # only the causal diagonal is cut
-            return ~later
-        here = table[q // size, k // size]
-        return here & ~later if causal else here
+        here = seen[q // size, k // size]
+        return here & (k <= q) if causal else here
 
-    parts = [
-        t.to(device)
-        for mask in (seen_in_part & ~seen_whole, seen_whole)
-        for t in _listed(mask)
-    ]
-    return Mask(
-        BlockMask.from_kv_blocks(
-            *parts, BLOCK_SIZE=tile, mask_mod=shown, seq_lengths=(n, n)
-        ),
-        table,
-    )
+    with without_dispatch_modes():
+        return create_block_mask(shown, None, None, n, n, device, tile)
 
 
 def flex_forward(
-    q, k, v, mask: Mask, scale: float, with_lse: bool = False
+    q, k, v, mask, scale: float, with_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """out (b, n, h, d) and, where it is asked for and the device gives it, lse (b, h,
     n) in fp32.
@@ -344,7 +236,7 @@ def flex_forward(
     with torch.no_grad(), config.patch(recompile_limit=SHAPES):
         with without_dispatch_modes():
             results = _compiled(with_lse)(
-                *views, block_mask=mask.blocks, scale=scale, enable_gqa=grouped
+                *views, block_mask=mask, scale=scale, enable_gqa=grouped
             )
     out, lse = results if with_lse else (results, None)
     return (out.clone() if watched else out).transpose(1, 2).contiguous(), lse
@@ -363,25 +255,3 @@ def _compiled(with_lse: bool):
     return torch.compile(
         call, dynamic=False, fullgraph=True
     )  # whole or not at all: never n x n scores in silence
-
-
-def _pooled(seen: Tensor, width: int, whole: bool) -> Tensor:
-    """Whether all or some of each ``width`` x ``width`` blocks are seen; those behind
-    the last count as the others.
-    """
-    if width == 1:
-        return seen
-    behind = -len(seen) % width
-    seen = F.pad(seen, (0, behind, 0, behind), value=whole)
-    tiles = seen.unflatten(1, (-1, width)).unflatten(
-        0, (-1, width)
-    )  # (tiles, width, tiles, width)
-    return tiles.all(3).all(1) if whole else tiles.any(3).any(1)
-
-
-def _listed(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles each row sees (1, 1, tiles), and which, these first (1, 1, tiles,
-    tiles), as torch lists them.
-    """
-    order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-    return mask.sum(1).int()[None, None], order.int()[None, None]

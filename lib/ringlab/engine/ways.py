@@ -142,35 +142,27 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Bsr:
-    """A block-sparse pattern by torch's sparse products."""
-
-    pattern: BlockSparse
-    causal: bool
-    takes_dlse = False
-
-    def forward(self, inputs, scale: float, execution: Execution):
-        index = self._index(inputs[0], execution)
-        return sparse.bsr_forward(*inputs, index, self.causal, scale)
-
-    def backward(self, dlse, reads, scale: float, execution: Execution):
-        index = self._index(reads[1], execution)
-        return sparse.bsr_backward(*reads, index, self.causal, scale)
-
-    def _index(self, q: Tensor, execution: Execution) -> sparse.Index:
-        where = self.pattern, q.shape[1], self.causal, q.device
-        build = partial(sparse.bsr_prepare, *where)
-        return execution.cached(("bsr", *where), build)
-
-
-@dataclass(frozen=True)
-class Flex:
-    """A block-sparse pattern by torch's FlexAttention; by ``views`` in the backward, and
-    on a CPU for the lse that torch's kernel does not return there.
-    """
+    """A block-sparse pattern by torch's sparse products; by ``views`` in the backward."""
 
     pattern: BlockSparse
     views: Planned
     takes_dlse = False
+
+    def forward(self, inputs, scale: float, execution: Execution):
+        q, *_ = inputs
+        where = self.pattern, q.shape[1], self.views.causal, q.device
+        build = partial(sparse.bsr_prepare, *where)
+        index = execution.cached(("bsr", *where), build)
+        return sparse.bsr_forward(*inputs, index, self.views.causal, scale)
+
+    def backward(self, *call):
+        return self.views.backward(*call)
+
+
+class Flex(Bsr):
+    """A block-sparse pattern by torch's FlexAttention; by ``views`` also on a CPU for
+    the lse that torch's kernel does not return there.
+    """
 
     def forward(self, inputs, scale: float, execution: Execution):
         q, k, v = inputs
@@ -184,9 +176,6 @@ class Flex:
         if lse is None:
             _, lse = self.views.forward(inputs, scale, execution)
         return out, lse
-
-    def backward(self, *call):
-        return self.views.backward(*call)
 
 
 class LocalCall(NamedTuple):
@@ -203,7 +192,7 @@ class LocalCall(NamedTuple):
     documents: Documents | None = None
 
 
-Way = WholePattern | Planned | MergedOnce | Gathered | Bsr | Flex
+Way = WholePattern | Planned | MergedOnce | Gathered | Bsr
 
 
 def way_of(
@@ -281,13 +270,12 @@ def blocks_way(
     causal: bool,
     kernel: Kernel,
     way: str,
-) -> Bsr | Flex | Planned:
+) -> Bsr | Planned:
     """How a block-sparse pattern runs, ``way`` as in ``Execution.blocks``."""
-    if way == "bsr":
-        return Bsr(pattern, causal)
     planner = blocks.planner(pattern, n, heads, kv_heads, causal, kernel, way)
     views = Planned(kernel, planner, causal)
-    return Flex(pattern, views) if way == "flex" else views
+    forward = {"bsr": Bsr, "flex": Flex}.get(way)
+    return forward(pattern, views) if forward else views
 
 
 def _fused_merge():

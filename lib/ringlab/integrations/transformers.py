@@ -183,7 +183,10 @@ def set_pattern(model, pattern: Pattern | str | Sequence[Pattern | None]):
     cross-attention.
     """
     several = isinstance(pattern, list | tuple)
-    patterns = [p and as_pattern(p) for p in (pattern if several else [pattern])]
+    patterns = [
+        layer_pattern and as_pattern(layer_pattern)
+        for layer_pattern in (pattern if several else [pattern])
+    ]
     config = model.config.get_text_config()
     layers = config.num_hidden_layers
     if len(patterns) not in (1, layers):
@@ -200,7 +203,9 @@ def set_pattern(model, pattern: Pattern | str | Sequence[Pattern | None]):
     parts = (type(m).__module__ for m in model.modules() if hasattr(m, "config"))
     if not any(_attention_in(part) == "interface" for part in parts):
         raise ValueError(f"{type(model).__name__} has no attention that takes patterns")
-    config.ringlab_pattern = [p and p.to_dict() for p in patterns]
+    config.ringlab_pattern = [
+        layer_pattern and layer_pattern.to_dict() for layer_pattern in patterns
+    ]
     return model
 
 

@@ -99,7 +99,9 @@ class Point:
     def without_control(self) -> Point:
         """The point without the marks of an A/A control or an anchor."""
         marks = ("twin", ANCHOR)
-        return self.but(options={k: v for k, v in self.options if k not in marks})
+        return self.but(
+            options={key: value for key, value in self.options if key not in marks}
+        )
 
     def to_dict(self) -> dict:
         return asdict(self) | {"options": dict(self.options)}
@@ -166,14 +168,20 @@ class Group:
         object.__setattr__(self, "points", tuple(self.points))
         if not self.points:
             raise ValueError(f"group {self.name!r} has no points")
-        if len({p.id for p in self.points}) < len(self.points):
+        if len({point.id for point in self.points}) < len(self.points):
             raise ValueError(f"group {self.name!r} holds a point twice")
 
     @property
     def id(self) -> str:
         """A digest of the points and of how they are measured."""
         return digest(
-            [[p.id for p in self.points], self.timed, self.interleave, *self._more], 12
+            [
+                [point.id for point in self.points],
+                self.timed,
+                self.interleave,
+                *self._more,
+            ],
+            12,
         )
 
     def composition(self, point: Point) -> str:
@@ -194,7 +202,7 @@ class Group:
     @property
     def keys(self) -> list[tuple[str, str, str]]:
         """(name, composition, id) of each point."""
-        return [(self.name, self.composition(p), p.id) for p in self.points]
+        return [(self.name, self.composition(point), point.id) for point in self.points]
 
     @property
     def _more(self) -> list[str]:
@@ -205,7 +213,7 @@ class Group:
         """The largest number of ranks of a point; every rank of every point gets the
         machine's cores over this.
         """
-        return max(p.world_size for p in self.points)
+        return max(point.world_size for point in self.points)
 
 
 @dataclass(frozen=True)

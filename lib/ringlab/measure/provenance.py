@@ -140,7 +140,7 @@ def machine_id() -> str:
     if not name:  # getnode() without a network card is random, and then has its lowest bit of the first octet set
         name = f"{node:x}" if not node >> 40 & 1 else platform.node()
     machine = hardware.detect()
-    parts = [machine.cpu_model, os.cpu_count(), *(g.name for g in machine.gpus)]
+    parts = [machine.cpu_model, os.cpu_count(), *(gpu.name for gpu in machine.gpus)]
     return hashlib.sha256(f"{SALT}:{name}:{parts}".encode()).hexdigest()[:12]
 
 

@@ -123,9 +123,9 @@ class Progress:
         clock: Callable[[], float],
     ):
         self.expected = {
-            (group.name, p.id): seconds.get((group.name, p.id), POINT_TAKES_S)
+            (group.name, point.id): seconds.get((group.name, point.id), POINT_TAKES_S)
             for group, points in todo
-            for p in points
+            for point in points
         }
         self.show = show
         self.clock = clock
@@ -194,9 +194,10 @@ def missing_points(
     groups: Iterable[Group], results: Iterable[Result]
 ) -> list[tuple[Group, list[Point]]]:
     """The groups, each with those of its points that no result is of, if there are any."""
-    done = {r.key for r in results}
+    done = {row.key for row in results}
     missing = (
-        (g, [p for p, key in zip(g.points, g.keys) if key not in done]) for g in groups
+        (g, [point for point, key in zip(g.points, g.keys) if key not in done])
+        for g in groups
     )
     return [(group, points) for group, points in missing if points]
 
@@ -312,8 +313,8 @@ class Session:
 
     def _say_what_counts(self, stored, kept, missing: int, requested: int) -> None:
         """Say why rows that are there do not count, or that all are there."""
-        differing = [provenance.differs(r.provenance, self.here) for r in stored]
-        newest = max((r.provenance.get("utc", "") for r in kept), default="")
+        differing = [provenance.differs(row.provenance, self.here) for row in stored]
+        newest = max((row.provenance.get("utc", "") for row in kept), default="")
         if not missing:
             warn(
                 f"all {requested} points are there, the newest measured {newest}: nothing to measure"

@@ -105,7 +105,7 @@ def read_with_runs(folder: Path | str) -> tuple[list[Result], list[Run]]:
     results, faults, runs = scan(path.read_bytes() if path.exists() else b"")
     if faults:
         warn_once(told(path, faults))
-    return [r for r in results if not r.option(ANCHOR)], runs
+    return [row for row in results if not row.option(ANCHOR)], runs
 
 
 def scan(data: bytes) -> tuple[list[Result], dict[int, Exception], list[Run]]:
@@ -195,12 +195,12 @@ def load(folder: Path | str) -> list[Result]:
 
 
 def latest(results: list[Result]) -> list[Result]:
-    newest = {r.group: r.composition for r in results if r.interleaved}
+    newest = {row.group: row.composition for row in results if row.interleaved}
     results_by_id: dict[tuple, Result] = {}
-    for r in results:
-        if not r.interleaved or r.composition == newest[r.group]:
-            results_by_id.pop(r.id, None)
-            results_by_id[r.id] = r
+    for row in results:
+        if not row.interleaved or row.composition == newest[row.group]:
+            results_by_id.pop(row.id, None)
+            results_by_id[row.id] = row
     return list(results_by_id.values())
 
 
@@ -231,15 +231,15 @@ def _result(row: dict, taken: dict[int, float]) -> Result:
         if f.name in row and f.name not in OTHERWISE
     }
     values["duration"] = float(row.get("duration", 0.0))
-    for k in ("errors", "tolerance"):
-        values[k] = {name: float(x) for name, x in values[k].items()}
+    for kind in ("errors", "tolerance"):
+        values[kind] = {name: float(x) for name, x in values[kind].items()}
     if values["ci"]:
         low, high = values["ci"] = tuple(map(float, values["ci"]))
         if not 0 <= low <= high:
             raise NoTime(f"ci {low} to {high} is no interval of times")
     return Result(
         point=point,
-        seconds=tuple(taken[r] for r in rounds),
+        seconds=tuple(taken[number] for number in rounds),
         rounds=tuple(rounds),
         **values,
     )
@@ -248,7 +248,7 @@ def _result(row: dict, taken: dict[int, float]) -> Result:
 def _plain(value):
     """The same in JSON, where numbers that are not finite are strings."""
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {key: _plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     return (

@@ -67,7 +67,7 @@ def dense(point: Point) -> Point:
 
 def beside_dense(points: Iterable[Point]) -> list[Point]:
     """Each point, and dense attention after it."""
-    return [q for p in points for q in (p, dense(p))]
+    return [q for point in points for q in (point, dense(point))]
 
 
 def doubled(longest: int) -> list[int]:
@@ -96,8 +96,10 @@ def vary(groups: list[Group], *, longest: int = 0, **fields) -> list[Group]:
         fields.setdefault("kv_heads", fields["heads"])
     varied = []
     for group in groups:
-        points = [p for p in group.points if not longest or p.seq_len <= longest]
-        points = [p.but(**fields) for p in points]
+        points = [
+            point for point in group.points if not longest or point.seq_len <= longest
+        ]
+        points = [point.but(**fields) for point in points]
         if points:
             varied.append(replace(group, points=dict.fromkeys(points)))
     return varied
@@ -157,7 +159,9 @@ def optimization(profile: hardware.Profile) -> list[Group]:
     if cpu:
         rows = {"float32": [plain, ours], "float16": [plain, ours, flash]}
         rows["bfloat16"] = [ours]
-    table += [p.but(dtype=name) for name, points in rows.items() for p in points]
+    table += [
+        point.but(dtype=name) for name, points in rows.items() for point in points
+    ]
     table.append(
         ours.but(system="RingDilatedAttentionV2Collective", options=COLLECTIVE)
     )
@@ -184,8 +188,12 @@ def optimization(profile: hardware.Profile) -> list[Group]:
     build = Point("plan_build", DOCUMENT, seq_len=TOKENS)
     gathered = build.but(options={"gather": True})
     plans = [build.but(seq_len=1024), build, build.but(pattern=LADDER), gathered]
-    reuse = [p.but(options=dict(p.options) | {"warm": False}) for p in plans]
-    reuse += [p.but(options=dict(p.options) | {"warm": True}) for p in plans[1:]]
+    reuse = [
+        point.but(options=dict(point.options) | {"warm": False}) for point in plans
+    ]
+    reuse += [
+        point.but(options=dict(point.options) | {"warm": True}) for point in plans[1:]
+    ]
     # Accumulators of 16 MiB, and of 4 MiB.
     for tokens, thresholds in ((4096, (4.0, 16.0, 64.0)), (1024, (4.0,))):
         off = Point("ringlab", POOLED, batch=16, seq_len=tokens, heads=1, dtype=half)
@@ -197,11 +205,13 @@ def optimization(profile: hardware.Profile) -> list[Group]:
     segments = long.but(system="contiguous_segments")
     forward = [long, long.but(system="copying"), segments, long.but(pattern=SHORT)]
     forward += [ladder, ladder.but(system="copying"), *([] if cpu else [dense(long)])]
-    backward = [p.but(seq_len=n, passes="fwd+bwd") for p in (long, segments)]
+    backward = [point.but(seq_len=n, passes="fwd+bwd") for point in (long, segments)]
     nested = grid(long.but(seq_len=16384), pattern=(LONG, SHORT, LADDER, THREE))
     nested.append(nested[0].but(causal=True))
     nested += [nested[i].but(passes="fwd+bwd") for i in (0, 2)]
-    folding = [q for p in nested for q in grid(p, options=({}, {"merge": "eager"}))]
+    folding = [
+        q for point in nested for q in grid(point, options=({}, {"merge": "eager"}))
+    ]
     held = [long.but(dtype=half), long.but(seq_len=2 * n, dtype=half, passes="fwd+bwd")]
     # Where its own run on two GPUs failed.
     two_ranks = Point("ringlab", DOCUMENT, seq_len=16384, world_size=2)
@@ -235,22 +245,38 @@ ROBUST = "RingDilatedAttentionV2Robust"
 HYBRID = "RingDilatedAttentionHybrid"
 
 
+def benchmark_pattern(seq_len: int) -> Dilated:
+    """The segments of document 001's script, which grow with the length.
+
+    >>> [str(benchmark_pattern(n)) for n in (2048, 8192)]
+    ['head_groups dilated [512, 1024] / [1, 2]', 'head_groups dilated [1024, 2048, 4096] / [1, 2, 4]']
+    """
+    shortest = max(512, seq_len // 8)
+    lengths = [n for n in (shortest, 2 * shortest, 4 * shortest) if n < seq_len]
+    rates = [1, 2, 4][: len(lengths)]
+    return Dilated(lengths, rates, mixing="head_groups", offsets="branch")
+
+
 def benchmark_summary(profile: hardware.Profile) -> list[Group]:
     """Document 001: throughput and memory per rank over n and p.
 
-    ``throughput``: on one rank, two and four. ``million``: a million tokens on two,
-    untimed, on a CPU with one of the eight heads, which are alike. ``simulated``: eight
-    ranks in one process, which shows no rank's memory.
+    ``throughput``: its tables, batch 2 on one rank and two, and on four. ``million``: a
+    million tokens on two, untimed, on a CPU with one of the eight heads, which are
+    alike. ``simulated``: eight ranks in one process, which shows no rank's memory.
     """
-    first = Point(SDPA, RING_DOCUMENT)
+    first = Point(SDPA, RING_DOCUMENT, batch=2)
     ns = (2048, 4096, 8192, 16384)
-    second = first.but(seq_len=ns[1])
-    points = grid(first, seq_len=ns, world_size=(1, 2, 4))
+    each = [
+        first.but(seq_len=n, pattern=benchmark_pattern(n)) for n in (*ns, 2 * ns[-1])
+    ]
+    second, *_, longest = each[1:]
+    points = [q for point in each[:-1] for q in grid(point, world_size=(1, 2, 4))]
+    points.append(longest.but(world_size=2))
     points += grid(second, system=(CORRECT, HILBERT), world_size=(1, 2, 4))
     points += [dense(second), *grid(aa_control(second), world_size=(1, 2))]
-    simulated = first.but(seq_len=ns[-1], options={"simulated": 8})
+    simulated = each[3].but(options={"simulated": 8})
     heads = ONE_HEAD if profile.kind == "cpu" else {}
-    million = first.but(seq_len=MILLION, world_size=2, **heads)
+    million = first.but(batch=1, seq_len=MILLION, world_size=2, **heads)
     return [
         Group("throughput", points),
         Group("simulated", (simulated,), timed=False),
@@ -261,19 +287,23 @@ def benchmark_summary(profile: hardware.Profile) -> list[Group]:
 def performance_comparison(profile: hardware.Profile) -> list[Group]:
     """Document 003: gathering, the ring and the plan; time, memory and bytes.
 
-    ``one device``: its tables, where no ring code runs. ``schemes``: two and four
-    ranks, with segments across a border.
+    ``one device``: its tables, where no ring code runs; the original's record has four
+    heads in that of memory. ``schemes``: two and four ranks, with segments across a
+    border.
     """
     first = Point(V2_COLLECTIVE, DOCUMENT)
     ns = (1024, 2048, 4096)
-    one = grid(first, seq_len=ns, system=(V2_COLLECTIVE, ROBUST))
-    one += [*(p.but(causal=True) for p in one[-2:]), aa_control(one[-1])]
+    both = V2_COLLECTIVE, ROBUST
+    one = grid(first.but(seq_len=ns[-1]), system=both, causal=(False, True))
+    one += grid(first.but(heads=4, kv_heads=4), seq_len=ns, system=both)
+    one.append(aa_control(one[0]))
     plan = first.but(system="ringlab", options={"scheme": "plan"})
     ways = first, first.but(system=ROBUST), plan
     two, four = (
-        [way.but(seq_len=n, world_size=p) for n in ns for way in ways] for p in (2, 4)
+        [way.but(seq_len=n, world_size=ranks) for n in ns for way in ways]
+        for ranks in (2, 4)
     )
-    two += [p.but(causal=True) for p in two[-3:]]
+    two += [point.but(causal=True) for point in two[-3:]]
     return [
         Group("one device", one),
         Group("schemes", (*two, aa_control(two[-1]), *four[-3:])),
@@ -281,18 +311,19 @@ def performance_comparison(profile: hardware.Profile) -> list[Group]:
 
 
 def hybrid_summary(profile: hardware.Profile) -> list[Group]:
-    """Document 004: the hybrid over n and p. ``long``: memory at 32K and 64K on several
-    ranks, untimed.
+    """Document 004: the hybrid over n and p, the two shortest with batch 2 as there.
+    ``long``: 32K and 64K, which it leaves for the future.
     """
     first = Point(HYBRID, RING_DOCUMENT, world_size=2)
     points = grid(first, seq_len=doubled(16384))
+    points[:2] = [point.but(batch=2) for point in points[:2]]
     first_point, *_, last = points
     points += [first_point.but(world_size=1), *grid(last, world_size=(1, 4))]
-    long = grid(first, seq_len=(32768,), world_size=(2, 4))
+    long = grid(first, seq_len=(32768,), world_size=(1, 2, 4))
     long.append(first.but(seq_len=65536))
     return [
         Group("hybrid", (*points, aa_control(points[0]))),
-        Group("long", long, timed=False),
+        Group("long", long),
     ]
 
 
@@ -304,10 +335,12 @@ JOURNEY = "journey"
 EFFICIENCY = "efficiency"
 WINDOW_LENGTHS = "window lengths"
 EXTREME_LENGTHS = "extreme lengths"
+RING = "ring of sixteen"
 BLOCK_PATTERNS = "block patterns"
 ORIGINAL = "BlockSparseRingDilatedAttention"
 OPTIMIZED = "BlockSparseOptimized"
 TORCH_SPARSE = "BlockSparseTorchSparse"
+RING_SYSTEMS = ("RingDilatedAttentionV2", "RingDilatedAttentionProduction")
 
 # The document has batch 1, 8 heads of 64, blocks of 64 and a window of 256 positions,
 # two blocks each way.
@@ -316,6 +349,9 @@ WINDOW = sliding_window(2, block_size=64)
 LONG_TOKENS = 16384
 FAR = sliding_window(2, block_size=128)
 EXTREME_TOKENS = (65536, 131072, 262144)
+RING_SEGMENTS = Dilated(
+    [65536, 131072, 262144], [1, 2, 4], mixing="head_groups", offsets="branch"
+)  # of its script
 BLOCK_WAYS = ("rows", "batched", "views")  # of execution, in the order of the document
 FRESH = {"results": False}
 ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window has
@@ -343,14 +379,17 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
     rows at a long n. ``block patterns``: each kind, and blocks chosen by content.
     ``efficiency``: a tenth of all pairs in local and global blocks, beside dense
     attention and FlexAttention. ``extreme lengths``: those of its headlines, each
-    alone.
+    alone. ``ring of sixteen``: its table of rings, sixteen ranks simulated on one
+    device as there.
     """
     cpu = profile.kind == "cpu"
     ours = Point("ringlab", WINDOW, seq_len=SESSION_TOKENS, dtype=own_dtype(profile))
-    original, optimized = (ours.but(system=system) for system in (ORIGINAL, OPTIMIZED))
     # torch's sparse tensors exist in float32 only, so others are measured in float32
     # too.
-    table = [original, optimized, ours, aa_control(ours), dense(ours)]
+    # The document has half precision.
+    first = ours if cpu else ours.but(dtype=half_dtype(profile))
+    both = grid(first, system=(ORIGINAL, OPTIMIZED))
+    table = [*both, first, aa_control(first), dense(first)]
     exact = ours.but(dtype="float32")
     table += grid(exact, system=(TORCH_SPARSE, OPTIMIZED, "ringlab"))
 
@@ -362,7 +401,9 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
 
     longest = by_size(profile, LONG_TOKENS, 32768, 65536)
     growing = grid(ours, seq_len=doubled(longest))
-    growing += [dense(p) for p in growing if not cpu or p.seq_len <= SESSION_TOKENS]
+    growing += [
+        dense(point) for point in growing if not cpu or point.seq_len <= SESSION_TOKENS
+    ]
     long = ours.but(seq_len=longest // 2 if cpu else longest)
     growing += grid(long, system=(ORIGINAL, OPTIMIZED))
 
@@ -393,7 +434,15 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
     far = ours.but(pattern=FAR, **(ONE_HEAD if cpu else {}))
     far = grid(far, seq_len=EXTREME_TOKENS)
     extreme = Group(EXTREME_LENGTHS, far, interleave=False)
-    return [*groups, efficiency, extreme]
+
+    # On a CPU its segments of 65,536 and more would take minutes for a call.
+    how = {"pattern": RING_DOCUMENT, "heads": 2, "kv_heads": 2}
+    if not cpu:
+        how = {"pattern": RING_SEGMENTS, "dtype": first.dtype}
+    ring = ours.but(options={"ring_size": 16}, **how)
+    ring = grid(ring, system=RING_SYSTEMS, seq_len=EXTREME_TOKENS[1:])
+    ring.append(ring[0].but(system="ImprovedDilatedAttention", options={}))
+    return [*groups, efficiency, extreme, Group(RING, ring)]
 
 
 # --------------------------------------------------------------------------------------
@@ -542,7 +591,7 @@ def landscape_ladder(seq_len: int, **how) -> Dilated:
     'dilated [256, 1024, 4096, 16384] / [1, 4, 16, 64]'
     """
     rates = [4**i for i in range(20) if ROWS_KEPT * 4**i <= seq_len] or [1]
-    return Dilated([ROWS_KEPT * r for r in rates], rates, **how)
+    return Dilated([ROWS_KEPT * rate for rate in rates], rates, **how)
 
 
 ADVISED = f"Window of {NEIGHBOURS:,}"  # what `advise` proposes for neighbours
@@ -674,7 +723,9 @@ def landscape(
         points += points_at(
             n, [x for x in ours if x not in (LONGNET, ADVISED) or n > NEIGHBOURS]
         )
-    trained = [p.but(passes="fwd+bwd") for p in points if p.seq_len in ns[:2]]
+    trained = [
+        point.but(passes="fwd+bwd") for point in points if point.seq_len in ns[:2]
+    ]
     points.append(window.but(seq_len=ns[0], options=TWIN))
     if "FlexAttention" in systems:
         # Its mask is made from all pairs: 4 GiB at 65,536.
@@ -686,14 +737,16 @@ def landscape(
         if name != other and calls[name] == calls[other]:
             raise ValueError(f"{name!r} and {other!r} are one system")
     added = [
-        p for first in each_dense for p in (first, *points_at(first.seq_len, more))
+        point
+        for first in each_dense
+        for point in (first, *points_at(first.seq_len, more))
     ]
     half = 2048 if cpu else 8192
     ns = 8192, 32768, *([] if cpu else [131_072])
     advised = [window.but(seq_len=n, pattern=local(n)) for n in ns]
     advised.append(advised[0].but(pattern=Dense()))
     # At the next length their checks take minutes.
-    advised += [p.but(passes="fwd+bwd") for p in (advised[0], advised[-1])]
+    advised += [point.but(passes="fwd+bwd") for point in (advised[0], advised[-1])]
     # Dense attention takes seconds, and is what all others are compared with.
     ranking = [
         Group(LANDSCAPE, dict.fromkeys(points), rounds=8),

@@ -6,7 +6,6 @@ point may also name one of the user's own, as ``"module:function"``.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,8 +31,7 @@ from .. import (
 )
 from ..adaptive import Adaptive, adaptive_attention, best_blocks
 from ..cost import PASSES, Cost
-from ..engine import dilated, torch_sparse
-from ..engine.execute import Call
+from ..engine import torch_sparse
 from ..ring import Traffic, comm, counting
 from ..ring.layout import Layout, layout_named
 from ..selected import Selected
@@ -404,24 +402,43 @@ def dense_sdpa(point: Point, device) -> System:
     return System(point, device, forward)
 
 
+UNSEEN = -1e8  # log-sum-exp of a row that a branch does not select, as in torchscale: finite, with weight 0
+
+
 def copying(point: Point, device) -> System:
-    """The published way of the same function: copies each branch, runs the same kernel,
-    scatters, then mixes. Raises Refused for a batch.
+    """The published way of the same function: copies the rows of each branch, runs
+    attention on their segments, scatters, then mixes by the log-sum-exp. Raises Refused
+    for a rate that does not divide its segments.
     """
     parse_options(point)
-    if point.batch != 1:
-        raise Refused(f"copying is measured with batch 1, not {point.batch}")
-    kernel = choose_kernel(point, device).kernel
+    choose_kernel(point, device)  # refused before any input is made
     n = point.seq_len
-    heads = point.heads
-    group = heads // point.kv_heads
-    each = pattern_of(point).branches(n, heads, point.kv_heads)
-    branches = [calls_of(branch, n, heads) for branch in each]
+    each = pattern_of(point).branches(n, point.heads, point.kv_heads)
+    if any(x.length % x.rate and x.length < n for x in each):
+        raise Refused("copying needs rates that divide their segments")
 
-    def forward(q, k, v):
-        if group > 1:
-            k, v = (t.repeat_interleave(group, 2) for t in (k, v))
-        return _Copying.apply(q, k, v, branches, point.causal, kernel), None
+    def forward(*qkv):
+        # Each head has its own offset, whichever its K/V head.
+        q, k, v = (t.repeat_interleave(point.heads // t.shape[2], 2) for t in qkv)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        outs, lses = [], []
+        for branch in each:
+            rows = patterns.Dilated([-(-branch.length // branch.rate)], [1])
+            out = torch.zeros_like(q)
+            lse = torch.full_like(q[..., 0], UNSEEN, dtype=wide)  # (b, n, h)
+            for offset in {*branch.offsets}:
+                pairs = zip(branch.heads, branch.offsets)
+                heads = [h for h, own in pairs if own == offset]
+                at = slice(None), slice(offset, None, branch.rate), heads
+                copies = [t[at] for t in (q, k, v)]  # (b, rows, h', d)
+                call = {"causal": point.causal, "return_lse": True}
+                out[at], own_lse = attention(*copies, rows, **call)
+                lse[at] = own_lse.transpose(1, 2)
+            outs.append(out)
+            lses.append(lse)
+        weights = torch.stack(lses).softmax(0).unsqueeze(-1)  # (branches, b, n, h, 1)
+        mixed = sum(out * weight for out, weight in zip(outs, weights))
+        return mixed.to(q.dtype), None
 
     return System(point, device, forward)
 
@@ -470,94 +487,6 @@ class ContiguousSegments(System):
 
     def as_bnhd(self, t: Tensor) -> Tensor:
         return t.transpose(1, 2).reshape(super().shapes()[0])
-
-
-# --------------------------------------------------------------------------------------
-# the copying form of dilated attention
-
-UNSEEN = -1e8  # log-sum-exp of a row that a branch does not select, as in torchscale: finite, with weight 0
-
-
-def calls_of(branch: patterns.Branch, n: int, heads: int) -> list[list[Call]]:
-    """The kernel calls of a branch over n positions, each as the views of rows that it
-    takes: heads of equal row counts together.
-    """
-    alone = SimpleNamespace(branches=lambda *shape: [branch])
-    calls = defaultdict(list)
-    for call in dilated.make_plan(alone, n, heads, heads).calls:
-        calls[call.repeats, call.q.rows].append(call)
-    return [*calls.values()]
-
-
-def _views(t: Tensor, calls: list[Call]) -> list[Tensor]:
-    """The rows of t (1, n, h, d) that each call reads, (segments, m, h', d); of a
-    log-sum-exp (1, n, h): (segments, h', m).
-    """
-    return [view for call in calls for (view,) in call.views((t,), ())]
-
-
-def _take(t: Tensor, calls: list[Call]) -> Tensor:
-    """A contiguous copy (segments, m, h', d) of the rows that the calls read."""
-    return torch.cat(_views(t, calls), 2)
-
-
-def _put(t: Tensor, calls: list[Call], values: Tensor) -> None:
-    """Write values, of the shape of all views, back to the rows of t."""
-    views = _views(t, calls)
-    axis = t.dim() - 2  # of the heads
-    for view, rows in zip(views, values.split([x.shape[axis] for x in views], axis)):
-        view.copy_(rows)
-
-
-class _Copying(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, branches, causal, kernel):
-        b, n, h, d = q.shape
-        scale = d**-0.5
-        wide = torch.promote_types(q.dtype, torch.float32)
-        outs = []
-        lses = []
-        kept = []
-        for parts in branches:
-            out = torch.zeros_like(q)
-            lse = torch.full((b, n, h), UNSEEN, dtype=wide, device=q.device)
-            for part in parts:
-                rows = [_take(t, part) for t in (q, k, v)]  # (segments, m, h', d)
-                o, l = kernel.forward(*rows, causal, scale)
-                _put(out, part, o)
-                _put(lse, part, l)
-                kept += [*rows, l]
-            outs.append(out)
-            lses.append(lse)
-        weights = torch.stack(lses).softmax(0)  # (branches, b, n, h), fp32 or wider
-        mixed = sum(
-            out * weight.unsqueeze(-1) for out, weight in zip(outs, weights)
-        ).to(q.dtype)  # (b, n, h, d)
-        ctx.save_for_backward(mixed, weights, *kept)
-        ctx.rest = branches, causal, scale, kernel
-        return mixed
-
-    @staticmethod
-    def backward(ctx, dout):
-        mixed, weights, *kept = ctx.saved_tensors
-        branches, causal, scale, kernel = ctx.rest
-        grads = [torch.zeros_like(mixed) for _ in range(3)]
-        for parts, weight in zip(branches, weights):
-            # d out_i = w_i dout and d lse_i = w_i dout (out_i - out): a flash backward
-            # subtracts rowsum(d out_i * out), so with the mixed output it computes both
-            # at once.
-            d_branch = dout * weight.unsqueeze(-1).to(dout.dtype)
-            full = [torch.zeros_like(mixed) for _ in range(3)]
-            for part in parts:
-                *rows, l = kept[:4]
-                del kept[:4]
-                d_rows = _take(d_branch, part)
-                out = _take(mixed, part)
-                parts = kernel.backward(d_rows, *rows, out, l, causal, scale)
-                for t, values in zip(full, parts):
-                    _put(t, part, values)
-            grads = [g + t for g, t in zip(grads, full)]
-        return (*grads, None, None, None)
 
 
 # --------------------------------------------------------------------------------------
@@ -671,6 +600,7 @@ PUBLISHED = (
     "RingDilatedAttentionV2Collective",
     "RingDilatedAttentionV2Robust",
     "RingDilatedAttentionV2Flash",
+    "RingDilatedAttentionProduction",
     "RingDilatedAttentionHybrid",
     "RingDilatedAttentionSDPA",
     "RingDilatedAttentionCorrect",

@@ -211,22 +211,20 @@ def footprint(system: System, device: torch.device) -> tuple[list, Output, dict,
 
 def warm(point: Point, device: torch.device) -> None:
     """Start threads, load code and probe kernels first, so that what does not grow with
-    n is not counted: a long point is preceded by a short one of its kind.
+    n is not counted: each point is preceded by a short one of its kind.
     """
     x = torch.ones(1, 2, 64, 64, device=device, requires_grad=True)
     with tracking.LiveStorageTracker():
         out = torch.nn.functional.scaled_dot_product_attention(x, x, x) @ x
         torch.autograd.grad(out.sum(), x)
-    if (
-        device.type != "cpu"
-        or point.seq_len <= 4 * WARM_TOKENS
-        or point.system == "flex"  # compiled for one length as it is built
-    ):
+    # FlexAttention is compiled for one length as it is built.
+    if device.type != "cpu" or point.system == "flex":
         return
     with suppress(
         Refused, NotImplementedError
     ):  # perhaps of this length alone; the point itself comes next
-        system = build(point.but(seq_len=WARM_TOKENS), device)
+        shorter = min(WARM_TOKENS * point.world_size, point.seq_len)
+        system = build(point.but(seq_len=shorter), device)
         with tracking.LiveStorageTracker():
             system.run(system.inputs())
     memory.GLOBAL_POOL.clear()

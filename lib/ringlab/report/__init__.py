@@ -19,11 +19,13 @@ NAMES = {  # by the module where they are documented
     "report.study": "source listed measured",
     "report.tables": "table Text Code Cell number span percent size interval counted",
     "report.cells": "time roofline rate peak error times significance calls on_ranks "
-    "peak_bytes sent_bytes density pair_cost",
-    "report.figures": "in_ms palette lines show",
-    "report.rows": "pass_of dense_beside begins",
+    "peak_bytes sent_bytes density zero_rows pair_cost",
+    "report.figures": "drawing in_ms palette lines show token_axes",
+    "report.rows": "pass_of begins",
     "report.findings": "Finding finding fits bounds limits failures provenance",
     "report.predicted": "accuracy",
+    "report.documents": "counterpart printed",
+    "report.published": "next_steps",
     "measure.validity": "timed status reason roofline_s",
 }
 VOCABULARY = {name: module for module in NAMES for name in NAMES[module].split()}

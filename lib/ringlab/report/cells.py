@@ -6,7 +6,10 @@ A row that may not be shown gives its status instead of a number.
 import math
 from dataclasses import replace
 
+import torch
+
 from ..adaptive import Adaptive
+from ..attention import attention
 from ..measure.validity import (
     computed,
     is_row,
@@ -20,7 +23,7 @@ from ..measure.validity import (
 )
 from .rows import pass_of
 from .study import Study, pattern_of
-from .tables import Cell, cell, counted, interval, number, size
+from .tables import Cell, cell, counted, interval, number, percent, size
 
 # --------------------------------------------------------------------------------------
 # which rows may be shown, and how far
@@ -45,7 +48,7 @@ def on_ranks(study: Study, rows):
     shapes = zip(rows.seq_len, rows.world_size)
     at = [f"{n:,} tokens on {counted(p, 'rank')}" for n, p in shapes]
     rows = rows.assign(at=at, peak=peak, sent=sent)
-    call = ["system", "pattern", "heads", "causal", "seq_len"]
+    call = ["system", "pattern", "batch", "heads", "causal", "seq_len"]
     one = rows[rows.world_size == 1].set_index(call)[["row", "peak"]]
     rows = rows.join(one.add_prefix("one_"), on=call)
     several = rows.world_size > 1
@@ -87,6 +90,18 @@ def density(point) -> float:
     )
 
 
+def zero_rows(pattern, seq_len: int, heads: int) -> str:
+    """A sentence of how many rows (position, head) of a result no branch fills, counted
+    by a call.
+    """
+    ones = [torch.ones(1, seq_len, heads, 1)] * 3
+    zero = 1 - attention(*ones, pattern).mean().item()
+    return (
+        f"Counted: {percent(zero)} of the rows (position, head) of the result are zero, "
+        "as a group of heads with rate r has one position in r."
+    )
+
+
 def pair_cost(study: Study, row, dense):
     """Time for a visible pair over that of a row of dense attention of the same length
     and pass, a Ratio or None.
@@ -95,19 +110,21 @@ def pair_cost(study: Study, row, dense):
         return None
     factor = density(dense.point) / density(row.point)
     return replace(
-        ratio, **{k: getattr(ratio, k) * factor for k in ("value", "low", "high")}
+        ratio, **{key: getattr(ratio, key) * factor for key in ("value", "low", "high")}
     )
 
 
 def calls(rows) -> str:
-    """What rows compute and with how many threads, in words, each call once."""
+    """A sentence of what rows compute and with how many threads, each call once; empty
+    for no rows.
+    """
     points = [(row.point, threads(row)) for row in filter(is_row, rows)]
     texts = [
         f"batch {p.batch}, {p.heads} heads of {p.head_dim}, {p.dtype}, {pattern_of(p)}, "
         f"{pass_of(p)}{f', threads of a rank: {n}' if n else ''}"
         for p, n in points
     ]
-    return " or ".join(dict.fromkeys(texts))
+    return f"Every call: {' or '.join(dict.fromkeys(texts))}. " if texts else ""
 
 
 # --------------------------------------------------------------------------------------

@@ -1,16 +1,17 @@
 """The verdict on each claim of the five published documents.
 
 A claim is a table in ``published/*.toml``. Where the document alone decides, its
-``verdict`` and ``reason`` stand there. Elsewhere its ``rows`` say which measured rows
-are compared, and between which bounds the result must lie.
+``verdict`` and ``reason`` stand there. Elsewhere its ``rows`` say which rows are
+compared, and between which bounds the result must lie. Computed rows decide by their
+memory and by their rooflines, never by a time.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import hardware
 from ..measure import Ratio
-from ..measure.validity import shown, status
+from ..measure.validity import computed, shown, status, why_not_quotable
 from .cells import peak_bytes, sent_bytes, timed, times
 from .study import Study, best
 from .tables import span
@@ -19,12 +20,17 @@ WORDS = (  # the strongest first
     "impossible as printed",
     "contradicts itself",
     "does not hold",
+    "leaves out",
+    "mixes causes",
+    "untestable as stated",
     "holds",
     "holds as an upper limit",
     "not reproduced here",  # this and what follows decide nothing
     "hidden by noise",
     "untested",
 )
+BOUND = "least ms"  # the quantity that a printed time cannot lie below
+SHAPE = ("batch", "seq_len", "world_size")  # a query has one value for each
 # What a pair of rows shares, unless a query names it for one of the two.
 SAME = (
     "system",
@@ -42,11 +48,10 @@ SAME = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """A word of ``WORDS``, why, and what was measured here."""
+    """A word of ``WORDS``, and why."""
 
     word: str
     why: str
-    here: str = ""
 
 
 def verdict(study: Study, claim: dict) -> Verdict:
@@ -57,32 +62,37 @@ def verdict(study: Study, claim: dict) -> Verdict:
     """
     if "verdict" in claim:
         return Verdict(claim["verdict"], claim["reason"])
-    results = [(query, values(study, query)) for query in claim["rows"]]
-    met = [within(query, measured) for query, measured in results]
     needs = hardware.get_profile(claim.get("needs", study.profile.name))
-    if study.computed or needs.capability != study.profile.capability:
-        word = "not reproduced here" if any(x for _, x in results) else "untested"
-    elif False in met:
+    here = needs.capability == study.profile.capability
+    queries = claim["rows"] if here else []
+    results = [(query, values(study, query)) for query in queries]
+    met = [within(*result) for result in results]
+    failed = [result for result, inside in zip(results, met) if inside is False]
+    if any(query.get("quantity") == BOUND for query, _ in failed):
+        word = "impossible as printed"
+    elif failed:
         word = "not reproduced here" if claim.get("theirs") else "does not hold"
-        results = [x for x, inside in zip(results, met) if inside is False]
+    elif not here or not all(measured for _, measured in results):
+        word = "untested"
     elif None in met:
-        complete = all(measured for _, measured in results)
-        word = "hidden by noise" if complete else "untested"
+        word = "hidden by noise"
     else:
         word = "holds as an upper limit" if claim.get("limit") else "holds"
-    results = [(query, measured) for query, measured in results if measured]
-    why = [in_words(*x) for x in results] + [claim.get("why", "")]
-    here = [f"{query['what']} {amounts(query, x)}" for query, x in results]
+    why = [in_words(*result) for result in failed or results]
+    used = (row for q, found in results if found for row in _rows(study, q, "first"))
+    why += ["computed"] * any(map(computed, used))
+    why += [] if here else [f"to be measured on {needs.title}"]
     return Verdict(
-        word, *("; ".join(filter(None, dict.fromkeys(x))) for x in (why, here))
+        word, "; ".join(filter(None, [*dict.fromkeys(why), claim.get("why")]))
     )
 
 
 def values(study: Study, query: dict) -> list[Ratio | float]:
-    """What a query comes to at each length and number of ranks that has it.
+    """What a query comes to at each batch, length and number of ranks that has it.
 
     A ratio of the quantity of two rows that agree in ``SAME``; without ``second`` the
-    quantity itself. Times are ratios with intervals, all else is exact.
+    quantity itself. Times are ratios with intervals, all else is exact. With ``ends``,
+    a name of ``SHAPE``, the value where that is largest over the one where it is least.
     """
     first, second = (_rows(study, query, side) for side in ("first", "second"))
     named = query["first"].keys() | query.get("second", {}).keys()
@@ -96,16 +106,34 @@ def values(study: Study, query: dict) -> list[Ratio | float]:
         ]
         value = _value(study, query, a, best(candidates))
         if value is not None:
-            by_shape.setdefault((a.point.seq_len, a.point.world_size), value)
-    return [*by_shape.values()]
+            shape = tuple(getattr(a.point, name) for name in SHAPE)
+            by_shape.setdefault(shape, value)
+    if "ends" not in query:
+        return [*by_shape.values()]
+    place = SHAPE.index(query["ends"])
+    growing = {}
+    for shape in sorted(by_shape):
+        rest = shape[:place] + shape[place + 1 :]
+        growing.setdefault(rest, []).append(by_shape[shape])
+    return [_over(each[-1], each[0]) for each in growing.values() if len(each) > 1]
+
+
+def _over(last: Ratio | float, first: Ratio | float) -> Ratio | float:
+    if not isinstance(last, Ratio):
+        return last / first
+    return replace(
+        last,
+        value=last.value / first.value,
+        low=last.low / first.high,
+        high=last.high / first.low if first.low else math.inf,
+        same=tuple(each * each for each in last.same),
+    )
 
 
 def _rows(study: Study, query: dict, side: str) -> list:
     if side not in query:
         return []
-    fields = {"passes": "fwd", "causal": False, **query["points"], **query[side]}
-    options = fields.pop("options", {})
-    return [r for r in study.rows(**fields) if dict(r.point.options) == options]
+    return study.same_calls(**query["points"] | query[side])
 
 
 def _value(study: Study, query: dict, a, b) -> Ratio | float | None:
@@ -122,19 +150,17 @@ def _value(study: Study, query: dict, a, b) -> Ratio | float | None:
 QUANTITIES = {  # besides the time
     "peak": peak_bytes,
     "peak in GB": lambda r: (held := peak_bytes(r)) and held / 1e9,
+    "a token": lambda r: (held := peak_bytes(r)) and held / r.point.seq_len,
     "all ranks": lambda r: (held := peak_bytes(r)) and held * r.point.world_size,
     "sent": sent_bytes,
     "tokens/s": lambda r: r.tokens_per_s if timed(r) else None,
-    # Operators of one call, views not counted.
-    "operators": lambda r: (
-        r.memory["operator_calls"] - r.memory["view_calls"]
-        if shown(r) and "operator_calls" in r.memory
-        else None
-    ),
-    # Tokens of a row that passed its check, 0 of one that the device refuses.
+    # Tokens of a row that ran and passed its check, 0 of one that the device refuses.
     "passed": lambda r: (
-        r.point.seq_len if shown(r) else 0 if status(r) == "unsupported" else None
+        (0 if status(r) == "unsupported" else None)
+        if why_not_quotable(r)
+        else r.point.seq_len
     ),
+    BOUND: lambda r: r.bound_seconds * 1e3 if shown(r) and r.bound_seconds else None,
 }
 
 
@@ -145,8 +171,10 @@ def within(query: dict, measured: list[Ratio | float]) -> bool | None:
     low = query.get("low", -math.inf)
     high = query.get("high", math.inf)
     ends = [
-        (x.low / x.same[1], x.high / x.same[0]) if isinstance(x, Ratio) else (x, x)
-        for x in measured
+        (each.low / each.same[1], each.high / each.same[0])
+        if isinstance(each, Ratio)
+        else (each, each)
+        for each in measured
     ]
     if any(most < low or least > high for least, most in ends):
         return False
@@ -160,18 +188,20 @@ def amounts(query: dict, measured: list[Ratio | float]) -> str:
     >>> amounts({}, [1.31, 2.0, 1.5]), amounts({"unit": "GB"}, [0.0674])
     ('1.31 to 2.00×', '0.0674 GB')
     """
-    sizes = [x.value if isinstance(x, Ratio) else x for x in measured]
+    sizes = [each.value if isinstance(each, Ratio) else each for each in measured]
     unit = f" {query['unit']}" if "unit" in query else "×"
     return span(sizes) + unit
 
 
 def in_words(query: dict, measured: list[Ratio | float]) -> str:
     """What a query compares, its values, of one ratio the interval, and what was to be
-    met; rows that only had to pass say no more.
+    met; rows that only had to pass say no more, nor does what has no row.
 
     >>> in_words({"what": "peak", "low": 1.8, "high": 2.2}, [1.31, 2.0])
     'peak: 1.31 to 2.00×, accepted 1.8 to 2.2'
     """
+    if not measured:
+        return f"{query['what']}: not measured here"
     text = amounts(query, measured)
     if len(measured) == 1 and isinstance(measured[0], Ratio):
         text = times(measured[0]).plain

@@ -70,7 +70,7 @@ class Side:
 
     def values(self, name: str) -> list[str]:
         """What the provenance of its rows says of ``name``."""
-        return sorted({str(r.provenance.get(name)) for r in self.study.results})
+        return sorted({str(row.provenance.get(name)) for row in self.study.results})
 
 
 def alike(first: Side, second: Side, name: str) -> bool:
@@ -98,7 +98,7 @@ def read_side(text: str, reports: Path) -> Side:
     if not everything:
         raise UsageError(f"{text}: no complete row in it")
     study = study_of(everything, None, Path(text))
-    no_times = any(isinstance(x, store.NoTime) for x in faults.values())
+    no_times = any(isinstance(each, store.NoTime) for each in faults.values())
     return Side(text, study, no_times)
 
 
@@ -163,10 +163,12 @@ class Pair:
     @property
     def size(self) -> float:
         """The logarithm of the largest factor by which the two differ, 0 within noise."""
-        by = [x for x in map(self.growth, BYTES) if x and abs(x - 1) > GROWTH]
+        by = [
+            each for each in map(self.growth, BYTES) if each and abs(each - 1) > GROWTH
+        ]
         if self.verdict in ("slower", "faster"):
             by.append(self.ratio.value)
-        return max((abs(math.log(x)) for x in by), default=0.0)
+        return max((abs(math.log(each)) for each in by), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ def compare(first: Side, second: Side) -> Comparison:
     """Pair the rows of two runs; raises UsageError where they have no point in common."""
     sides = first, second
     one, other = rows = [
-        {r.id: r for r in side.study.rows() if not r.option(ANCHOR)} for side in sides
+        {row.id: row for row in side.study.rows() if not row.option(ANCHOR)}
+        for side in sides
     ]
     if not one.keys() & other.keys():
         raise UsageError(f"{first.name} and {second.name} have no point in common")
@@ -296,7 +299,8 @@ def sections(comparison: Comparison, everything: bool = False) -> list[Table | s
     if pairs:
         lines = [_line(pair, first, second) for pair in pairs]
         caption = f"Times, peak memory and bytes sent of {first} over {second}"
-        parts.append(Table(caption, [*lines[0]], [[*x.values()] for x in lines]))
+        rows = [[*x.values()] for x in lines]
+        parts.append(Table(caption, [*lines[0]], rows))
     return [*parts, *_more(len(differ) - len(pairs))]
 
 
@@ -308,7 +312,7 @@ def _line(pair: Pair, first: str, second: str) -> dict:
     """A row of the table, by column."""
     ratio = pair.ratio
     rows = (pair.first, pair.second)
-    times = [ratio and number(median(r.seconds) * 1e3) for r in rows]
+    times = [ratio and number(median(row.seconds) * 1e3) for row in rows]
     return {
         f">{first} (ms)": times[0],
         f">{second} (ms)": times[1],
@@ -339,7 +343,7 @@ def _summary(comparison: Comparison) -> list[str]:
             for name, cause in CAUSES.items()
             if not alike(*sides, name)
         ],
-        drifts=[math.exp(x) for x in sorted(comparison.drifts.values())],
+        drifts=[math.exp(each) for each in sorted(comparison.drifts.values())],
         seen=sorted(pair.seen for pair in timed),
         scatter=math.sqrt(2) * comparison.noise.apart,
         mean=geometric_mean([pair.ratio.value for pair in timed] or [1.0]),
@@ -377,7 +381,7 @@ def aligned(table: Table) -> str:
     ring       –
     """
     rows = [[c.lstrip(">") for c in table.columns]]
-    rows += [[cell(x).plain for x in row] for row in table.rows]
+    rows += [[cell(each).plain for each in row] for row in table.rows]
     sides = [">" if c.startswith(">") else "<" for c in table.columns]
     return "\n".join([table.caption, "", *columns(rows, sides)])
 

@@ -28,7 +28,6 @@ REPORTS = [
     *(d.report for d in DOCUMENTS.values()),
     *("landscape", "selection", "quality", "claims"),
 ]
-MEASURED = "quality", "claims"  # pages without computed rows
 TRAININGS = "quality.jsonl"  # the rows of the page of quality
 # A page changes with these, as it does with the code of this package.
 MAKERS = (
@@ -68,10 +67,9 @@ def run(
     target = run_target(name, machine or hardware.detect(), reports, strict=strict)
     sources = notebooks
     if sources is None:
-        left_out = [*MEASURED] if target.computed else []
-        if not (target.data / TRAININGS).is_file():  # this command trains nothing
-            left_out.append("quality")
-        sources = [notebook_of(name) for name in REPORTS if name not in left_out]
+        trained = (target.data / TRAININGS).is_file()  # this command trains nothing
+        names = [name for name in REPORTS if trained or name != "quality"]
+        sources = [notebook_of(name) for name in names]
     pages = Pages(target, sources, notebooks is None, cell_timeout_s)
     if target.why:
         kind = "showing the rows recorded elsewhere"
@@ -196,12 +194,12 @@ class Pages:
         ]
 
     def _render(self, study: Study, made_from: str, before: dict) -> None:
-        known = {r["name"]: r for r in before.get("reports", ())}
+        known = {page["name"]: page for page in before.get("reports", ())}
         entries = []
         files = []
         failures = []
         manifest = _about(study) | {
-            k: before[k] for k in ("reports", "first_screen") if k in before
+            key: before[key] for key in ("reports", "first_screen") if key in before
         }
         drawn: dict[str, dict] = {}
         for number, source in enumerate(self.notebooks, 1):
@@ -325,7 +323,9 @@ class Pages:
         return _digest(
             "",
             sorted(
-                p for x in ("*.html", "*.md", "figures/*") for p in self.folder.glob(x)
+                path
+                for x in ("*.html", "*.md", "figures/*")
+                for path in self.folder.glob(x)
             ),
         )
 

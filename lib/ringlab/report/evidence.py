@@ -30,12 +30,12 @@ def evidence(study: Study) -> tuple[Evidence, ...]:
             call.shape,
             call.dtype,
             call.passes,
-            r.median,
-            r.median / roofline_s(r),
+            row.median,
+            row.median / roofline_s(row),
         )
-        for r in study.good
-        if r.median and roofline_s(r)
-        for p in [r.point]
+        for row in study.good
+        if row.median and roofline_s(row)
+        for p in [row.point]
         if p.system == "ringlab" and p.world_size == 1 and not p.options
         for call in [p.call()]
     )
@@ -47,20 +47,20 @@ def choosing(study: Study) -> tuple[Choosing, ...]:
     """
     compared = []
     dense = {
-        (r.group, r.point.id): r.median
-        for r in study.good
-        if r.point.system == "ringlab" and not r.point.options
+        (row.group, row.point.id): row.median
+        for row in study.good
+        if row.point.system == "ringlab" and not row.point.options
     }
     for name, (system, options) in selecting_systems(study.profile).items():
-        for r in study.good:
-            p = r.point
+        for row in study.good:
+            p = row.point
             if (p.system, dict(p.options)) != (system, options):
                 continue
-            beside = dense.get((r.group, p.but(system="ringlab", options={}).id))
-            if beside and r.median:
+            beside = dense.get((row.group, p.but(system="ringlab", options={}).id))
+            if beside and row.median:
                 call = p.call()
                 about = call.seq_len, call.shape, call.dtype, call.passes
-                compared.append(Choosing(name, *about, r.median / beside))
+                compared.append(Choosing(name, *about, row.median / beside))
     return tuple(compared)
 
 
@@ -76,7 +76,7 @@ def stored(
     study = read_study(profile, reports_folder() / profile.name / "data")
     here = measure.machine_id()
     if profile.kind == "cpu" and any(
-        r.provenance.get("machine") != here for r in study.good
+        row.provenance.get("machine") != here for row in study.good
     ):
         return profile, (), ()
     return with_rates(study), evidence(study), choosing(study)
@@ -91,7 +91,7 @@ def learned(reports: Sequence[dict] = ()) -> dict[str, str]:
     folders = sorted(reports_folder().glob("*/"))
     stored = (read_manifest(folder).get("reports", []) for folder in folders)
     known = chain(reports, chain.from_iterable(stored))
-    facts = next((r["facts"] for r in known if r.get("facts")), None)
+    facts = next((report["facts"] for report in known if report.get("facts")), None)
     if facts is None:
         return {}
     said = {

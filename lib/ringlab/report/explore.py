@@ -1,12 +1,11 @@
 """The explorer: controls in JupyterLab, and what follows from them at once: pictures,
-an estimate, variants, advice.
+an estimate, advice.
 
 Every number is one of ``estimate``, ``longest`` or ``advise``. Only ``explorer`` needs
 ipywidgets.
 """
 
 import threading
-from dataclasses import replace
 from html import escape
 
 import matplotlib.pyplot as plt
@@ -15,15 +14,13 @@ import torch
 from .. import cost, hardware, patterns, presets, ring
 from ..advise import advise
 from ..call import CallSpec
-from ..checks import DTYPES, check_int, parse_count, parse_counts
-from ..cost import format_bytes, format_seconds
-from ..estimate import SHAPE, Estimate, estimate_call, longest
+from ..checks import DTYPES, parse_count, parse_counts
+from ..estimate import MOST_BYTES, SHAPE, estimate_call, longest
 from . import theme
 from .figures import RED, Figure, drawing
-from .tables import Cell, Table, Text
+from .tables import Text
 from .templates import lines_of
 
-MOST_BLOCKS = 8192  # of a block-sparse pattern; more take minutes to count
 NEAR = 64  # positions that are drawn one by one
 
 # Controls: a text to type, or a tuple of values of which the first is chosen.
@@ -52,7 +49,7 @@ CALL = {
     "layout": ("contiguous", "zigzag", "striped"),
 }
 CONTROLS = {
-    "show": ("one call", "variants", "advice"),
+    "show": ("one call", "advice"),
     "pattern": tuple(dict.fromkeys(["ladder", *presets.NAMED])),
     **PATTERN,
     **CALL,
@@ -93,14 +90,6 @@ def call_of(values: dict) -> CallSpec:
     return CallSpec(pattern, **call)
 
 
-def estimate(call: CallSpec) -> Estimate:
-    """Return the Estimate of a call; ValueError for what takes minutes, or cannot be."""
-    if isinstance(call.pattern, patterns.BlockSparse):
-        blocks = call.pattern.count(call.seq_len)
-        check_int("the number of blocks", blocks, most=MOST_BLOCKS)
-    return estimate_call(call)
-
-
 # --------------------------------------------------------------------------------------
 # one call
 
@@ -120,7 +109,7 @@ def estimated(call: CallSpec) -> str:
     sequence that fits.
     """
     about = {"seq_len": call.seq_len, "budget": call.profile.memory_bytes}
-    lines = lines_of("estimate", e=estimate(call), **about)
+    lines = lines_of("estimate", e=estimate_call(call), **about)
     most = fitting(call)
     tokens = f"{most:,} tokens, of attention alone" if most else "see ringlab.longest"
     return "\n".join([*lines, f"longest    {tokens}"])
@@ -155,35 +144,6 @@ def seen(call: CallSpec, head: int, position: int) -> Figure:
 
 
 # --------------------------------------------------------------------------------------
-# variants
-
-
-def compared(call: CallSpec) -> Table:
-    """Return what the named patterns and the chosen one cost."""
-    n = call.seq_len
-    # The random blocks of bigbird take seconds to plan on several ranks.
-    names = [x for x in presets.NAMED if x != "bigbird" or call.ranks == 1]
-    variants = {name: presets.named(name, n, call.heads) for name in names}
-    lines = []
-    for name, pattern in (variants | {"chosen": call.pattern}).items():
-        try:
-            found = estimate(replace(call, pattern=pattern))
-            costs = [
-                f"{100 * found.cost.distinct_pairs / (call.batch * call.heads * n**2):.3g} %",
-                format_seconds(found.bound_s) if found.bounds else None,
-                format_bytes(found.peak_bytes),
-                format_bytes(sum(found.sent.values())),
-            ]
-        except (ValueError, RuntimeError) as error:
-            costs = [Cell("cannot run", str(error)), None, None, None]
-        lines.append([Cell(name, str(pattern)), *costs])
-    title = f"Variants at {n:,} tokens on {call.profile.title}, ranks: {call.ranks}"
-    columns = ["Variant", ">Of all pairs", ">Roofline", ">Peak of a rank", ">Sent"]
-    note = "They compute different functions: this says what they cost, not which a model learns from."
-    return Table(title, columns, lines, note=note)
-
-
-# --------------------------------------------------------------------------------------
 # the page and its controls
 
 
@@ -203,10 +163,10 @@ STYLE = f"""<style>
 
 
 def overview(profile: str, seq_len: int | str, ranks: int) -> None:
-    """Show the variants to start from, for those who see no widgets."""
+    """Show the advice to start from, for those who see no widgets."""
     from IPython.display import HTML, display
 
-    start = values_of(profile, seq_len, ranks) | {"show": "variants"}
+    start = values_of(profile, seq_len, ranks) | {"show": "advice"}
     display(HTML(f'{STYLE}<div class="ringlab-explore">{page(start)}</div>'))
 
 
@@ -216,14 +176,12 @@ def page(values: dict) -> str:
     """
     try:
         call = call_of(values)
-        about = call.options("profile", "seq_len", *SHAPE)
-        if values["show"] == "variants":
-            return compared(call).html
         if values["show"] == "advice":
-            advice = advise(**about)
+            advice = advise(**call.options("profile", "seq_len", *SHAPE))
             return f"<pre>{escape(advice.text())}\n\n{escape(advice.code())}</pre>"
-        about |= call.options("pattern", "dtype")
-        code = advise(**about, estimates=False).code()
+        about = call.options("profile", "seq_len", "pattern", "dtype", *SHAPE)
+        # What the memory does not hold is shown too: the estimate says so.
+        code = advise(**about, memory_bytes=MOST_BYTES, estimates=False).code()
         drawn = (parse(name, values[name]) for name in ("head", "position"))
         figure = seen(call, *drawn)
         image = theme.inline(figure.svg, figure.alt)

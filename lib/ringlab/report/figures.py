@@ -70,7 +70,7 @@ def in_ms(frame):
     """Rows of a DataFrame as ``lines`` draws them: their times in ms, of computed rows
     the rooflines.
     """
-    y, low, high = (1e3 * frame[x] for x in ("shown_s", "ci_low_s", "ci_high_s"))
+    y, low, high = (1e3 * frame[each] for each in ("shown_s", "ci_low_s", "ci_high_s"))
     return frame.assign(y=y, low=low, high=high)
 
 
@@ -115,7 +115,7 @@ def lines(
             _draw(ax, frame, x, by, colors, dashed)
             ax.set_title(title, loc="left", fontsize=10, pad=18)  # above all labels
             ends = frame.sort_values(x).drop_duplicates(by, keep="last")
-            ends = [(*p, colors[p[2]]) for p in zip(ends[x], ends.y, ends[by])]
+            ends = [(*end, colors[end[2]]) for end in zip(ends[x], ends.y, ends[by])]
             label_ends(ax, ends, {*frame[x]}, linear)
         axes[-1, 0].set_xlabel(xlabel)
         return fig
@@ -151,8 +151,38 @@ def _draw(ax, frame, x: str, by: str, colors: Mapping, dashed: Sequence[str]) ->
 def label_ends(
     ax, ends: Sequence[tuple[float, float, str, str]], at: set[float], linear: bool
 ) -> None:
-    """Make x logarithmic to base 2 with ticks ``at`` points, y too unless ``linear``,
-    and name each line behind its end (x, y, name, color).
+    """Name each line behind its end (x, y, name, color), on axes as ``token_axes``
+    makes them.
+    """
+    token_axes(ax, at, linear)
+    # All names stand at the right edge, in the order of the lines' ends, each with a
+    # line to its own.
+    used = -math.inf
+    points = 72 / ax.figure.dpi
+    for each, y, name, color in sorted(ends, key=lambda e: e[1]):
+        used = max(ax.transData.transform((each, y))[1] * points, used + LINE)
+        place = 1.04, ax.transData.inverted().transform((0, used / points))[1]
+        leader = {
+            "arrowstyle": "-",
+            "color": color,
+            "lw": 0.8,
+            "shrinkA": 0,
+            "shrinkB": 3,
+            "relpos": (0, 0.5),
+        }
+        ax.annotate(
+            name,
+            (each, y),
+            place,
+            textcoords=ax.get_yaxis_transform(),
+            va="center",
+            arrowprops=leader,
+        )
+
+
+def token_axes(ax, at: Iterable[float], linear: bool = False) -> None:
+    """Make x logarithmic to base 2 with ticks ``at`` lengths in tokens, y logarithmic
+    too unless ``linear``.
     """
     ax.set_xscale("log", base=2)
     ax.set_yscale("linear" if linear else "log")
@@ -166,29 +196,6 @@ def label_ends(
     ax.minorticks_off()
     ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
     ax.autoscale_view()  # or positions were of the axes before
-    # All names stand at the right edge, in the order of the lines' ends, each with a
-    # line to its own.
-    used = -math.inf
-    points = 72 / ax.figure.dpi
-    for x, y, name, color in sorted(ends, key=lambda e: e[1]):
-        used = max(ax.transData.transform((x, y))[1] * points, used + LINE)
-        place = 1.04, ax.transData.inverted().transform((0, used / points))[1]
-        leader = {
-            "arrowstyle": "-",
-            "color": color,
-            "lw": 0.8,
-            "shrinkA": 0,
-            "shrinkB": 3,
-            "relpos": (0, 0.5),
-        }
-        ax.annotate(
-            name,
-            (x, y),
-            place,
-            textcoords=ax.get_yaxis_transform(),
-            va="center",
-            arrowprops=leader,
-        )
 
 
 def _apart(ticks: list[float]) -> list[float]:

@@ -45,6 +45,9 @@ def finding(study: Study, *lines: str, computed: Sequence[str] = ()) -> Finding:
     """
     if not study.computed:
         computed = *lines, *trust_lines(study)
+    elif study.all_suites and study.all_suites.results:
+        none = "**Nothing of this page was measured yet**: its numbers are computed, as bounds (≥)."
+        computed = none, *computed
     return Finding([*filter(None, computed)], kind="answer", bullets=True)
 
 
@@ -97,14 +100,14 @@ def bounds(profile: hardware.Profile, pattern, seq_len: int, **shape) -> str:
 
 def facts(study: Study) -> dict:
     """What is known of checks, noise and repetition, in counts of rows."""
-    ran = [r for r in study.results if status(r) != "unsupported"]
-    timed = [r for r in study.good if r.median]
+    ran = [row for row in study.measured if status(row) != "unsupported"]
+    timed = [row for row in study.good if row.median]
     repeated, agreed = study.repeats
     return {
         "checked": [len(study.good), len(ran)],
         "rejected": Counter(map(rejected, filter(why_not_quotable, ran))),
         "noise": number(study.noise_floor) if study.controls else None,
-        "unstable": [sum(r.unstable for r in timed), len(timed)],
+        "unstable": [sum(row.unstable for row in timed), len(timed)],
         "again": [agreed, repeated],
     }
 
@@ -122,12 +125,14 @@ def rejected(row) -> str:
 def trust_lines(study: Study) -> list[str]:
     """How far to trust the rows of a page, and what was not measured."""
     shares = [
-        e / r.tolerance[k]
-        for r in study.good
-        for k, e in r.errors.items()
-        if r.tolerance[k]
+        e / row.tolerance[key]
+        for row in study.good
+        for key, e in row.errors.items()
+        if row.tolerance[key]
     ]
-    slow = {r.point.world_size for r in study.good if r.ranks.get("oversubscribed")}
+    slow = {
+        row.point.world_size for row in study.good if row.ranks.get("oversubscribed")
+    }
     ranks = " and ".join(map(str, sorted(slow)))
     missing = missing_points(study)
     failed = study.failed
@@ -154,11 +159,11 @@ def limits(study: Study, *more: str) -> Text:
     """What this run cannot tell: ``more``, and points that are missing, failed,
     unstable or on one device.
     """
-    timed = [r for r in study.good if r.median]
-    on_one = study.results and all(r.point.world_size == 1 for r in study.results)
-    unbound = [r for r in timed if not r.bound_seconds and r.cost.get("flops")]
-    waits = [r for r in timed if (r.host_seconds or 0) > HOST_BOUND * r.median]
-    unstable = [r for r in study.good if r.unstable]
+    timed = [row for row in study.good if row.median]
+    on_one = study.results and all(row.point.world_size == 1 for row in study.results)
+    unbound = [row for row in timed if not row.bound_seconds and row.cost.get("flops")]
+    waits = [row for row in timed if (row.host_seconds or 0) > HOST_BOUND * row.median]
+    unstable = [row for row in study.good if row.unstable]
     lines = lines_of(
         "limits",
         study=study,
@@ -167,8 +172,8 @@ def limits(study: Study, *more: str) -> Text:
         more=more,
         missing=[*map(label, missing_points(study))],
         unbound=len(unbound),
-        waits=[label(r.point) for r in waits],
-        unstable=[label(r.point) for r in unstable],
+        waits=[label(row.point) for row in waits],
+        unstable=[label(row.point) for row in unstable],
     )
     return Text(lines or ["Nothing that was asked for is missing."], bullets=True)
 
@@ -176,14 +181,18 @@ def limits(study: Study, *more: str) -> Text:
 def suite_points(study: Study) -> list:
     """(group, point) of all that is asked for on this profile."""
     names = [study.suite] if study.suite else suites.SUITES
-    groups = study.groups or [g for name in names for g in study.groups_of(name)]
-    return [(g.name, p) for g in groups for p in g.points]
+    groups = study.groups or [
+        group for name in names for group in study.groups_of(name)
+    ]
+    return [(group.name, point) for group in groups for point in group.points]
 
 
 def missing_points(study: Study) -> list:
     """Points of the suite without a result."""
-    known = {r.id for r in study.results}
-    return [p for group, p in suite_points(study) if (group, p.id) not in known]
+    known = {row.id for row in study.measured}
+    return [
+        point for group, point in suite_points(study) if (group, point.id) not in known
+    ]
 
 
 def failures(study: Study, elsewhere: Sequence = ()) -> Table | None:
@@ -192,12 +201,12 @@ def failures(study: Study, elsewhere: Sequence = ()) -> Table | None:
 
     None where there are none.
     """
-    failed = [r for r in study.failed if not any(r is x for x in elsewhere)]
+    failed = [row for row in study.failed if not any(row is each for each in elsewhere)]
     if not failed:
         return None
     labels = defaultdict(list)
-    for r in failed:
-        labels[status(r), reason(r)].append(label(r.point))
+    for row in failed:
+        labels[status(row), reason(row)].append(label(row.point))
     lines = [
         ["; ".join(names), Cell(word, kind="bad"), why]
         for (word, why), names in labels.items()
@@ -233,25 +242,25 @@ def provenance(study: Study) -> Table:
     """Where the rows come from: each fact with the values it took, one where all rows
     agree.
     """
-    origins = [r.provenance for r in study.results]
-    crowded = [x["others_cores"] for x in origins if x.get("crowded")]
-    quiet = "yes" if any("others_cores" in x for x in origins) else ""
+    origins = [row.provenance for row in study.measured]
+    crowded = [each["others_cores"] for each in origins if each.get("crowded")]
+    quiet = "yes" if any("others_cores" in each for each in origins) else ""
     if crowded:
         quiet = f"no: others used up to {max(crowded):g} of its cores"
     values = {"Machine quiet": quiet}
     for key, name in NAMES.items():
         show = size if key == "device_memory_bytes" else _plain
-        values[name] = _spread([x.get(key) for x in origins], show)
+        values[name] = _spread([each.get(key) for each in origins], show)
     for key, name in STATES.items():
-        values[name] = _states([x.get(key) or {} for x in origins])
-    times = sorted(str(x["utc"]) for x in origins if x.get("utc"))
+        values[name] = _states([each.get(key) or {} for each in origins])
+    times = sorted(str(each["utc"]) for each in origins if each.get("utc"))
     missing = len(missing_points(study))
     points = len(suite_points(study))
-    counts = sorted({len(r.seconds) for r in study.good if r.seconds})
+    counts = sorted({len(row.seconds) for row in study.good if row.seconds})
     samples = " to ".join(map(str, dict.fromkeys(counts[:1] + counts[-1:])))
     values |= {
         "Groups begun (UTC)": times and f"{times[0]} to {times[-1]}",
-        "Points": f"{len(study.results)} measured, {len(study.good)} quoted",
+        "Points": f"{len(study.measured)} measured, {len(study.good)} quoted",
         "Complete": f"no, {missing} of {points} are missing" if missing else "yes",
         "Left out": study.excluded
         and f"{study.excluded} rows of another engine, machine or device",
@@ -276,7 +285,7 @@ def _plain(value) -> str:
 
 
 def _spread(values: list, show) -> str:
-    known = {v for v in values if v is not None}
-    if len(known) > 2 and all(isinstance(v, int | float) for v in known):
+    known = {value for value in values if value is not None}
+    if len(known) > 2 and all(isinstance(value, int | float) for value in known):
         return f"{show(min(known))} to {show(max(known))}"
     return ", ".join(sorted(map(show, known)))

@@ -81,7 +81,9 @@ def first_screen(
         trained=trained,
         **SHAPE,
     )
-    advised = {n: tuple(_try(ask, n, p) for p in ("fwd", "fwd+bwd")) for n in LENGTHS}
+    advised = {
+        n: tuple(_try(ask, n, passes) for passes in ("fwd", "fwd+bwd")) for n in LENGTHS
+    }
     known = next(a for pair in advised.values() for a in pair if isinstance(a, Advice))
     return FirstScreen(
         _title(study),
@@ -94,7 +96,7 @@ def first_screen(
 def _title(study: Study) -> str:
     if study.computed:
         return f"{study.profile.title}, computed"
-    counts = {threads(r) for r in study.good if r.point.world_size == 1} - {None}
+    counts = {threads(row) for row in study.good if row.point.world_size == 1} - {None}
     on_cpu = counts and study.device_type == "cpu"
     return f"{study.device}, {max(counts)} threads" if on_cpu else study.device
 
@@ -119,7 +121,7 @@ def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
         for passes in ("fwd", "fwd+bwd")
     }
     advice = advised.get(FAST, [None])[0] or known
-    takes = {x.need: x.takes for x in advice.options}
+    takes = {each.need: each.takes for each in advice.options}
     same_call = known.call.shape, "fwd"
     lengths = [e.seq_len for e in evidence(study) if (e.shape, e.passes) == same_call]
     return facts(study) | {
@@ -142,7 +144,7 @@ def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
 
 
 def _option(advice: Advice, need: str) -> Option | None:
-    return next((x for x in advice.options if x.need == need), None)
+    return next((each for each in advice.options if each.need == need), None)
 
 
 def _takes(advice: Advice | None, need: str = "") -> Cell | None:

@@ -53,10 +53,10 @@ class Noise:
     def times(self, results: Iterable) -> list:
         """The results with intervals of their times that also hold the noise."""
         return [
-            replace(r, ci=self._widened(r.median, r.ci, self.apart))
-            if r.median and r.ci
-            else r
-            for r in results
+            replace(row, ci=self._widened(row.median, row.ci, self.apart))
+            if row.median and row.ci
+            else row
+            for row in results
         ]
 
     def _widened(
@@ -65,7 +65,7 @@ class Noise:
         down = math.log(middle / ci[0]) if ci[0] else math.inf
         up = math.log(ci[1] / middle)
         scale = self.reach / NORMAL  # the interval as it is has 95 %
-        down, up = (scale * math.hypot(x, NORMAL * sd) for x in (down, up))
+        down, up = (scale * math.hypot(each, NORMAL * sd) for each in (down, up))
         return middle * math.exp(-down), middle * math.exp(up)
 
 
@@ -78,12 +78,12 @@ def repeated(results: Iterable, kept: Iterable) -> list[tuple]:
     code on the same machine, beside the same calls, neither disturbed nor of too few
     samples for an interval.
     """
-    newest = {r.key: r for r in filter(_steady, kept)}
-    both = ((newest.get(r.key), r) for r in filter(_steady, results))
+    newest = {row.key: row for row in filter(_steady, kept)}
+    both = ((newest.get(row.key), row) for row in filter(_steady, results))
     return [
-        (now, r)
-        for now, r in both
-        if now and r.run != now.run and key(r.provenance) == key(now.provenance)
+        (now, row)
+        for now, row in both
+        if now and row.run != now.run and key(row.provenance) == key(now.provenance)
     ]
 
 
@@ -95,11 +95,12 @@ def noise_of(kept: Iterable, again: Iterable[tuple]) -> Noise:
     from that of another run.
     """
     logs = defaultdict(list)  # by group
-    for now, r in {now.id: (now, r) for now, r in again}.values():
-        logs[r.group].append(math.log(now.median / r.median))
+    for now, row in {now.id: (now, row) for now, row in again}.values():
+        logs[row.group].append(math.log(now.median / row.median))
     groups = (each for each in logs.values() if len(each) >= FEWEST)
-    rests = [x - median(each) for each in groups for x in each]
-    return Noise(_apart([*kept, *(r for _, r in again)]), _spread(rests))
+    rests = [value - median(each) for each in groups for value in each]
+    known = [*kept, *(row for _, row in again)]
+    return Noise(_apart(known), _spread(rests))
 
 
 def _apart(results: Iterable) -> float:
@@ -107,9 +108,9 @@ def _apart(results: Iterable) -> float:
     the same threads; 0.0 for few. An A/A control counts as the call that it repeats.
     """
     logs = defaultdict(lambda: defaultdict(list))  # by call, by run of a group
-    for r in filter(_steady, results):
-        call = (r.point.without_control.id, threads(r))
-        logs[call][r.group, r.run].append(math.log(r.median))
+    for row in filter(_steady, results):
+        call = (row.point.without_control.id, threads(row))
+        logs[call][row.group, row.run].append(math.log(row.median))
     pairs = [combinations(map(fmean, runs.values()), 2) for runs in logs.values()]
     return _spread([a - b for each in pairs for a, b in each]) / math.sqrt(2)
 
@@ -136,9 +137,9 @@ def reproduced(again: Iterable[tuple], noise: Noise) -> dict[tuple[str, str], bo
     """
     noise = replace(noise, reach=TWO_RUNS)
     agreed: dict[tuple[str, str], bool] = {}
-    for now, r in again if noise.apart else ():
-        same = noise.of(ratio(now, r)).verdict == "within noise"
-        agreed[r.id] = agreed.get(r.id, True) and same
+    for now, row in again if noise.apart else ():
+        same = noise.of(ratio(now, row)).verdict == "within noise"
+        agreed[row.id] = agreed.get(row.id, True) and same
     return agreed
 
 
@@ -154,16 +155,17 @@ def noise_between(first, second, anchored: bool) -> tuple[dict[str, float], Nois
     in either, and of anchors around the drift; without anchors it is at least that of
     one call from group to group.
     """
-    other = {r.id: r for r in second.rows() if _steady(r)}
+    other = {row.id: row for row in second.rows() if _steady(row)}
     logs = defaultdict(list)  # by group
-    for r in first.rows() if anchored else ():
-        if r.option(ANCHOR) and r.id in other and _steady(r):
-            logs[r.group].append(math.log(ratio(r, other[r.id]).value))
+    for row in first.rows() if anchored else ():
+        if row.option(ANCHOR) and row.id in other and _steady(row):
+            logs[row.group].append(math.log(ratio(row, other[row.id]).value))
     drifts = {group: fmean(each) for group, each in logs.items()}
-    rests = [x - drifts[group] for group, each in logs.items() for x in each]
+    rests = [one - drifts[group] for group, each in logs.items() for one in each]
     controls = [*first.controls, *second.controls]
-    rests += [math.log(x.value) for x in controls if not x.unstable]
-    apart = math.hypot(*rests) / math.sqrt(max(1, len(rests) - len(drifts)) * 2)
+    rests += [math.log(one.value) for one in controls if not one.unstable]
+    freedom = max(1, len(rests) - len(drifts))
+    apart = math.hypot(*rests) / math.sqrt(2 * freedom)
     if not drifts:
         apart = max(apart, first.noise.apart, second.noise.apart)
     return drifts, Noise(apart, reach=TWO_RUNS)

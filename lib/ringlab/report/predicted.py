@@ -5,7 +5,6 @@ It knows the engine, as it is called or under a published name, each with the se
 of the point.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +25,6 @@ from ..measure.systems import (
     published_module,
     ringlab_call,
 )
-from ..measure.timing import WARM_TOKENS
 from ..measure.validity import threads, why_not_quotable
 from .study import Study
 from .tables import Text, counted
@@ -69,7 +67,8 @@ def row_of(name: str, point: Point) -> Result:
     """The row of one point on the GPU of a profile, in no group."""
     profile = get_profile(name)
     ranks = point.world_size
-    origin = {"profile": name, "device": profile.kind, "device_name": profile.title}
+    origin = {"profile": name, "device": profile.kind, "computed": True}
+    origin |= {"device_name": profile.title}
     row = Result(point, "", "computed", provenance=origin)
     if point.system in OTHER_WORK:
         return row
@@ -89,15 +88,11 @@ def row_of(name: str, point: Point) -> Result:
     if estimated is None:
         return row
     kernel = call.kernel_choice(for_gradients=call.backward).name
-    sent = Counter()
-    for (rank, _), size in estimated.sent.items():
-        sent[rank] += size
-    by_rank = {"bytes_sent": [sent[rank] for rank in range(ranks)]}
     return replace(
         row,
         bound_seconds=estimated.bound_s or None,
         memory=memory | {PEAK: estimated.peak_bytes},
-        ranks=by_rank if ranks > 1 else {},
+        ranks={"bytes_sent": estimated.sent_by_rank} if ranks > 1 else {},
         provenance=origin | {"kernel": kernel},
     )
 
@@ -136,10 +131,10 @@ def estimate_of(
     what is no call of the engine.
 
     None too for ranks that are simulated in one process, and for a published module on
-    a short sequence: its first call also probes the kernels.
+    a short sequence: in rows so far its first call also probes the kernels.
     """
     alone = point.system != "ringlab" and point.world_size == 1
-    if point.system not in ENGINE or alone and point.seq_len <= 4 * WARM_TOKENS:
+    if point.system not in ENGINE or alone and point.seq_len <= 2048:
         return None
     return with_threads(threads, _estimate, point, profile)
 
@@ -174,10 +169,9 @@ def _estimate(point: Point, profile: str | None) -> Estimate | None:
 
 def _published_call(point: Point) -> dict:
     """The settings of a published class, which its module has chosen."""
-    ranks = {"ring_size": point.world_size} if point.world_size > 1 else {}
-    module = published_module(point, "cpu", **ranks)
-    settings = {"backend": module.chain, "execution": module.execution}
-    return settings | module._ranks(point.seq_len)
+    module = published_module(point, "cpu", ring_size=point.world_size)
+    how = module._ranks(point.seq_len)
+    return how | {"backend": module.chain, "execution": module.execution}
 
 
 def accuracy(study: Study) -> Text:
@@ -199,7 +193,7 @@ def accuracy(study: Study) -> Text:
     pairs = predict(kept, study.profile.name if study.device_type == "cuda" else None)
     errors = [(r, x.peak_bytes / r.memory[PEAK] - 1) for r, x in pairs]
     if not errors:
-        return Text(["Nothing was measured to set a prediction of memory beside."])
+        return Text([])
     off = [
         f"{r.point.system}, {r.point.seq_len:,} tokens on {counted(r.point.world_size, 'rank')} "
         f"({100 * x:+.1f} %)"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from .tables import Cell, Table, table
+
 FOLDER = Path(__file__).parent / "published"
 
 
@@ -35,6 +37,21 @@ def published(number: str) -> dict:
     in two places by "between".
 
     >>> published("000")["rows"][0]["ms"], len(published("003")["claims"])
-    (136.52, 12)
+    (136.52, 16)
     """
     return tomllib.loads((FOLDER / f"{number}.toml").read_text(encoding="utf-8"))
+
+
+def next_steps(number: str) -> Table:
+    """A document's own list of future work beside what became of it, with a link to the
+    page or file that answers.
+    """
+
+    def link(page: str) -> str:
+        """Of a file only where it is, from the folder of reports: notebooks run there."""
+        return page if not Path(page).suffix or Path(page[3:]).exists() else ""
+
+    rows = published(number)["next"]
+    answers = [Cell(x["answer"], page=link(x["page"])) for x in rows]
+    columns = {"It asked for": [x["item"] for x in rows], "Here": answers}
+    return table(f"What document {number} asked for next", columns, cards=True)

@@ -153,23 +153,28 @@ def _environment(folder: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, filter(None, paths))),
         NO_MEASURING: "1",
     }
-    return {k: v for k, v in os.environ.items() if k != "MPLBACKEND"} | own
+    return {
+        key: value for key, value in os.environ.items() if key != "MPLBACKEND"
+    } | own
 
 
 def _where(notebook: nbformat.NotebookNode, index: int) -> str:
     """A cell as a reader would name it: its number among the code cells, the nearest
     heading above.
     """
-    cells = notebook.cells[: index + 1]
-    cells = [c for c in cells if INJECTED not in c.metadata.get("tags", ())]
+    cells = [
+        c
+        for c in notebook.cells[: index + 1]
+        if INJECTED not in c.metadata.get("tags", ())
+    ]
     number = sum(c.cell_type == "code" for c in cells)
     headings = [f" under {text!r}" for c in cells for _, text in _headings(c)]
     return f"code cell {number}{''.join(headings[-1:])}"
 
 
-def _line(text: str, limit: int = 300) -> str:
+def _line(text: str) -> str:
     flat = " ".join(str(text).split())
-    return flat if len(flat) <= limit else flat[: limit - 3] + "..."
+    return flat if len(flat) <= 300 else f"{flat[:297]}..."
 
 
 # --------------------------------------------------------------------------------------
@@ -193,6 +198,7 @@ def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Pa
         notebook.cells = [
             c for c in cells if MEASURED not in c.metadata.get("tags", ())
         ]
+    notebook.cells = filled(notebook.cells)
     contents = []
     for cell in notebook.cells:
         sections = [text for level, text in _headings(cell) if level == 2]
@@ -223,6 +229,20 @@ def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Pa
         write(folder / f"{page.name}.md", tidy(text)),
         *(write(folder / name, data) for name, data in figures),
     ]
+
+
+def filled(cells: list) -> list:
+    """The cells without headings that nothing stands under, before the next one."""
+    kept, below = [], False
+    for cell in reversed(cells):
+        if cell.cell_type == "code":
+            below |= any(x.get("data", {}).get(PAGE_HTML, x) for x in cell.outputs)
+        elif below or not re.fullmatch("#+ .*", cell.source.strip()):
+            below = not cell.source.startswith("#")
+        else:
+            continue
+        kept.append(cell)
+    return kept[::-1]
 
 
 def tidy(text: str) -> str:

@@ -4,7 +4,6 @@ why.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -74,7 +73,7 @@ def source(profile: str = "auto", data: str = "", measure: bool = True) -> Sourc
     if data and not there:
         raise UsageError(f"there is no {store.NAME} in the folder {data}")
     if rows := store.load(folder):  # they say what they were measured on
-        others = {r.provenance.get("profile", device.name) for r in rows}
+        others = {row.provenance.get("profile", device.name) for row in rows}
         if others := others - {device.name}:
             raise UsageError(
                 f"the rows in {folder} are of {', '.join(sorted(others))}, not of {device.name}"
@@ -87,7 +86,8 @@ def source(profile: str = "auto", data: str = "", measure: bool = True) -> Sourc
 def measured(here: Source, points: Iterable) -> Study:
     """The rows of these groups and points, of which those without a row are measured
     first, with a line of progress for each; its ``all_suites`` has all rows of the folder.
-    For a device that is absent the rows are computed, and nothing is measured.
+    For a device that is absent the rows are computed, and nothing is measured; so are
+    those that a GPU's recorded rows lack.
 
     Rows of points that no page lists go to a folder of their own. Points by themselves
     are a group of the name ``ADDED``. A page never mixes rows of two machines, engines
@@ -97,9 +97,9 @@ def measured(here: Source, points: Iterable) -> Study:
     folder or it cannot be written.
     """
     groups = in_groups(points)
-    if here.computed:
-        from .predicted import rows_of  # which needs this module
+    from .predicted import rows_of  # which needs this module
 
+    if here.computed:
         return Study(
             here.profile, rows_of(here.profile, groups), here.folder, groups=groups
         )
@@ -109,17 +109,19 @@ def measured(here: Source, points: Iterable) -> Study:
         """All rows of the folder, and those that are requested."""
         beside = store.read(here.folder)
         both = [*beside, *store.read(here.folder / ADDED)]
-        return beside, [r for r in both if r.key in requested]
+        return beside, [row for row in both if row.key in requested]
 
     beside, everything = stored()
     rows = newest_origin(everything)
     if here.runs:
-        missing = requested - {r.key for r in rows}
+        missing = requested - {row.key for row in rows}
         now = key(provenance.collect(here.profile.kind))
-        if all(key(r.provenance) == now for r in rows):
+        if all(key(row.provenance) == now for row in rows):
             # Whether to try again is for the run to say.
-            disturbed = (r for r in rows if not r.final or r.provenance.get("crowded"))
-            missing |= {r.key for r in disturbed}
+            disturbed = (
+                row for row in rows if not row.final or row.provenance.get("crowded")
+            )
+            missing |= {row.key for row in disturbed}
         elif missing:
             note(f"{len(rows)} rows are of another machine or engine: measuring all")
             missing = requested
@@ -134,25 +136,29 @@ def measured(here: Source, points: Iterable) -> Study:
     # The machine's pace shows in all that was measured beside these rows, too.
     if rows:
         same = key(rows[0].provenance)
-        beside = [r for r in beside if key(r.provenance) == same]
+        beside = [row for row in beside if key(row.provenance) == same]
     study = study_of(
-        [*rows, *(r for r in beside if r.group not in names)],
+        [*rows, *(row for row in beside if row.group not in names)],
         here.profile,
         here.folder,
         groups=groups,
         all_suites=study_of(beside, here.profile, here.folder),
     )
-    study.excluded = len({r.key for r in everything}) - len(study.results)
-    return study
+    excluded = len({row.key for row in everything}) - len(study.results)
+    extra = []
+    if here.profile.kind == "cuda" and not here.runs:
+        have = {row.id for row in study.results}
+        extra = [row for row in rows_of(here.profile, groups) if row.id not in have]
+    return replace(study, results=[*study.results, *extra], excluded=excluded)
 
 
 def _measure(here: Source, groups: Iterable) -> None:
     suite_groups = (suite(here.profile) for suite in suites.SUITES.values())
-    listed = {g.id for each in suite_groups for g in each}
+    listed = {group.id for each in suite_groups for group in each}
     folders: dict[Path, list] = {}
-    for g in groups:
-        folder = here.folder if g.id in listed else here.folder / ADDED
-        folders.setdefault(folder, []).append(g)
+    for group in groups:
+        folder = here.folder if group.id in listed else here.folder / ADDED
+        folders.setdefault(folder, []).append(group)
     try:
         with locked(here.folder.parent):
             for folder, each in folders.items():
@@ -177,7 +183,11 @@ def listed(points: Iterable):
     """The points of a page as a DataFrame, named as the rows that they get."""
     import pandas
 
-    each = [_fields(g.name, p) for g in in_groups(points) for p in g.points]
+    each = [
+        _fields(group.name, point)
+        for group in in_groups(points)
+        for point in group.points
+    ]
     return pandas.DataFrame(each, columns=[*_fields("", ANY)])
 
 
@@ -200,9 +210,9 @@ def study_of(everything: Sequence, profile, folder: Path, groups=(), **more) -> 
     agreed = reproduced(again, noise)
     names = {g.name for g in groups}
     rows = [
-        replace(r, unstable=r.unstable or agreed.get(r.id) is False)
-        for r in kept
-        if not groups or r.group in names
+        replace(row, unstable=row.unstable or agreed.get(row.id) is False)
+        for row in kept
+        if not groups or row.group in names
     ]
     excluded = len(newest) - len(kept)
     return Study(
@@ -251,7 +261,16 @@ class Study:
 
     def __post_init__(self):
         self.results = mark_superlinear(self.results)
-        self.computed = self.computed or any(map(computed, self.results))
+        self.computed = self.computed or bool(self.results) and not self.measured
+
+    @property
+    def measured(self) -> list:
+        """The rows that say what a device did, not what its data sheet says."""
+        return [
+            row
+            for row in self.results
+            if not (computed(row) or row.provenance.get("computed"))
+        ]
 
     def of(self, suite: str) -> Study:
         """The rows of one suite: all but those of groups that belong to another."""
@@ -260,7 +279,7 @@ class Study:
             for name in suites.SUITES
         }
         foreign = set().union(*groups.values()) - groups[suite]
-        kept = [r for r in self.results if r.group not in foreign]
+        kept = [row for row in self.results if row.group not in foreign]
         return replace(self, results=kept, suite=suite, all_suites=self)
 
     def groups_of(self, suite: str) -> list:
@@ -302,13 +321,13 @@ class Study:
     @cached_property
     def device(self) -> str:
         """What the rows were measured on."""
-        origins = (r.provenance for r in self.results)
+        origins = (row.provenance for row in self.measured or self.results)
         return ", ".join(sorted({*map(device_of, origins)}))
 
     @property
     def memory_bytes(self) -> int | None:
         """Memory that a run may use, of the machine that the rows come from."""
-        known = (r.provenance.get("device_memory_bytes") for r in self.results)
+        known = (row.provenance.get("device_memory_bytes") for row in self.results)
         return next(filter(None, known), self.profile.memory_bytes)
 
     @property
@@ -319,61 +338,56 @@ class Study:
     @property
     def newest(self) -> dict:
         """The provenance of the row that was measured last."""
-        about = (r.provenance for r in self.results)
+        about = (row.provenance for row in self.results)
         return max(about, key=lambda p: p.get("utc", ""), default={})
 
     @property
     def good(self) -> list:
-        return [r for r in self.results if not why_not_quotable(r)]
+        return [row for row in self.results if not why_not_quotable(row)]
 
     @property
     def failed(self) -> list:
         """The rows that are not shown."""
-        return [r for r in self.results if not shown(r)]
+        return [row for row in self.results if not shown(row)]
 
     def rows(self, **fields) -> list:
         """Results but for the A/A controls whose point has these fields; ``options``
         are matched one by one, and a list means any of its values.
         """
-        return [r for r in self.results if not r.option("twin") and _matches(r, fields)]
+        return [
+            row
+            for row in self.results
+            if not row.option("twin") and _matches(row, fields)
+        ]
+
+    def same_calls(self, *, options=(), **fields) -> list:
+        """The rows of these fields and just these options; of forward calls that are
+        not causal, unless it is said.
+        """
+        rows = self.rows(**{"passes": "fwd", "causal": False} | fields)
+        return [row for row in rows if dict(row.point.options) == dict(options)]
 
     def ratio(self, slow, fast):
         """How many times longer ``slow`` takes than ``fast``, a ``measure.Ratio``; None
         unless both may be quoted.
         """
-        if not all(timed(r) and r.seconds for r in (slow, fast)):
+        if not all(timed(row) and row.seconds for row in (slow, fast)):
             return None
         ratio = measure.ratio(slow, fast)
-        doubted = False in (self.reproduced.get(r.id) for r in (slow, fast))
+        doubted = False in (self.reproduced.get(row.id) for row in (slow, fast))
         found = self.noise.of(ratio, (1 / self.noise_floor, self.noise_floor))
         return replace(found, unstable=ratio.unstable or doubted)
-
-    def ranks(self, rows: Iterable) -> list[int | None]:
-        """The rank of each of these rows, which are sorted by time; those that the run
-        does not tell apart share a rank with the fastest among them. Too few samples to
-        tell give none.
-        """
-        ranks = []
-        head = None
-        for place, row in enumerate(rows, 1):
-            ratio = head and self.ratio(row, head)
-            if head is None or ratio and ratio.verdict == "slower":
-                rank = place
-                head = row
-            known = ratio is None or ratio.high < math.inf
-            ranks.append(rank if known else None)
-        return ranks
 
     @cached_property
     def controls(self) -> list:
         """The Ratio of each A/A control to the row that it repeats, which took turns."""
-        timed = [r for r in self.good if r.seconds]
+        timed = [row for row in self.good if row.seconds]
         return [
-            measure.ratio(control, r)
+            measure.ratio(control, row)
             for control in timed
             if control.option("twin")
-            for r in timed
-            if r.point == control.point.without_control and together(r, control)
+            for row in timed
+            if row.point == control.point.without_control and together(row, control)
         ]
 
     @cached_property
@@ -381,7 +395,8 @@ class Study:
         """The largest factor by which the same work differed from itself: no smaller
         one is called a difference.
         """
-        return max((max(x.value, 1 / x.value) for x in self.controls), default=1.0)
+        factors = (max(x.value, 1 / x.value) for x in self.controls)
+        return max(factors, default=1.0)
 
     @property
     def repeats(self) -> tuple[int, int]:
@@ -389,7 +404,7 @@ class Study:
         many of them it agrees with.
         """
         agreed = [
-            self.reproduced[r.id] for r in self.results if r.id in self.reproduced
+            self.reproduced[row.id] for row in self.results if row.id in self.reproduced
         ]
         return len(agreed), sum(agreed)
 
@@ -407,12 +422,14 @@ class Study:
 
         # Without results it has the columns of one.
         rows = self.results or [measure.Result(ANY, "", "")]
-        frame = pandas.DataFrame([_flat(r) | {"row": r} for r in rows])
+        frame = pandas.DataFrame([_flat(row) | {"row": row} for row in rows])
         frame = frame[: len(self.results)]
+        if not self.computed:  # a bound is no time to draw beside others
+            frame.loc[frame.status == "computed", "shown_s"] = None
         seconds = [name for name in frame if name.endswith("_s")]
         frame[seconds] = frame[seconds].astype(float)  # where all are None too
         if systems:
-            frame["variant"] = [_named(r.point, systems) for r in self.results]
+            frame["variant"] = [_named(row.point, systems) for row in self.results]
         return frame
 
 
@@ -422,10 +439,12 @@ def with_rates(study: Study) -> hardware.Profile:
     """
     if study.profile.kind != "cpu":
         return study.profile
-    bound = [r for r in study.good if r.bound_seconds and r.point.world_size == 1]
-    most = max((threads(r) or 1 for r in bound), default=1)
-    bound = [r for r in bound if (threads(r) or 1) == most]
-    rates = rates_of(r for r in bound if r.point.dtype == "float32")
+    bound = [
+        row for row in study.good if row.bound_seconds and row.point.world_size == 1
+    ]
+    most = max((threads(row) or 1 for row in bound), default=1)
+    bound = [row for row in bound if (threads(row) or 1) == most]
+    rates = rates_of(row for row in bound if row.point.dtype == "float32")
     if rates.flops_per_s is None:
         return study.profile
     flops = {"float32": rates.flops_per_s}
@@ -439,10 +458,12 @@ def rates_of(results: Iterable) -> hardware.Rates:
     roofline is the rate. Where a resource never binds it is less, which gives no
     roofline above those of the rows.
     """
-    rows = [r for r in results if r.bound_seconds]
+    rows = [row for row in results if row.bound_seconds]
 
     def rate(name: str) -> float | None:
-        known = (r.cost[name] / r.bound_seconds for r in rows if r.cost.get(name))
+        known = (
+            row.cost[name] / row.bound_seconds for row in rows if row.cost.get(name)
+        )
         return max(known, default=None)
 
     return hardware.Rates(rate("folded_flops"), rate("floor_bytes"))
@@ -501,13 +522,15 @@ def _flat(result) -> dict:
         "bound_s": roofline_s(result),
         "host_s": result.host_seconds,
         "threads": threads(result),
-        **{f"error_{k}": v for k, v in result.errors.items()},
+        **{f"error_{k}": value for k, value in result.errors.items()},
         **dict.fromkeys(ALWAYS),
         **result.memory,
         **result.cost,
         **{
-            f"ranks_{k}": " ".join(map(str, v)) if isinstance(v, list) else v
-            for k, v in result.ranks.items()
+            f"ranks_{k}": " ".join(map(str, value))
+            if isinstance(value, list)
+            else value
+            for k, value in result.ranks.items()
         },
         "device": device_of(origin),
         **{name: origin.get(name) for name in ("others_cores", "commit", "machine")},

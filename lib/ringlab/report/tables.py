@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from numbers import Integral
+from pathlib import PurePath
 
 from ..measure.stats import FEWEST
 from .templates import ENVIRONMENT, rendered
@@ -30,7 +31,8 @@ class Cell:
     """One table cell: ``text``, a quieter second part ``sub`` (an interval, a reason)
     and a ``kind`` for its style.
 
-    ``page`` names another report of the same profile, to which the text then links.
+    ``page`` names another report of the same profile, or a file with its ending, to
+    which the text then links.
     """
 
     text: str
@@ -44,14 +46,18 @@ class Cell:
         if self.kind:
             text = f'<span class="{escape(self.kind)}">{text}</span>'
         if self.page:
-            text = f'<a href="{escape(self.page, quote=True)}.html">{text}</a>'
+            link = escape(self._link("html"), quote=True)
+            text = f'<a href="{link}">{text}</a>'
         parts = filter(None, self.sub.split("; "))
         return " ".join([text, *(f"<small>{escape(x)}</small>" for x in parts)])
 
     @property
     def plain(self) -> str:
-        text = f"[{self.text}]({self.page}.md)" if self.page else self.text
+        text = f"[{self.text}]({self._link('md')})" if self.page else self.text
         return f"{text} ({self.sub})" if self.sub else text
+
+    def _link(self, kind: str) -> str:
+        return self.page if PurePath(self.page).suffix else f"{self.page}.{kind}"
 
 
 def cell(value) -> Cell:
@@ -85,7 +91,7 @@ class Table(Shown):
     right, as numbers are.
 
     ``marked`` are indices of rows to emphasise. With ``cards`` a phone shows a card for
-    each row, as suits words. Without rows the table is one line that says so.
+    each row, as suits words. Without rows a table shows nothing.
 
     >>> print(Table("Times", ["System", ">Time (ms)"], [["dense", 2.5], ["a|b", None]]).markdown)
     **Times**
@@ -122,9 +128,8 @@ class Table(Shown):
 
     @property
     def markdown(self) -> str:
-        title = f"**{markdown_text(self.caption)}**"
         if not self.rows:
-            return f"{title}: not measured."
+            return ""
         sides = ["--:" if c.startswith(">") else ":--" for c in self.columns]
         lines = [[c.lstrip(">") for c in self.columns]]
         lines += [[cell(x).plain for x in row] for row in self.rows]
@@ -132,6 +137,7 @@ class Table(Shown):
         for i in self.marked:
             lines[i + 1] = [x if x == DASH else f"**{x}**" for x in lines[i + 1]]
         head, *body = (f"| {' | '.join(line)} |" for line in lines)
+        title = f"**{markdown_text(self.caption)}**"
         text = "\n".join([title, "", head, f"|{'|'.join(sides)}|", *body])
         return f"{text}\n\n{self.note}" if self.note else text
 
@@ -149,7 +155,7 @@ def table(caption: str, columns: Mapping[str, Iterable], **more) -> Table:
     """
     each = {name: [*values] for name, values in columns.items()}
     for name in columns:
-        if each[name] and all(cell(x).text == DASH for x in each[name]):
+        if each[name] and all(cell(value).text == DASH for value in each[name]):
             del each[name]
     return Table(caption, [*each], [*zip(*each.values())], **more)
 

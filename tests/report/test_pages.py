@@ -1,0 +1,86 @@
+"""The committed pages: every link and picture is there, nothing is without content; and
+what answers the next steps of the five documents.
+"""
+
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+from reporting import ROOT, Shown, shown, study_of
+from ringlab import patterns, report
+from ringlab.report import render
+from ringlab.report.published import DOCUMENTS
+
+REPORTS = ROOT / "reports"
+PAGES = [x for x in REPORTS.rglob("*") if x.suffix in (".html", ".md")]
+# A table without rows, a heading with nothing under it, sentences without a number.
+EMPTY = (
+    r"^\|[ :|-]+\|\n(?!\|)|^(#+) .*\s+(?!\1#)(?=#|---$|\Z)|at 0 tokens|Every call: \."
+)
+
+
+def read(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    return without_code(text) if page.suffix == ".md" else text
+
+
+def without_code(markdown: str) -> str:
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "code", markdown, flags=re.M | re.S)
+
+
+def links(text: str) -> list[str]:
+    """Where a page leads, pictures included."""
+    found = re.findall(r'\]\(([^)\s]+)\)|\b(?:href|src)="([^"]*)"', text)
+    return [unescape("".join(x)) for x in found]
+
+
+def places(page: Path) -> list[str]:
+    """What a link may name in a page, in Markdown its headings."""
+    found = re.findall(r'\bid="([^"]+)"|^#+ (.*)$', read(page), re.M)
+    return [name or render.slug(title) for name, title in found]
+
+
+def leads(page: Path, link: str) -> bool:
+    """Whether the file and the place in it are there; an address is judged by its form."""
+    if ":" in link:
+        return bool(re.match(r"https://[\w-]+(\.[\w-]+)+(/|$)|data:image/", link))
+    path, _, place = link.partition("#")
+    there = page.parent / path if path else page
+    return there.is_file() and (not place or place in places(there))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda x: str(x.relative_to(REPORTS)))
+def test_links_and_pictures_are_there_and_nothing_is_empty(page):
+    text = read(page)
+    assert [x for x in links(text) if not leads(page, x)] == []
+    empty = re.finditer(EMPTY, text, re.M) if page.suffix == ".md" else ()
+    assert [x[0] for x in empty] == []
+
+
+def test_what_is_missing_is_seen(tmp_path):
+    page = tmp_path / "a.md"
+    page.write_text("# A, b\n\n## C\n\n# D\n\n[x](a.md#a-b), ![x](c.png), `[x](d)`\n")
+    assert [leads(page, x) for x in links(read(page))] == [True, False]
+    assert [x[0] for x in re.finditer(EMPTY, read(page), re.M)] == ["## C\n\n"]
+
+
+@pytest.mark.parametrize("number", DOCUMENTS)
+def test_each_next_step_has_an_answer_and_a_link_that_leads(number, monkeypatch):
+    without = Shown(DOCUMENTS[number].report, study_of([])).text
+    assert not re.search(EMPTY, without_code(without), re.M)
+    assert report.next_steps(number).markdown in without
+    monkeypatch.chdir(REPORTS)  # where notebooks of pages run
+    table = report.next_steps(number)
+    found = links(table.html) + links(table.markdown)
+    count = 5 if number == "003" else 4
+    assert [leads(REPORTS / "cpu" / "x", y) for y in found] == [True] * 2 * count
+
+
+def test_zero_rows_are_counted_and_eight_ranks_are_shown():
+    """Heads in groups of 3, 3 and 2, at rates 1, 2 and 4."""
+    three = patterns.Dilated([32, 64, 128], [1, 2, 4], "head_groups", "branch")
+    assert "37.5 %" in report.zero_rows(three, 256, 8)
+    assert all("25.0 % of the rows" in shown(x).text for x in ("000", "001", "004"))
+    line = r"8 ranks.*sends 96 MiB and holds 65.7 MiB. Simulated .* passed its check: 4.0e-07"
+    assert re.search(line, shown("001").text)
