@@ -170,7 +170,7 @@ PARTS = {
 }
 CHOICE = {"device": "cpu", "dtype": torch.float32, "head_dim": 8, "causal": False}
 CHOICE["backward"] = False
-BY_REPORTS = {"rows", "choosing", "trained"}  # given to ``advise`` by other code alone
+BY_REPORTS = {"choosing", "trained"}  # given to ``advise`` by other code alone
 
 
 def block_sparse(part):
@@ -180,7 +180,8 @@ def block_sparse(part):
 def fitting(call, *others: dict, **given):
     """A call, and a value that fits for each argument: its default, or a given one."""
     arguments = inspect.signature(call).parameters.values()
-    values = {x.name: x.default for x in arguments if x.default is not x.empty}
+    # Rows of measurements are given to ``advise`` by other code alone.
+    values = {x.name: x.default for x in arguments if x.default not in (x.empty, ())}
     for more in (*others, given):
         values |= more
     return call, {x: values[x] for x in values.keys() - BY_REPORTS}
