@@ -318,8 +318,10 @@ def _report(args) -> int | None:
     """Measure what is missing and write reports/<profile>/."""
     _need(*REPORT_PACKAGES)
     try:
+        # matplotlib reads its settings as figures import it, before minutes of measuring.
         from ringlab.report import driver
-    except (ValueError, OSError) as error:  # matplotlib reads them as it is imported
+        from ringlab.report import figures as _  # noqa: F401
+    except (ValueError, OSError) as error:
         return _refuse(f"matplotlib does not start with its settings: {error}")
 
     reports = args.reports or reports_folder()
