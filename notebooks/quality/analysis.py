@@ -101,7 +101,8 @@ def mean_and_half(values: Iterable[float]) -> tuple[float, float]:
     few, mean = len(known), statistics.fmean(known)
     if few == 1:
         return mean, math.nan
-    return mean, t.isf(0.025, few - 1) * statistics.stdev(known) / math.sqrt(few)
+    half = t.isf(0.025, few - 1) * statistics.stdev(known) / math.sqrt(few)
+    return mean, float(half)
 
 
 def score_cell(table: pd.DataFrame, pattern: str, scale: float = 1.0) -> Cell | None:

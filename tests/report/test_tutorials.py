@@ -133,7 +133,7 @@ def test_ranks(run):
 def test_read_a_report(run, tmp_path):
     page("002", profile="gtx1080").frame().to_csv(tmp_path / "summary.csv")
     told = run("04-read-a-report", data=str(tmp_path), seq_len=256)
-    assert len(told["rows"]) == 48 and told["good"].not_quoted_because.isna().all()
+    assert len(told["rows"]) == 55 and told["good"].not_quoted_because.isna().all()
     assert told["growth"]["dense"] == pytest.approx(2, abs=0.3), (
         "dense attention grows as n²"
     )
