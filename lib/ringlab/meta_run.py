@@ -346,13 +346,13 @@ def run(call: CallSpec) -> MetaRun:
     local = LocalCall(call.pattern, call.causal, scale, "auto", execution)
     with torch.no_grad():
         with run.on(_stand_in(call, False), call.device):
-            q, k, value, dout = _inputs(call, run, call.seq_len)
-            out, lse = autograd.forward(q, k, value, None, local)
+            q, k, v, dout = _inputs(call, run, call.seq_len)
+            out, lse = autograd.forward(q, k, v, None, local)
             run.name("out", out)
             run.name("lse", lse)
         if dout is not None:
             with run.on(_stand_in(call, True), call.device):
-                tensors = dout, None, q, k, value, out, lse
+                tensors = dout, None, q, k, v, out, lse
                 run.name("gradients", *autograd.backward(*tensors, local))
     return run
 
@@ -363,9 +363,9 @@ def run_rank(call: CallSpec, problem: Problem, scheme: str, number: int) -> Meta
     execution = ColdExecution.of(call.execution, run)
     forward, backward = algorithms(scheme)
     with torch.no_grad(), run.on(kernel, call.device):
-        q, key, value, dout = _inputs(call, run, problem.layout.size(number))
+        q, k, v, dout = _inputs(call, run, problem.layout.size(number))
         rank = rank_of(problem, number, kernel, call.head_dim**-0.5, execution)
-        held = run.drive(forward(rank, q, key, value), number)
+        held = run.drive(forward(rank, q, k, v), number)
         for part, t in zip(("out", "lse", *["received"] * len(held)), held):
             run.name(part, t)
         out, lse, saved = held[0].contiguous(), held[1].contiguous(), held[2:]
@@ -374,9 +374,9 @@ def run_rank(call: CallSpec, problem: Problem, scheme: str, number: int) -> Meta
         run.name("lse", lse)
         if dout is not None:
             grads = run.drive(
-                backward(rank, dout, None, q, key, value, out, lse, *saved), number
+                backward(rank, dout, None, q, k, v, out, lse, *saved), number
             )
-            run.name("gradients", *(grad.to(q.dtype).contiguous() for grad in grads))
+            run.name("gradients", *(g.to(q.dtype).contiguous() for g in grads))
     return run
 
 

@@ -340,19 +340,19 @@ class MultiheadAttention(NotTorchsAttention, Module):
         Projections that hide their weight, or have hooks as those of tensor parallel
         layers, are called with a row of zeros.
         """
-        key = _weight(self.k_proj)
+        k = _weight(self.k_proj)
         heads = self.num_heads
         kv_heads = self.num_kv_heads
         # Others are not called: FSDP gathers their weights in the forward alone.
-        if key is None or has_pre_hooks(self.k_proj):
+        if k is None or has_pre_hooks(self.k_proj):
             tensors = [*self.k_proj.parameters(), *self.parameters()]
             like = next((t for t in tensors if t.dtype in FLOATS), _NOTHING)
             made = {"dtype": like.dtype, "device": like.device}
             with torch.no_grad():
-                q, key, _ = self._projected(torch.zeros(1, 1, self.embed_dim, **made))
+                q, k, _ = self._projected(torch.zeros(1, 1, self.embed_dim, **made))
             heads = q.shape[2]
-            kv_heads = key.shape[2]
-        like = torch.empty(0, dtype=key.dtype, device=key.device)
+            kv_heads = k.shape[2]
+        like = torch.empty(0, dtype=k.dtype, device=k.device)
         return KVCache(
             self.pattern,
             batch=batch,
@@ -362,7 +362,7 @@ class MultiheadAttention(NotTorchsAttention, Module):
             max_seq_len=max_seq_len,
             max_crop=max_crop,
             dtype=as_autocast(like)[0].dtype,
-            device=key.device,
+            device=k.device,
             group=self.options["group"],
         )
 
@@ -372,12 +372,12 @@ class MultiheadAttention(NotTorchsAttention, Module):
         """
         d = self.embed_dim // self.num_heads
         projections = self.q_proj, self.k_proj, self.v_proj
-        q, key, v = (proj(x).unflatten(-1, (-1, d)) for proj in projections)
-        here = (q.shape[2], key.shape[2])
+        q, k, v = (proj(x).unflatten(-1, (-1, d)) for proj in projections)
+        here = (q.shape[2], k.shape[2])
         whole = (self.num_heads, self.num_kv_heads)
         if here != whole:
             check_share(self.pattern, *here, *whole)
-        return [q, key, v]
+        return [q, k, v]
 
     def _forward(self, x: Tensor, call: dict, cache: KVCache | None) -> Tensor:
         q, k, v = self._projected(x)
