@@ -626,7 +626,9 @@ def short_of_memory(case):
 
     lengths, rates = case.pattern.segment_lengths, case.pattern.dilation_rates
     made = [
-        ringlab.RingDilatedAttentionProduction(lengths, rates, group=dist.group.WORLD)
+        ringlab.RingDilatedAttentionProduction(
+            lengths, rates, group=dist.group.WORLD, dtype=q.dtype
+        )
         for _ in range(3)
     ]
     for module in made:

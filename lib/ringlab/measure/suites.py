@@ -248,8 +248,8 @@ HYBRID = "RingDilatedAttentionHybrid"
 def benchmark_pattern(seq_len: int) -> Dilated:
     """The segments of document 001's script, which grow with the length.
 
-    >>> [str(benchmark_pattern(n)) for n in (2048, 8192)]
-    ['head_groups dilated [512, 1024] / [1, 2]', 'head_groups dilated [1024, 2048, 4096] / [1, 2, 4]']
+    >>> [benchmark_pattern(n).segment_lengths for n in (2048, 8192)]
+    [(512, 1024), (1024, 2048, 4096)]
     """
     shortest = max(512, seq_len // 8)
     lengths = [n for n in (shortest, 2 * shortest, 4 * shortest) if n < seq_len]
