@@ -435,7 +435,7 @@ def advise(
     Dense attention is advised while a call of one layer takes at most ``seconds``; it
     needs about as much memory as the others, and whether that is there is said beside
     it. Beyond that ``need`` decides. "exact": dense all the same. "far": a
-    query has to find keys from anywhere; windows, and the first of four layers dense. "local":
+    query has to find keys from anywhere; windows, and one layer in four dense. "local":
     its neighbours are enough; windows alone, at any length. ``pattern``: one to keep
     instead of a choice by need, or its name, as "ladder" for who has a LongNet. Sizes
     may be texts of the command line, as "128K" and "8GiB".
@@ -458,7 +458,7 @@ def advise(
     >>> advice.advised.name, advice["dtype"], advice.fits
     ('dense attention', torch.float32, True)
     >>> advise("gtx1080", 131072, passes="fwd", estimates=False).advised.name
-    'windows of 2,048, the first of 4 layers dense'
+    'windows of 2,048, one layer in 4 dense'
     """
     if not isinstance(profile, str | hardware.Profile):
         raise TypeError(
@@ -682,7 +682,7 @@ class _Advisor:
         return replace(
             near,
             need="far",
-            name=f"{near.name}, the first of {DENSE_LAYER} layers dense",
+            name=f"{near.name}, one layer in {DENSE_LAYER} dense",
             share=mean("share"),
             reach=dense.reach,
             seconds=mean("seconds"),

@@ -13,25 +13,24 @@ import pandas as pd
 import torch
 from ringlab.patterns import Pattern
 from ringlab.report.tables import Cell, number
-from ringlab.report.theme import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, RED, SKY
 from scipy.stats import t
 
-COLORS = {
-    "Dense": GREY,
-    "Window": BLUE,
-    "LongNet": PURPLE,
-    "Local and global": GREEN,
-    "BigBird": ORANGE,
-    "Hierarchical": RED,
-    "Adaptive": INK,
-    "MoBA": SKY,
-    "NSA": ORANGE,
-    "DSA": GREEN,
-    "Window, first layer dense": SKY,
-    "Window, last layer dense": BLUE,
-    "LongNet and window": PURPLE,
-}
-MIXED = [name for name in COLORS if ", " in name or " and window" in name]
+PATTERNS = [
+    "Dense",
+    "Window",
+    "LongNet",
+    "Local and global",
+    "BigBird",
+    "Hierarchical",
+    "Adaptive",
+    "MoBA",
+    "NSA",
+    "DSA",
+    "Window, first layer dense",
+    "Window, last layer dense",
+    "LongNet and window",
+]
+MIXED = [name for name in PATTERNS if ", " in name or " and window" in name]
 # Selected keys, and what readers set them beside.
 BESIDE = ["MoBA", "NSA", "DSA", "Dense", "Window", "LongNet"]
 ANSWERS = "Right answers of recall in 512 tokens (%)"
@@ -74,9 +73,9 @@ def frames(rows: Sequence[dict]) -> tuple[pd.DataFrame, pd.DataFrame, pd.Series]
 
 
 def by_seed(frame: pd.DataFrame, values: str) -> pd.DataFrame:
-    """A column as pattern x seed, patterns in the order of ``COLORS``."""
+    """A column as pattern x seed, patterns in the order of ``PATTERNS``."""
     found = frame.pivot(index="pattern", columns="seed", values=values)
-    return found.reindex([name for name in COLORS if name in found.index])
+    return found.reindex([name for name in PATTERNS if name in found.index])
 
 
 def right_answers(answers: pd.DataFrame, low: int, high: int) -> pd.DataFrame:

@@ -24,11 +24,8 @@ def study(profile: str = "cpu") -> Study:
     return study_of(rows, profile, computed)
 
 
-PICTURE = {"name": "landscape-time", "caption": "time", "alt": "time", "svg": "<svg />"}
-
-
 def screen_of(about: Study) -> first_screen.FirstScreen:
-    return first_screen.first_screen(about, {"landscape-time": PICTURE}, {})
+    return first_screen.first_screen(about, {})
 
 
 @functools.cache
@@ -56,7 +53,7 @@ def test_every_number_is_one_of_advise_or_longest():
     for passes, most in facts["longest"].items():
         how = {"passes": passes, "profile": "cpu"}
         each = [longest(p, MEMORY, **how) for p in (Dense(), longest_window)]
-        assert most == min(each) and (passes in facts["million"]) == (most >= 2**20)
+        assert most == min(each)
     assert facts["checked"][0] == len(study().good)
     assert sum(facts["rejected"].values()) + facts["checked"][0] == facts["checked"][1]
 
@@ -91,7 +88,7 @@ def test_a_gpu_that_is_not_here_has_computed_numbers_alone(monkeypatch):
 def test_a_device_of_unknown_rates_and_memory_has_a_first_screen():
     found = screen_of(study("generic"))
     assert found.facts["longest"] is None
-    assert found.facts["dense_until"] is None
+    assert found.facts["dense_until"] is None and found.figure is None
     assert found.table.rows[0][2].text == "not known"
 
 
@@ -103,7 +100,7 @@ def said(html: str) -> list[str]:
 
 def test_the_index_shows_four_short_answers_and_all_of_it(tmp_path):
     found, folder = screen(), tmp_path / "cpu"
-    render.write(folder / "figures" / "landscape-time.svg", found.figure["svg"])
+    render.write(folder / "figures" / "advised.svg", found.figure.svg)
     about = {"reports": [], "first_screen": found.stored()}
     index.write_manifest(folder, about, complete=True)
     index.write_index(tmp_path)

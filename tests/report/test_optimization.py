@@ -66,7 +66,7 @@ def test_every_table_is_filled_and_times_stand_beside_rooflines(profile):
         assert t.rows and text(t.rows[0][0]) != "not measured", t.caption
         names = " ".join(t.columns)
         assert "Time (ms)" not in names or "Roofline" in names, t.caption
-    assert found.drawn and len(finding(found)) == 5
+    assert found.drawn and len(finding(found)) == 4
 
 
 # --------------------------------------------------------------------------------------
@@ -312,11 +312,11 @@ def test_limits_name_what_is_missing_refused_unstable_and_never_measured():
 def test_the_beginning_comes_from_rows_that_may_be_shown():
     found = shown("000")
     assert [*found.names["lengths"].seq_len] == [1024, 2048, 4096, 8192]
-    assert "from 1,024 tokens on" in finding(found)[2]
+    assert "from 1,024 tokens on" in finding(found)[1]
     bad = shown(
         "000", lambda r: spoiled(r, "too fast") if r.point.seq_len == 2048 else r
     )
-    assert "from 4,096 tokens on" in finding(bad)[2]
+    assert "from 4,096 tokens on" in finding(bad)[1]
 
 
 # --------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_a_parameter_changes_the_points_and_the_page_follows(given):
     assert "All optimizations" in kinds and "Dense SDPA" in kinds
     assert ">Published (ms)" not in table.columns, "none is of this shape or dtype"
     assert "points of this profile" not in finding(found)[-1]
-    assert f"{n:,} tokens" in finding(found)[2], "beside dense attention"
+    assert f"{n:,} tokens" in finding(found)[1], "beside dense attention"
 
 
 # --------------------------------------------------------------------------------------

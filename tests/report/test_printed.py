@@ -19,7 +19,7 @@ from ringlab.report.study import Source
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = json.loads((Path(__file__).parent / "recorded/printed.json").read_text())
 # The pages of cpu join when its rows are measured with these points.
-PROFILES = ["gtx1080", "h200"]
+PROFILES = ["cpu", "gtx1080", "h200"]
 
 
 def cells(number: str, *args):

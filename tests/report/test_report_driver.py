@@ -311,7 +311,7 @@ def test_the_points_of_the_first_screen_are_measured_and_shown_first(
     groups = [Group(name, [point, point.but(causal=True)]) for name in names]
     page, steps = notebook(tmp_path / "page.ipynb", "'fine'"), []
     shutil.rmtree(place)
-    screen = first_screen.first_screen(study_of([]), {}, {})
+    screen = first_screen.first_screen(study_of([]), {})
 
     def of(study, *_):
         return replace(screen, figure=None, title=f"{len(study.results)} rows")
@@ -463,7 +463,7 @@ def test_a_failed_notebook_does_not_keep_the_others_and_is_mended_by_the_next_ru
         return in_process(source, *rest, **more)
 
     about = study_of([])
-    screen = first_screen.first_screen(about, {}, {}).stored()
+    screen = first_screen.first_screen(about, {}).stored()
     screen |= {"figure": None, "html": "It was fast."}
     index.write_manifest(
         place / "cpu", {"reports": [], "first_screen": screen}, complete=True

@@ -84,7 +84,7 @@ def test_a_gpu_that_is_absent_has_computed_rows(profile):
     groups = suites.selection(hardware.get_profile(profile))
     rows = [made_up(p, g, computed=True) for g in groups for p in g.points]
     page = Shown(NAME, study_of(rows, profile, computed=True))
-    assert "How long a sequence fits" in page.text
+    assert "choosing pays is not computed" in page.text
     assert not page.panels
 
 

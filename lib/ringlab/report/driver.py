@@ -150,7 +150,7 @@ class Pages:
             if shown:
                 study = read_study(self.target.profile, self.target.data)
                 reports = manifest.get("reports", [])
-                screen, _ = self._first_screen(study, {}, reports)
+                screen, _ = self._first_screen(study, reports)
                 manifest = _about(study) | {"reports": reports, "first_screen": screen}
             manifest["measured_points"] = [points - left, points]
             index.write_manifest(self.folder, manifest, complete=False)
@@ -201,13 +201,11 @@ class Pages:
         manifest = _about(study) | {
             key: before[key] for key in ("reports", "first_screen") if key in before
         }
-        drawn: dict[str, dict] = {}
         for number, source in enumerate(self.notebooks, 1):
             note(f"[{number}/{len(self.notebooks)}] page {source.stem}")
             try:
-                entry, written, pictures = self._report(source, study, manifest)
+                entry, written = self._report(source, study, manifest)
                 files += written
-                drawn |= {f["name"]: f for f in pictures}
             except render.NotebookFailed as failure:
                 failures.append(str(failure))
                 named = {
@@ -217,9 +215,7 @@ class Pages:
                 entry = known.get(source.stem, {}) | named | {"failed": str(failure)}
             entries.append(entry)
         if self.first_screen:
-            manifest["first_screen"], written = self._first_screen(
-                study, drawn, entries
-            )
+            manifest["first_screen"], written = self._first_screen(study, entries)
             files += written
         manifest["reports"] = entries
         if failures:
@@ -234,23 +230,26 @@ class Pages:
         )
 
     def _first_screen(
-        self, study: Study, drawn: dict[str, dict], reports: Sequence[dict]
+        self, study: Study, reports: Sequence[dict]
     ) -> tuple[dict, list[Path]]:
-        """(what the manifest keeps, files) of the first screen, with what the pages drew
-        and what is known of them.
+        """(what the manifest keeps, files) of the first screen, with what is known of
+        the pages.
         """
         note("first screen of the index")
-        screen = first_screen(study, drawn, learned(reports))
+        screen = first_screen(study, learned(reports))
         files = []
-        if figure := screen.figure:  # the page has its PNG
-            path = self.folder / "figures" / f"{figure['name']}.svg"
-            files = [render.write(path, figure["svg"])]
+        if figure := screen.figure:
+            path = self.folder / "figures" / figure.name
+            files = [
+                render.write(path.with_suffix(".svg"), figure.svg),
+                render.write(path.with_suffix(".png"), figure.png),
+            ]
         return screen.stored(), files
 
     def _report(
         self, source: Path, study: Study, manifest: dict
-    ) -> tuple[dict, list[Path], list[dict]]:
-        """(entry for the manifest, files, figures) of one notebook, run and rendered."""
+    ) -> tuple[dict, list[Path]]:
+        """(entry for the manifest, files) of one notebook, run and rendered."""
         trainings = self.target.data / TRAININGS
         if source.stem == "quality" and trainings.is_file():  # it has rows of its own
             newest = _newest(trainings)
@@ -278,8 +277,7 @@ class Pages:
             "title": render.title_of(notebook),
             **render.finding_of(notebook),
         }
-        files = render.render(notebook, page, self.folder)
-        return entry, files, render.figures_of(notebook)
+        return entry, render.render(notebook, page, self.folder)
 
     def _made_from(self, study: Study) -> str:
         """Digest of all that the pages are made from: rows, notebooks, templates, code

@@ -94,8 +94,9 @@ def learned(reports: Sequence[dict] = ()) -> dict[str, str]:
     facts = next((report["facts"] for report in known if report.get("facts")), None)
     if facts is None:
         return {}
+    windows = f", with windows of {facts['window']}"
     said = {
-        kind: f"trained small, with windows of {facts['window']}: recalls "
+        kind: f"trained small{'' if kind == 'dense' else windows}: most is recalled from up to "
         f"{facts['recalled'][name]:,} of {facts['tokens']:,} tokens back"
         for kind, name in TRAINED.items()
         if name in facts["recalled"]

@@ -17,7 +17,7 @@ from ..call import CallSpec
 from ..checks import DTYPES, parse_count, parse_counts
 from ..estimate import MOST_BYTES, SHAPE, estimate_call, longest
 from . import theme
-from .figures import RED, Figure, drawing
+from .figures import Figure, drawing
 from .tables import Text
 from .templates import lines_of
 
@@ -192,7 +192,7 @@ def page(values: dict) -> str:
         )
     except (ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())
-        return f'<p role="alert" style="color:{RED};margin:.3em 0">{escape(text)}</p>'
+        return f'<p role="alert" style="color:{theme.RED};margin:.3em 0">{escape(text)}</p>'
 
 
 def explorer(profile: str, seq_len: int | str, ranks: int):

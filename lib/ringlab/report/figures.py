@@ -25,7 +25,7 @@ import seaborn  # noqa: E402
 from matplotlib.ticker import LogLocator  # noqa: E402
 
 from .tables import PLAIN_ONLY, Table  # noqa: E402
-from .theme import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, SKY  # noqa: E402, F401
+from .theme import FAINT, INK, PAPER, PATTERNS, SERIES  # noqa: E402
 
 MARKERS = "osD^vPX*h"
 LINE = 11.5  # points from one label at the right edge to the next
@@ -75,13 +75,13 @@ def in_ms(frame):
 
 
 def palette(names: Iterable[str]) -> dict[str, str]:
-    """A color of this project's for each name; the first is grey, as the one that
-    others are compared with.
+    """Return a color for each name: a pattern's own, which it has on all pages; for
+    others the ones that are left.
     """
-    own = [GREY, INK, BLUE, ORANGE, GREEN, SKY, PURPLE, RED]
     names = [*names]
-    more = seaborn.husl_palette(max(0, len(names) - len(own))).as_hex()
-    return dict(zip(names, [*own, *more]))
+    own = {name: PATTERNS[name] for name in names if name in PATTERNS}
+    others = cycle(color for color in SERIES if color not in own.values())
+    return {name: own.get(name) or next(others) for name in names}
 
 
 def lines(
@@ -155,11 +155,14 @@ def label_ends(
     makes them.
     """
     token_axes(ax, at, linear)
-    # All names stand at the right edge, in the order of the lines' ends, each with a
-    # line to its own.
+    # Names of lines that end at the right stand there, in the order of the ends, each
+    # with a line to its own; to those that end earlier it would read as data.
     used = -math.inf
     points = 72 / ax.figure.dpi
     for each, y, name, color in sorted(ends, key=lambda e: e[1]):
+        if each < max(at):
+            ax.annotate(name, (each, y), (4, 4), textcoords="offset points")
+            continue
         used = max(ax.transData.transform((each, y))[1] * points, used + LINE)
         place = 1.04, ax.transData.inverted().transform((0, used / points))[1]
         leader = {

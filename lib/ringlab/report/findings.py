@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from .. import cost, hardware, patterns
-from ..advise import dtype_name
 from ..estimate import longest
 from ..measure import suites
 from ..measure.peers import PEERS
 from ..measure.validity import reason, status, why_not_quotable
-from .rows import SHORT, label
+from .rows import label
 from .study import Study
 from .tables import FINDING, Cell, Table, Text, counted, number, size
 from .templates import lines_of
@@ -47,36 +46,26 @@ def finding(study: Study, *lines: str, computed: Sequence[str] = ()) -> Finding:
         computed = *lines, *trust_lines(study)
     elif study.all_suites and study.all_suites.results:
         none = "**Nothing of this page was measured yet**: its numbers are computed, as bounds (≥)."
-        computed = none, *computed
+        computed = *computed, none
     return Finding([*filter(None, computed)], kind="answer", bullets=True)
 
 
-def fits(study: Study, pattern, seq_len: int, ranks=(1,), **shape) -> str:
-    """A line of how long a sequence fits on one rank and on so many, by ``longest``;
-    where nothing was measured with the rooflines too. ``shape``: other ``HEADS``.
+def fits(study: Study, pattern, ranks=(1,), **shape) -> str:
+    """Return a line of how long a sequence of a pattern fits on one rank and on so
+    many, by ``longest``. ``shape``: other ``HEADS``.
     """
     gpu = study.profile
-    bound = ""
-    ranks = sorted({1, *ranks})
-    if study.computed and (least := bounds(gpu, pattern, seq_len, **shape)):
-        dtype = SHORT[dtype_name(gpu.default_dtype())]
-        bound = f" Over {seq_len:,} tokens in {dtype}, on one device, {pattern} takes {least}."
     if not study.memory_bytes:
-        return f"**How long a sequence fits**: not known, because the size of the memory is not.{bound}"
+        return "**How long a sequence fits**: not known, because the size of the memory is not."
     call = {"dtype": gpu.default_dtype(), "profile": gpu.name, **HEADS, **shape}
-
-    def tokens(**more) -> str:
-        return f"{_longest(pattern, study.memory_bytes, **call, **more):,}"
-
-    if ranks == [1]:
-        text = f"hold {tokens(ranks=1)} tokens in a forward call, {tokens(passes='fwd+bwd')} in training"
-    else:
-        each = " or ".join(
-            f"{tokens(ranks=n)} tokens on {counted(n, 'rank')}" for n in ranks
-        )
-        text = f"a rank hold {each} in a forward call"
-    held = size(study.memory_bytes)
-    return f"**How long a sequence fits**: {held} {text}, by `ringlab.longest` for attention alone.{bound}"
+    each = " or ".join(
+        f"{_longest(pattern, study.memory_bytes, **call, ranks=n):,} tokens on {counted(n, 'rank')}"
+        for n in sorted({1, *ranks})
+    )
+    return (
+        f"**How long a sequence of {pattern} fits**: {size(study.memory_bytes)} a rank hold {each} "
+        "in a forward call of attention alone, by `ringlab.longest`."
+    )
 
 
 def bounds(profile: hardware.Profile, pattern, seq_len: int, **shape) -> str:

@@ -6,9 +6,11 @@ that the page says what the command says. Facts are data; the templates of the i
 have the sentences.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+from pandas import DataFrame
 
 from ..advise import (
     SECONDS,
@@ -25,52 +27,52 @@ from ..measure import suites
 from ..measure.validity import threads
 from ..patterns import Dense
 from .evidence import evidence
+from .figures import Figure, lines, palette
 from .findings import facts
 from .rows import SHORT
 from .study import Study, with_rates
-from .tables import Cell, Table, size
+from .tables import Cell, Table, number, size
 
 LENGTHS = (8192, 32768, 131072, 524288, 1048576)
 MILLION = 2**20
 # The groups of points that this screen is made from, which are measured first: the times
 # in its table; longer dense calls and the noise floor.
 GROUPS = (suites.LANDSCAPE_ADVISED, suites.LANDSCAPE)
-VERSION = 1  # of the facts that a manifest keeps: an index shows no others
+VERSION = 2  # of the facts that a manifest keeps: an index shows no others
 FAST = 131072  # tokens of the answer to how fast
 SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}  # of a call, as in the landscape
-PICTURE = "landscape-time"  # of the landscape's page
+# What a reader calls an option, by its need; a window has its color of all pages.
+NAMES = {"exact": "Dense", "local": f"Window of {WINDOW:,}"}
+ADVISED = "As advised"
+LIMIT = f"{format_seconds(SECONDS)}, the limit"
 
 
 @dataclass(frozen=True)
 class FirstScreen:
     """What the index shows of a profile: ``facts`` for its four answers, the
-    ``figure`` of the landscape once its page is drawn, the ``table`` of what to use by
-    length.
+    ``figure`` of the time of a layer, the ``table`` of what to use by length.
     """
 
     title: str
     facts: dict
-    figure: Mapping | None  # its name, caption, alt and svg
+    figure: Figure | None  # where rates are known
     table: Table
 
     def stored(self) -> dict:
-        """What the manifest keeps, for the index; the image is a file in ``figures/``."""
+        """What the manifest keeps, for the index; images are files in ``figures/``."""
         return {
             "version": VERSION,
             "title": self.title,
             "facts": self.facts,
             "figure": self.figure
-            and {name: self.figure[name] for name in ("name", "caption", "alt")},
+            and {x: getattr(self.figure, x) for x in ("name", "caption", "alt")},
             "html": self.table.html,
             "markdown": self.table.markdown,
         }
 
 
-def first_screen(
-    study: Study, drawn: Mapping[str, Mapping], trained: Mapping[str, str]
-) -> FirstScreen:
-    """The first screen of a profile, with what its pages drew (by name) and
-    what small models learned. It takes
+def first_screen(study: Study, trained: Mapping[str, str]) -> FirstScreen:
+    """Return the first screen of a profile, with what small models learned. It takes
     several seconds, to estimate memory.
     """
     ask = partial(
@@ -88,9 +90,45 @@ def first_screen(
     return FirstScreen(
         _title(study),
         _answers(study, advised, known),
-        drawn.get(PICTURE),
+        _figure([forward for forward, _ in advised.values() if forward]),
         _decisions(advised, study.profile.name, trained.get("far", "")),
     )
+
+
+def _figure(advised: Sequence[Advice]) -> Figure | None:
+    """Draw the time of a layer over the lengths that fit: dense attention, windows
+    alone, and what is advised; None where no rate is known.
+    """
+    known = [a for a in advised if a.fits is not False and a.advised.seconds]
+    if not known:
+        return None
+    seconds = {
+        (NAMES[x.need], a.seq_len): x.seconds
+        for a in known
+        for x in a.options
+        if x.need in NAMES
+    }
+    seconds |= {(ADVISED, a.seq_len): a.advised.seconds for a in known}
+    seconds |= {(LIMIT, a.seq_len): SECONDS for a in known}
+    last, dense = known[-1], known[-1].options[0]
+    factor = number(dense.seconds / last.advised.seconds, 2)
+    caption = (
+        f"At {last.seq_len:,} tokens a layer takes {dense.takes} dense and {last.advised.takes} as advised, "
+        f"{factor} times less. The price: in three layers of four a token sees the {WINDOW:,} around it. "
+        "Both axes are logarithmic."
+    )
+    rows = [(*key, y) for key, y in seconds.items()]
+    fig = lines(
+        {
+            "Forward call of a layer (s)": DataFrame(
+                rows, columns=["variant", "seq_len", "y"]
+            )
+        },
+        xlabel="Tokens",
+        colors=palette([*NAMES.values(), ADVISED, LIMIT]),
+        dashed=[LIMIT],
+    )
+    return Figure.of(fig, "advised", caption, caption)
 
 
 def _title(study: Study) -> str:
@@ -125,7 +163,6 @@ def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
     same_call = known.call.shape, "fwd"
     lengths = [e.seq_len for e in evidence(study) if (e.shape, e.passes) == same_call]
     return facts(study) | {
-        "limit": format_seconds(SECONDS),
         "window": WINDOW,
         "dense_until": known.dense_until,
         "ends": known.ends,
@@ -135,7 +172,6 @@ def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
         "takes": takes,
         "advised": advice.advised.takes,
         "measured_to": max(lengths, default=0),
-        "million": held and [passes for passes in held if held[passes] >= MILLION],
         "dtype": SHORT[dtype_name(dtype)],
         "kernel": advice["kernel"],
         "computed": study.computed,
@@ -192,9 +228,8 @@ def _decisions(advised: Mapping, profile: str, trained: str) -> Table:
         ],
         lines,
         note="A call of one layer, 8 heads of 64, not causal; of mixed layers the average. Without a sign: measured. "
-        "About: from a measured call of the kind, by roofline. ≥: a computed lower bound. A window shows the "
-        f"{WINDOW:,} tokens around each query. "
-        f"{f'First of 4 layers dense: {trained}. ' if trained else ''}Other lengths, shapes and needs: "
+        "About: scaled from a measured call of another length. ≥: a computed lower bound. "
+        f"{f'One layer in 4 dense: {trained}. ' if trained else ''}Other lengths, shapes and needs: "
         f"`.venv/bin/python -m ringlab advise --profile {profile} --seq-len N`.",
         cards=True,
     )

@@ -45,7 +45,10 @@ def write_index(reports: Path) -> list[Path]:
     if (reports.parent / EXPLORER).is_file():
         explorer = f"[{EXPLORER}](../{EXPLORER})"
     ENVIRONMENT.globals |= {
-        "title": "Which attention, how long a sequence, how fast",
+        "title": "ringlab: which attention for a long sequence",
+        "lead": "For each device: the attention that is advised, how long a sequence fits and how fast it is, measured "
+        "there or computed from its data sheet. A layer's forward call may take 1 s: a model of 32 layers then "
+        "reads its prompt in half a minute.",
         "explained": "For other lengths, shapes, needs and GPUs ask "
         f"`.venv/bin/python -m ringlab advise`, or {explorer} in `make lab`.",
         "columns": ("Report", "Answer", "Files"),
@@ -56,8 +59,8 @@ def write_index(reports: Path) -> list[Path]:
             path.parents[1] for x in DATA for path in reports.glob(f"*/data/{x}")
         }
         sections = [*map(_section, sorted(folders))]
-        # Measured GPUs, the CPU, then what was computed.
-        sections.sort(key=lambda x: (x["computed"], x["name"] == "cpu"))
+        # The CPU, which is measured whole, then measured GPUs, then what was computed.
+        sections.sort(key=lambda x: (x["computed"], x["name"] != "cpu"))
         return [
             write(
                 reports / f"index.{x}",

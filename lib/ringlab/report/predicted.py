@@ -17,6 +17,7 @@ import torch
 
 from ..estimate import Estimate, estimate_call
 from ..hardware import Profile, get_profile
+from ..hardware.profiles import has_tensor_cores
 from ..measure.points import Point, Result
 from ..measure.suites import ORIGINAL, TORCH_SPARSE
 from ..measure.systems import (
@@ -72,6 +73,9 @@ def row_of(name: str, point: Point) -> Result:
     row = Result(point, "", "computed", provenance=origin)
     if point.system in OTHER_WORK:
         return row
+    if point.system == "flex" and not has_tensor_cores(profile.capability):
+        why = "FlexAttention needs Triton, which needs compute capability 7.0"
+        return replace(row, status="unsupported", reason=why)
     call = replace(point.call(), profile=profile)
     work = call.cost()
     floor_bytes = work.floor_bytes // ranks
@@ -127,14 +131,10 @@ def predict(
 def estimate_of(
     point: Point, threads: int | None, profile: str | None
 ) -> Estimate | None:
-    """The Estimate of a measured point whose ranks have so many threads each; None for
-    what is no call of the engine.
-
-    None too for ranks that are simulated in one process, and for a published module on
-    a short sequence: in rows so far its first call also probes the kernels.
+    """Return the Estimate of a measured point whose ranks have so many threads each;
+    None for what is no call of the engine, and for ranks simulated in one process.
     """
-    alone = point.system != "ringlab" and point.world_size == 1
-    if point.system not in ENGINE or alone and point.seq_len <= 2048:
+    if point.system not in ENGINE:
         return None
     return with_threads(threads, _estimate, point, profile)
 

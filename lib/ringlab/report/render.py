@@ -291,19 +291,6 @@ def _outputs(notebook: nbformat.NotebookNode) -> list:
     return [x for cell in notebook.cells for x in cell.get("outputs", ())]
 
 
-def figures_of(notebook: nbformat.NotebookNode) -> list[dict]:
-    """The figures of a page: name, caption, alt text and SVG."""
-    return [
-        {
-            "name": output.metadata["filename"],
-            "svg": output.data["image/svg+xml"],
-            **output.metadata["image/svg+xml"],
-        }
-        for output in _outputs(notebook)
-        if "filename" in output.get("metadata", {})
-    ]
-
-
 def _headings(cell) -> list[tuple[int, str]]:
     """(level, text) of the headings of a cell."""
     if cell.cell_type != "markdown":

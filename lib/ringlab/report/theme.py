@@ -22,10 +22,45 @@ COLORS = {
     "purple": ("#cc78bc", "#dd98cf"),
     "grey": ("#767d85", "#8b939b"),
     "sky": ("#3a96cc", "#8fd0f5"),
+    "navy": ("#1f3f77", "#7f9fe0"),
+    "plum": ("#7b3f86", "#b98ac6"),
+    "olive": ("#6b8e00", "#a9c94a"),
+    "brown": ("#8c5a2b", "#c49a6c"),
+    "teal": ("#0a7a80", "#45b8bd"),
+    "gold": ("#9a7d00", "#d8bd3f"),
 }
-INK, FAINT, BLUE, ORANGE, GREEN, RED, PURPLE, GREY, SKY = (
+INK, FAINT, BLUE, ORANGE, GREEN, RED, PURPLE, GREY, SKY, *MORE = (
     light for light, _ in COLORS.values()
 )
+NAVY, PLUM, OLIVE, BROWN, TEAL, GOLD = MORE
+SERIES = GREY, INK, BLUE, ORANGE, GREEN, SKY, PURPLE, RED, *MORE
+# A pattern has one color on all pages: greys are dense, blues windows, purples LongNet,
+# greens other blocks; warm ones choose their keys by content.
+PATTERNS = {
+    "Dense": GREY,
+    "As advised": NAVY,
+    "Dense SDPA": GREY,
+    "Best dense kernel": GREY,
+    "Dense, ours": INK,
+    "Sliding window": SKY,
+    "Window": BLUE,
+    "Window of 2,048": BLUE,
+    "Window, first layer dense": NAVY,
+    "Window, last layer dense": SKY,
+    "LongNet": PURPLE,
+    "LongNet from 256": PLUM,
+    "LongNet from 2,048": PURPLE,
+    "LongNet and window": PLUM,
+    "BigBird": GREEN,
+    "Local and global": OLIVE,
+    "FlexAttention": TEAL,
+    "Hierarchical": TEAL,
+    "Adaptive": GOLD,
+    "MoBA": ORANGE,
+    "NSA": RED,
+    "DSA": BROWN,
+    "Vertical and slash": GOLD,
+}
 LIGHT, DARK = (
     "; ".join(f"--fig-{name}: {pair[i]}" for name, pair in COLORS.items())
     for i in (0, 1)
