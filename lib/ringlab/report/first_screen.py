@@ -110,10 +110,12 @@ def _figure(advised: Sequence[Advice]) -> Figure | None:
     }
     seconds |= {(ADVISED, a.seq_len): a.advised.seconds for a in known}
     seconds |= {(LIMIT, a.seq_len): SECONDS for a in known}
-    last, dense = known[-1], known[-1].options[0]
-    factor = number(dense.seconds / last.advised.seconds, 2)
+    # The shortest length at which not all layers are dense: the surest number.
+    at = next((a for a in known if a.advised.share < 1), known[-1])
+    dense = at.options[0]
+    factor = number(dense.seconds / at.advised.seconds, 2)
     caption = (
-        f"At {last.seq_len:,} tokens a layer takes {dense.takes} dense and {last.advised.takes} as advised, "
+        f"At {at.seq_len:,} tokens a layer takes {dense.takes} dense and {at.advised.takes} as advised, "
         f"{factor} times less. The price: in three layers of four a token sees the {WINDOW:,} around it. "
         "Both axes are logarithmic."
     )
