@@ -180,7 +180,7 @@ TORCHRUN = (
     '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
 )
 HEADER = (
-    *("need", "use", "pairs", "see half away"),
+    *("need", "use", "pairs", "reach n/2"),
     *("a layer takes", "peak", "a layer sends", "evidence"),
 )
 
@@ -303,7 +303,8 @@ class Advice:
         lines = [
             self.title,
             "",
-            f"use      {self.advised.name}: {self.why}",
+            f"use      {self.advised.name}",
+            f"why      {self.why}",
             f"takes    {self.takes}",
             f"memory   {memory}",
             f"runs by  {settings}",
@@ -784,8 +785,8 @@ class _Advisor:
         if ends:
             limit = {"time": f"within {format_seconds(self.seconds)} a call"}
             limit = limit.get(ends, "in memory")
-            most = "at most " if ends == "time" and dense.time == AT_LEAST else ""
-            until = f"dense attention stays {limit} up to {most}about {rounded(end):,} tokens"
+            about = "at most" if ends == "time" and dense.time == AT_LEAST else "about"
+            until = f"dense attention stays {limit} up to {about} {rounded(end):,} tokens"
         if "asked" in options:
             return "asked", f"a pattern that is given is kept; {until}"
         if "far" not in options:
