@@ -7,13 +7,13 @@ The dilated ones give the same values, but for the one along a Hilbert curve: he
 split into as many groups as there are branches, group i runs branch i with offset i mod
 r, and nothing is divided by the number of groups. So a head of rate r has one row in r,
 and the others of its output are zero: 25 % of all rows for rates 1 and 2, 37.5 % for 1,
-2 and 4. ``ringlab.attention`` with ``Dilated(..., mixing="lse")`` runs every branch in
-every head, and leaves none at zero where a rate is 1. They differ in how ranks share the
-work, and in kernels and memory. ``RingDilatedAttentionV2``, ``V2Robust`` and ``Hybrid`` are one class
-under three names; on one device ``V2Collective`` makes the same call. The published
-``ring_communication_fix`` is not needed: a rank posts its sends and receives at once.
-The block-sparse ones differ in how one device computes them. ``longnet`` lets a LongNet
-of torchscale, as Prov-GigaPath's, run on the engine.
+2 and 4. ``ringlab.attention`` over ``Dilated(..., mixing="lse")`` leaves none at zero
+where a rate is 1: there every head runs every branch. They differ in how ranks share the
+work, and in kernels and memory. ``RingDilatedAttentionV2``, ``V2Robust`` and ``Hybrid``
+are one class under three names; on one device ``V2Collective`` makes the same call. The
+published ``ring_communication_fix`` is not needed: a rank posts its sends and receives
+at once. The block-sparse ones differ in how one device computes them. ``longnet`` lets a
+LongNet of torchscale, as Prov-GigaPath's, run on the engine.
 
 >>> q = torch.randn(1, 16, 2, 8)  # (batch, seq, heads, head_dim)
 >>> out = ImprovedDilatedAttention([4, 8], [1, 2])(q, q, q, is_causal=True)
@@ -103,7 +103,7 @@ class PublishedAttention(nn.Module):
     ``use_flash_attention=False`` uses only kernels without flash.
     ``enable_memory_pool`` lends scratch buffers of at least ``memory_pool_threshold_mb``
     MiB. Only ``DilatedAttention`` and the block-sparse systems in half precision have
-    any. The others work in place, and warn that the pool is idle.
+    any. The others work in place: they warn once that the pool is idle.
 
     The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this
     rank's shards), or a ``ring_size``, which is simulated on one device.
@@ -184,6 +184,7 @@ class PublishedAttention(nn.Module):
             else Group.kept(group)
         )
         self.use_gradient_checkpointing = use_gradient_checkpointing
+        self._untold = enable_memory_pool  # that the pool is idle
         pool = enable_memory_pool and memory.MemoryPool(threshold_bytes=int(mb * 2**20))
         self.chain: Backend = self._backend if use_flash_attention else FALLBACK
         switches = self._switches if ring_size == 1 else {}
@@ -235,8 +236,8 @@ class PublishedAttention(nn.Module):
         check_unknown(type(self).__name__, refused, REASONS)
         check_tensors(q, k, v)
         args = [*map(self._taken, (q, k, v))]
-        idle = self.execution.pool and args[0].dtype not in self._lends
-        if idle and not torch.compiler.is_compiling():
+        if self._untold and args[0].dtype not in self._lends:
+            self._untold = False
             warnings.warn(
                 f"{type(self).__name__} borrows nothing: its memory pool is idle",
                 stacklevel=5,
@@ -385,7 +386,7 @@ class ProjectedAttention(PublishedAttention):
     (torch.Size([2, 100, 64]), ['qkv_proj.weight', 'qkv_proj.bias', 'out_proj.weight', 'out_proj.bias'])
     """
 
-    embed_dim = 0  # no weights
+    embed_dim: int = 0  # no weights
 
     def __init__(self, *args: Any, **options: Any):
         if "embed_dim" in options or args and is_int(args[0]):
@@ -405,15 +406,14 @@ class ProjectedAttention(PublishedAttention):
     ):
         super().__init__(segment_lengths, dilation_rates, dropout=dropout, **options)
         embed_dim = self.embed_dim = check_int("embed_dim", embed_dim)
-        self.num_heads = check_int("num_heads", num_heads)
+        self.num_heads: int = check_int("num_heads", num_heads)
         if embed_dim % self.num_heads:
             raise ValueError(
                 f"num_heads must divide embed_dim, got {num_heads} and {embed_dim}"
             )
-        self.qkv_proj, self.out_proj = (
-            nn.Linear(embed_dim, n * embed_dim, bias, self.device, self.dtype)
-            for n in (3, 1)
-        )
+        made = bias, self.device, self.dtype
+        self.qkv_proj: nn.Linear = nn.Linear(embed_dim, 3 * embed_dim, *made)
+        self.out_proj: nn.Linear = nn.Linear(embed_dim, embed_dim, *made)
 
     @_shared
     def forward(self, *tensors: Tensor, **options: Any) -> Tensor:

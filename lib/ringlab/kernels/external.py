@@ -24,13 +24,14 @@ def missing(module: str, package: str) -> str | None:
     xformers warns of an extension that it cannot load, its probe raises then.
     """
     logger = logging.getLogger("xformers")
+    before = logger.disabled
     logger.disabled = True
     try:
         importlib.import_module(module)
     except ImportError as error:
         return f"{package} {NOT_INSTALLED} ({str(error).splitlines()[0]})"
     finally:
-        logger.disabled = False
+        logger.disabled = before
     return None
 
 
