@@ -360,7 +360,7 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
         """Let all ranks use the smallest tile of any rank; call it on every rank,
         between two steps.
         """
-        if self.group is not None and not isinstance(self.group, Simulated):
+        if not isinstance(self.group, Simulated | None):
             self.execution.tile.agree(Group.of(self.group).process_group)
 
 
@@ -459,12 +459,12 @@ class RingDilatedAttentionHilbertGPUOptimized(ProjectedAttention):
     _scheme = "plan"
 
     def _ranks(self, rows: int) -> dict:
-        if self.group is not None and not isinstance(self.group, Simulated):
+        group = self.group or Simulated(1)
+        if not isinstance(group, Simulated):
             raise NotImplementedError(
                 f"{type(self).__name__} takes ring_size: over a group, pass attention a layout"
             )
         height = max(h for h in range(1, isqrt(rows) + 1) if rows % h == 0)
-        group = self.group or Simulated(1)
         return {
             "group": group,
             "scheme": self._scheme,

@@ -546,12 +546,7 @@ def mean_loss(
     >>> torch.allclose(sum(parts), mean_loss(logits, targets))
     True
     """
-    parts = [Group.sharing(group) for group in groups]
-    shared = [
-        group
-        for group in parts
-        if group is not None and group.process_group is not None
-    ]
+    shared = _of_processes(groups)
     ranks = math.prod(group.size for group in shared)
     refused = None
     try:
@@ -620,10 +615,14 @@ def average_gradients(module: Module, *groups: AnyGroup) -> None:
     the ranks that have the same part. Raises ValueError for a group that such a mesh,
     or FSDP's, has other ranks of.
     """
-    for group in filter(None, map(Group.sharing, groups)):
-        if group.process_group is not None:
-            with shared_refusals(group):
-                _average(dict(module.named_parameters()), group)
+    for group in _of_processes(groups):
+        with shared_refusals(group):
+            _average(dict(module.named_parameters()), group)
+
+
+def _of_processes(groups) -> list[Group]:
+    """Those of the groups that share work with other processes."""
+    return [x for x in map(Group.sharing, groups) if x and x.process_group]
 
 
 def _average(parameters: dict[str, nn.Parameter], group: Group) -> None:
