@@ -1,16 +1,19 @@
 """The published systems under their published names and constructor arguments: torch
-modules without weights, each a few settings over ``ringlab.attention``. For one of them
-see its own help, as ``help(ringlab.compat.DilatedAttention)``.
+modules, each a few settings over ``ringlab.attention``. They have no weights, but for
+the three that take ``embed_dim`` and ``num_heads`` in the original, where these are
+given. For one of them see its own help, as ``help(ringlab.compat.DilatedAttention)``.
 
 The dilated ones give the same values, but for the one along a Hilbert curve: heads are
 split into as many groups as there are branches, group i runs branch i with offset i mod
 r, and nothing is divided by the number of groups. So a head of rate r has one row in r,
-and the others of its output are zero. They differ in how ranks share the work, and in
-kernels and memory. ``RingDilatedAttentionV2``, ``V2Robust`` and ``Hybrid`` are one class
-under three names; on one device ``V2Collective`` makes the same call. The published
-``ring_communication_fix`` is not needed: a rank posts its sends and receives at once.
-The block-sparse ones differ in how one device computes them. ``longnet`` lets a LongNet
-of torchscale, as Prov-GigaPath's, run on the engine.
+and the others of its output are zero: 25 % of all rows for rates 1 and 2, 37.5 % for 1,
+2 and 4. ``ringlab.attention`` over ``Dilated(..., mixing="lse")`` leaves none at zero
+where a rate is 1: there every head runs every branch. They differ in how ranks share the
+work, and in kernels and memory. ``RingDilatedAttentionV2``, ``V2Robust`` and ``Hybrid``
+are one class under three names; on one device ``V2Collective`` makes the same call. The
+published ``ring_communication_fix`` is not needed: a rank posts its sends and receives
+at once. The block-sparse ones differ in how one device computes them. ``longnet`` lets a
+LongNet of torchscale, as Prov-GigaPath's, run on the engine.
 
 >>> q = torch.randn(1, 16, 2, 8)  # (batch, seq, heads, head_dim)
 >>> out = ImprovedDilatedAttention([4, 8], [1, 2])(q, q, q, is_causal=True)
@@ -21,6 +24,7 @@ of torchscale, as Prov-GigaPath's, run on the engine.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -35,32 +39,29 @@ from . import hardware, kernels, memory, ring
 from .attention import MASKS, REFUSED, attention, check_tensors
 from .block_patterns import BlockSparse, Segment, sliding_window
 from .checks import (
+    FLOATS,
     LARGEST,
     Backend,
     Device,
     check_bool,
     check_float_dtype,
     check_int,
-    check_ints,
     check_unknown,
+    is_int,
     is_real,
     short_repr,
 )
 from .engine import Execution
 from .engine.chunked import OOMBackoff
 from .integrations.torchscale import longnet as longnet
+from .kernels.base import HALF
+from .nn import check_x
 from .patterns import Dilated, Pattern
 from .ring import Simulated
 from .ring.group import AnyGroup, Group, length_of, with_shared_refusals
 
-FLASH = (
-    "flash_attn_4",
-    "flash_attn_3",
-    "cudnn",
-    "flash_attn_2",
-    "flash",
-    "compiled",
-    "cpu_flash",
+FLASH = tuple(
+    "flash_attn_4 flash_attn_3 cudnn flash_attn_2 flash compiled cpu_flash".split()
 )
 Lengths = Sequence[int]
 # The published chain below flash: xformers, SDPA, standard.
@@ -79,7 +80,16 @@ REASONS = REFUSED | {
     **dict.fromkeys(("causal", "is_causal"), "forward takes is_causal=True"),
     "need_weights": "the attention weights are never formed",
     **dict.fromkeys(MASKS, "masks are not arguments; use is_causal=True"),
+    **dict.fromkeys(
+        "total_seq_len already_split use_hilbert attention_backend benchmark_backends memory_pool_size "
+        "lightweight_pool enable_error_recovery enable_profiling flash_chunk_size".split(),
+        "it means nothing here: leave it out",
+    ),
 }
+
+
+# What one rank refuses, all raise.
+_shared = with_shared_refusals(lambda module, *_, **__: module.group)
 
 
 class PublishedAttention(nn.Module):
@@ -93,12 +103,12 @@ class PublishedAttention(nn.Module):
     ``use_flash_attention=False`` uses only kernels without flash.
     ``enable_memory_pool`` lends scratch buffers of at least ``memory_pool_threshold_mb``
     MiB. Only ``DilatedAttention`` and the block-sparse systems in half precision have
-    any: the others work in place, and a pool never lends them anything.
+    any. The others work in place: they warn once that the pool is idle.
 
     The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this
     rank's shards), or a ``ring_size``, which is simulated on one device.
 
-    Raises TypeError for an argument that this system does not have, as ``embed_dim`` and
+    Raises TypeError, with the reason, for an argument that this system does not have, as
     configs of the originals, ValueError for bad values, NotImplementedError for several
     ranks in a system of one device.
 
@@ -109,6 +119,7 @@ class PublishedAttention(nn.Module):
     _switches = {}  # of ``Execution``: how the original runs
     _scheme: str | None = None  # how ranks share the work; None: one device
     _backend: Backend = "auto"
+    _lends = ()  # dtypes in which a call borrows scratch buffers
 
     def __init__(
         self,
@@ -173,11 +184,8 @@ class PublishedAttention(nn.Module):
             else Group.kept(group)
         )
         self.use_gradient_checkpointing = use_gradient_checkpointing
-        pool = (
-            memory.MemoryPool(threshold_bytes=int(mb * 2**20))
-            if enable_memory_pool
-            else False
-        )
+        self._untold = enable_memory_pool  # that the pool is idle
+        pool = enable_memory_pool and memory.MemoryPool(threshold_bytes=int(mb * 2**20))
         self.chain: Backend = self._backend if use_flash_attention else FALLBACK
         switches = self._switches if ring_size == 1 else {}
         self.execution: Execution = Execution(
@@ -213,7 +221,7 @@ class PublishedAttention(nn.Module):
             self.device = device
         return self
 
-    @with_shared_refusals(lambda layer, *_, **__: layer.group)
+    @_shared
     def forward(
         self,
         q: Tensor,
@@ -225,33 +233,48 @@ class PublishedAttention(nn.Module):
         """Attention over (b, n, h, d) tensors; returns (b, n, h, d) in the inputs'
         dtype.
         """
-        name = type(self).__name__
-        check_unknown(name, refused, REASONS)
+        check_unknown(type(self).__name__, refused, REASONS)
         check_tensors(q, k, v)
-        own = self.device or q.device
-        if own.type != q.device.type or (
-            own.type == "cuda" and own.index not in (None, q.device.index)
-        ):
-            raise ValueError(f"{name} is on {self.device}, the input on {q.device}")
-        if self.dtype is not None and q.dtype == torch.float64 != self.dtype:
-            raise ValueError(
-                f"{name} computes in {self.dtype}: for float64 pass dtype=torch.float64 or call .double()"
+        args = [*map(self._taken, (q, k, v))]
+        if self._untold and args[0].dtype not in self._lends:
+            self._untold = False
+            warnings.warn(
+                f"{type(self).__name__} borrows nothing: its memory pool is idle",
+                stacklevel=5,
             )
-        args = [t if self.dtype is None else t.to(self.dtype) for t in (q, k, v)]
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
             out = checkpoint(self._attend, *args, is_causal, use_reentrant=False)
         else:
             out = self._attend(*args, is_causal)
         return out.to(q.dtype)
 
+    def _taken(self, t: Tensor) -> Tensor:
+        """An input in the module's dtype; ValueError on another device, and for float64
+        that would be rounded.
+        """
+        name = type(self).__name__
+        own = self.device or t.device
+        if own.type != t.device.type or (
+            own.type == "cuda" and own.index not in (None, t.device.index)
+        ):
+            raise ValueError(f"{name} is on {self.device}, the input on {t.device}")
+        if self.dtype is not None and t.dtype == torch.float64 != self.dtype:
+            raise ValueError(
+                f"{name} computes in {self.dtype}: for float64 pass dtype=torch.float64 or call .double()"
+            )
+        return t if self.dtype is None else t.to(self.dtype)
+
     def _attend(self, q, k, v, is_causal):
-        options = {
-            "causal": is_causal,
-            "backend": self.chain,
-            "execution": self.execution,
-        } | self._ranks(q.shape[1])
-        pattern = self.pattern_for(length_of(q, self.group, "contiguous"), is_causal)
-        return attention(q, k, v, pattern, **options)
+        return attention(
+            q,
+            k,
+            v,
+            self.pattern_for(length_of(q, self.group, "contiguous"), is_causal),
+            causal=is_causal,
+            backend=self.chain,
+            execution=self.execution,
+            **self._ranks(q.shape[1]),
+        )
 
     def pattern_for(self, n: int, causal: bool = False) -> Pattern:
         """The pattern over ``n`` positions."""
@@ -276,6 +299,7 @@ class DilatedAttention(PublishedAttention):
     """
 
     _switches = {"gather": True}
+    _lends = FLOATS
 
 
 class ImprovedDilatedAttention(PublishedAttention):
@@ -298,7 +322,7 @@ class RingDilatedAttentionV2(PublishedAttention):
 
 class RingDilatedAttentionV2Collective(PublishedAttention):
     """Every rank gathers K and V; on one device, as in document 000, nothing is
-    gathered and no ring code runs. It works in place: a memory pool lends it nothing.
+    gathered and no ring code runs.
     """
 
     _scheme = "all_gather"
@@ -321,31 +345,22 @@ class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
 
 
 class RingDilatedAttentionProduction(RingDilatedAttentionV2):
-    """The ring with gradient checkpointing and the memory pool by default, and smaller
-    tiles if memory runs out.
+    """The ring with gradient checkpointing by default, and smaller tiles if memory runs
+    out. It works in place: there is nothing that the original's memory pool could lend.
 
     >>> RingDilatedAttentionProduction([4, 8], [1, 2], use_gradient_checkpointing=False).execution.tile
     OOMBackoff((2048, 512, 128), level=0)
     """
 
-    def __init__(
-        self,
-        segment_lengths: Lengths,
-        dilation_rates: Lengths,
-        ring_size: int | None = None,
-        **options: Any,
-    ):
-        defaults = {"use_gradient_checkpointing": True, "enable_memory_pool": True}
-        super().__init__(
-            segment_lengths, dilation_rates, ring_size, **defaults | options
-        )
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **{"use_gradient_checkpointing": True} | options)
         self.execution: Execution = replace(self.execution, tile=OOMBackoff())
 
     def agree(self) -> None:
         """Let all ranks use the smallest tile of any rank; call it on every rank,
         between two steps.
         """
-        if self.group is not None and not isinstance(self.group, Simulated):
+        if not isinstance(self.group, Simulated | None):
             self.execution.tile.agree(Group.of(self.group).process_group)
 
 
@@ -355,21 +370,85 @@ class RingDilatedAttentionHybrid(RingDilatedAttentionV2):
     """
 
 
-class RingDilatedAttentionSDPA(RingDilatedAttentionV2):
+class ProjectedAttention(PublishedAttention):
+    """Base of the systems that are layers in the original: with ``embed_dim, num_heads,
+    segment_lengths, dilation_rates, dropout=0.0, bias=True``, the others by name, they
+    are layers here too.
+
+    ``forward(x, is_causal=False)`` then takes x (b, n, embed_dim), over a ``group`` this
+    rank's shard, and returns as much in x's dtype. The weights ``qkv_proj`` and
+    ``out_proj`` have the original's names, so that its state dictionaries load. Over a
+    group they are replicated, and their gradients are this rank's part, as of
+    ``ringlab.nn.MultiheadAttention``.
+
+    >>> layer = RingDilatedAttentionSDPA(64, 8, [16, 32], [1, 2])
+    >>> layer(torch.randn(2, 100, 64), is_causal=True).shape, [*layer.state_dict()]
+    (torch.Size([2, 100, 64]), ['qkv_proj.weight', 'qkv_proj.bias', 'out_proj.weight', 'out_proj.bias'])
+    """
+
+    embed_dim: int = 0  # no weights
+
+    def __init__(self, *args: Any, **options: Any):
+        if "embed_dim" in options or args and is_int(args[0]):
+            self._init_layer(*args, **options)
+        else:
+            super().__init__(*args, **options)
+
+    def _init_layer(
+        self,
+        embed_dim,
+        num_heads,
+        segment_lengths,
+        dilation_rates,
+        dropout=0.0,
+        bias=True,
+        **options,
+    ):
+        super().__init__(segment_lengths, dilation_rates, dropout=dropout, **options)
+        embed_dim = self.embed_dim = check_int("embed_dim", embed_dim)
+        self.num_heads: int = check_int("num_heads", num_heads)
+        if embed_dim % self.num_heads:
+            raise ValueError(
+                f"num_heads must divide embed_dim, got {num_heads} and {embed_dim}"
+            )
+        made = bias, self.device, self.dtype
+        self.qkv_proj: nn.Linear = nn.Linear(embed_dim, 3 * embed_dim, *made)
+        self.out_proj: nn.Linear = nn.Linear(embed_dim, embed_dim, *made)
+
+    @_shared
+    def forward(self, *tensors: Tensor, **options: Any) -> Tensor:
+        """Attention of x (b, n, embed_dim); without weights of q, k and v."""
+        if not self.embed_dim:
+            return super().forward(*tensors, **options)
+        if len(tensors) != 1:
+            raise TypeError(
+                f"{type(self).__name__} with projections takes x, the others by name, as is_causal=True"
+            )
+        (x,) = tensors
+        check_x(x, self.embed_dim)
+        qkv = self.qkv_proj(self._taken(x))  # (b, n, 3 embed_dim)
+        qkv = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)  # (b, n, h, d) each
+        out = super().forward(*qkv, **options)
+        return self.out_proj(out.flatten(2)).to(x.dtype)
+
+
+class RingDilatedAttentionSDPA(ProjectedAttention):
     """The ring on torch's own SDPA kernels alone."""
 
+    _scheme = "ring"
     _backend = "sdpa"
 
 
-class RingDilatedAttentionCorrect(RingDilatedAttentionV2):
+class RingDilatedAttentionCorrect(ProjectedAttention):
     """The ring on the plain eager kernel, with the right split of the sequence: the
     reference of the ring systems.
     """
 
+    _scheme = "ring"
     _backend = "eager"
 
 
-class RingDilatedAttentionHilbertGPUOptimized(PublishedAttention):
+class RingDilatedAttentionHilbertGPUOptimized(ProjectedAttention):
     """The pattern along a Hilbert curve over the most nearly square grid whose cells
     are the sequence, row by row.
 
@@ -380,12 +459,12 @@ class RingDilatedAttentionHilbertGPUOptimized(PublishedAttention):
     _scheme = "plan"
 
     def _ranks(self, rows: int) -> dict:
-        if self.group is not None and not isinstance(self.group, Simulated):
+        group = self.group or Simulated(1)
+        if not isinstance(group, Simulated):
             raise NotImplementedError(
                 f"{type(self).__name__} takes ring_size: over a group, pass attention a layout"
             )
         height = max(h for h in range(1, isqrt(rows) + 1) if rows % h == 0)
-        group = self.group or Simulated(1)
         return {
             "group": group,
             "scheme": self._scheme,
@@ -415,6 +494,7 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
 
     _switches = {"blocks": "rows"}
     _scheme = "plan"
+    _lends = HALF
 
     def __init__(
         self,
@@ -430,10 +510,9 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
         name = type(self).__name__
+        own = self._own_pattern
         segments = segment_lengths is not None or dilation_rates is not None
-        if (segments, density is not None, self._own_pattern is not None).count(
-            True
-        ) != 1:
+        if (segments, density is not None, own is not None).count(True) != 1:
             raise ValueError(
                 f"{name} takes segment_lengths and dilation_rates, or density, or pattern: one of them"
             )
@@ -441,34 +520,29 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
         size = check_int(
             "block_size", 128 if block_size is None else block_size, most=LARGEST
         )
-        if self._own_pattern is not None:
-            if not isinstance(self._own_pattern, BlockSparse) or block_size is not None:
+        if own is not None:
+            if not isinstance(own, BlockSparse) or block_size is not None:
                 expected = (
                     "pattern must be a BlockSparse, and block_size is the pattern's own"
                 )
                 raise ValueError(
-                    f"{name}: {expected}, got {short_repr(self._own_pattern)} and {short_repr(block_size)}"
+                    f"{name}: {expected}, got {short_repr(own)} and {short_repr(block_size)}"
                 )
-            return self._own_pattern
+            return own
         if density is not None:
             window = sliding_window(0, block_size=size)
             # Raises for a bad density now, not at the first call.
             window.with_density(density, size)
             return window
-        lengths = check_ints("segment_lengths", segment_lengths)
-        rates = check_ints("dilation_rates", dilation_rates)
-        if len(lengths) != len(rates):
-            raise ValueError(
-                f"segment_lengths and dilation_rates differ in length: {len(lengths)} and {len(rates)}"
-            )
-        for length in lengths:
+        tokens = Dilated(segment_lengths, dilation_rates)
+        branches = []
+        for length, rate in zip(tokens.segment_lengths, tokens.dilation_rates):
             if length % size:
                 raise ValueError(
                     f"{name}: segment length {length} is no multiple of the block size {size}"
                 )
-        return BlockSparse(
-            [Segment(w // size, r) for w, r in zip(lengths, rates)], size
-        )
+            branches.append(Segment(length // size, rate))
+        return BlockSparse(branches, size)
 
     def pattern_for(self, n: int, causal: bool = False) -> Pattern:
         """The pattern over ``n`` positions: the one given, or the window whose density

@@ -127,9 +127,9 @@ class MultiheadAttention(NotTorchsAttention, Module):
         check_unknown("MultiheadAttention", refused, REFUSED)
         embed_dim = check_int("embed_dim", embed_dim, most=LARGEST)
         num_heads = check_int("num_heads", num_heads)
-        if num_kv_heads is None:
-            num_kv_heads = num_heads
-        num_kv_heads = check_int("num_kv_heads", num_kv_heads)
+        num_kv_heads = check_int(
+            "num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads
+        )
         if not callable(pattern) or isinstance(pattern, type):
             pattern = as_pattern(pattern, KINDS, heads=num_heads)
         elif group is not None:
@@ -249,8 +249,11 @@ class MultiheadAttention(NotTorchsAttention, Module):
                 f"attention dropout {module.dropout} is not supported: set module.dropout = 0.0 before"
             )
         weight = module.in_proj_weight
-        bias = module.in_proj_bias is not None
-        made = {"bias": bias, "device": weight.device, "dtype": weight.dtype}
+        made = {
+            "bias": module.in_proj_bias is not None,
+            "device": weight.device,
+            "dtype": weight.dtype,
+        }
         layer = cls(
             module.embed_dim, module.num_heads, pattern, **made, **options
         ).train(module.training)
@@ -297,12 +300,7 @@ class MultiheadAttention(NotTorchsAttention, Module):
                 "MultiheadAttention cannot honour need_weights=True: it computes no weights"
             )
         check_bool("is_causal", is_causal)
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-        if x.dim() != 3 or x.shape[2] != self.embed_dim:
-            raise ValueError(
-                f"x must be (batch, seq, {self.embed_dim}), got shape {tuple(x.shape)}"
-            )
+        check_x(x, self.embed_dim)
         weight = _weight(self.q_proj)
         if (
             weight is not None
@@ -548,12 +546,7 @@ def mean_loss(
     >>> torch.allclose(sum(parts), mean_loss(logits, targets))
     True
     """
-    parts = [Group.sharing(group) for group in groups]
-    shared = [
-        group
-        for group in parts
-        if group is not None and group.process_group is not None
-    ]
+    shared = _of_processes(groups)
     ranks = math.prod(group.size for group in shared)
     refused = None
     try:
@@ -622,10 +615,14 @@ def average_gradients(module: Module, *groups: AnyGroup) -> None:
     the ranks that have the same part. Raises ValueError for a group that such a mesh,
     or FSDP's, has other ranks of.
     """
-    for group in filter(None, map(Group.sharing, groups)):
-        if group.process_group is not None:
-            with shared_refusals(group):
-                _average(dict(module.named_parameters()), group)
+    for group in _of_processes(groups):
+        with shared_refusals(group):
+            _average(dict(module.named_parameters()), group)
+
+
+def _of_processes(groups) -> list[Group]:
+    """Those of the groups that share work with other processes."""
+    return [x for x in map(Group.sharing, groups) if x and x.process_group]
 
 
 def _average(parameters: dict[str, nn.Parameter], group: Group) -> None:
@@ -704,6 +701,17 @@ class DecoderBlock(Module):
         x = x + self.attention(self.attention_norm(x), **options)
         y = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def check_x(x: Tensor, embed_dim: int) -> None:
+    """Raise TypeError or ValueError unless x is a floating-point tensor (b, n, embed_dim)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    check_float_dtype(x.dtype)
+    if x.dim() != 3 or x.shape[2] != embed_dim:
+        raise ValueError(
+            f"x must be (batch, seq, {embed_dim}), got shape {tuple(x.shape)}"
+        )
 
 
 def _weight(projection: Module) -> Tensor | None:

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from itertools import product
 
 import pytest
@@ -200,6 +202,20 @@ def test_what_no_package_would_help_is_refused_before_the_package_is_asked_for()
     assert KERNELS["flash"].refuses(hopper, torch.float16, 136) is None
     newer = DeviceSpec("cuda", (10, 0))
     assert "9.0, this" in KERNELS["flash_attn_3"].refuses(newer, torch.float16, 64)
+
+
+PROBED = """
+import torch
+from ringlab import kernels
+pascal = kernels.DeviceSpec("cuda", (6, 1))
+print(kernels.probe("xformers", pascal, torch.float32, 64, False, True))
+"""
+
+
+def test_xformers_that_cannot_be_used_warns_of_nothing_and_says_why_in_one_line():
+    command = [sys.executable, "-c", PROBED]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr == "" and done.stdout.count("\n") == 1, done
 
 
 # Of runs on an H200: milliseconds of the list kernels and of one merge of the calls of

@@ -9,6 +9,7 @@ import pytest
 import ringlab
 import torch
 from matrix import Case, differentiated, errors, judged
+from ring_cases import error_of_original
 from ringlab import (
     Dilated,
     DilatedAttention,
@@ -18,6 +19,7 @@ from ringlab import (
     native,
     reference,
 )
+from ringlab.ring.launch import launch
 
 RINGS = [
     "V2",
@@ -83,6 +85,7 @@ def test_published_snippets_run_as_written():
     assert torch.equal(out, modern(q, k, v))
 
 
+@pytest.mark.filterwarnings("ignore:.* memory pool is idle")
 @pytest.mark.parametrize(
     "name, ring_size",
     [
@@ -152,14 +155,22 @@ def test_modules_follow_half_and_to_as_those_with_weights_do():
 
 
 @pytest.mark.parametrize(
-    "name, lends",
-    [("DilatedAttention", True), ("RingDilatedAttentionV2Collective", False)],
+    "name, dtype, lends",
+    [
+        ("DilatedAttention", torch.float32, True),
+        ("RingDilatedAttentionV2Collective", torch.bfloat16, False),
+        ("BlockSparseRingDilatedAttention", torch.bfloat16, True),
+        ("BlockSparseRingDilatedAttention", torch.float32, False),
+    ],
 )
-def test_a_pool_lends_where_the_docstring_says(name, lends):
+def test_a_pool_lends_or_is_said_once_to_be_idle(name, dtype, lends, recwarn):
     pool = {"enable_memory_pool": True, "memory_pool_threshold_mb": 0}
-    module = getattr(ringlab, name)([32], [1], **pool)
-    module(*[torch.randn(1, 64, 2, 8)] * 3)
+    module = getattr(ringlab, name)([128, 384], [2, 1], **pool)
+    for _ in range(2):
+        module(*[torch.randn(1, 384, 2, 8, dtype=dtype)] * 3)
     assert bool(module.execution.pool.stats().borrows) == lends
+    told = [str(x.message) for x in recwarn]
+    assert ["pool is idle" in x for x in told] == [True] * (not lends)
 
 
 def test_modules_are_copied_and_pickled_with_a_pool_of_their_own():
@@ -212,3 +223,18 @@ def test_the_hilbert_system_runs_the_pattern_along_the_curve(ring_size):
     q = torch.zeros(1, 48, 4, 8)
     with pytest.raises(ValueError, match="not in time order"):
         module(q, q, q, is_causal=True)
+
+
+@pytest.mark.parametrize("name", ["SDPA", "Correct", "HilbertGPUOptimized"])
+def test_layers_of_the_original_are_linear_and_attention(name):
+    name = f"RingDilatedAttention{name}"
+    assert error_of_original(name, None) <= 1e-12
+    if "Hilbert" not in name:  # it takes no group
+        assert max(launch(error_of_original, 2, name)) <= 1e-12
+
+
+def test_a_layer_loads_a_state_dictionary_of_the_original():
+    layer = ringlab.RingDilatedAttentionSDPA(32, 4, [16], [2])
+    shapes = {"qkv_proj.weight": (96, 32), "qkv_proj.bias": (96,)}
+    shapes |= {"out_proj.weight": (32, 32), "out_proj.bias": (32,)}
+    layer.load_state_dict({name: torch.ones(shape) for name, shape in shapes.items()})

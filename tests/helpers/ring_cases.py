@@ -35,7 +35,15 @@ from ringlab.nn import (
     shard_sequence,
 )
 from ringlab.patterns import Dense, Dilated
-from ringlab.ring import PlanMismatch, Problem, comm, contiguous, counting, launch
+from ringlab.ring import (
+    PlanMismatch,
+    Problem,
+    comm,
+    contiguous,
+    counting,
+    hilbert,
+    launch,
+)
 from ringlab.ring.group import Group
 from ringlab.ring.rank import rank_of
 from ringlab.ring.schemes import SCHEMES
@@ -48,6 +56,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn import functional as F
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -684,6 +693,25 @@ def layer_gradients(scheme, group="world"):
     for part, cotangent in zip(x.split(1), dout.split(1)):
         layer(part).backward(cotangent)
     return list(once), [p.grad for p in layer.parameters()]
+
+
+def error_of_original(name, group="world"):
+    """How far a layer of the original is from ``linear`` and ``attention`` with its
+    weights: out and all gradients, of this rank's rows or (group None) on one device.
+    """
+    torch.manual_seed(0)
+    group = Simulated(1) if group is None else dist.group.WORLD
+    made = getattr(ringlab, name)
+    layer = made(32, 4, [8, 64], [1, 2], dtype=torch.float64, group=group)
+    x, dout = torch.randn(2, 2, 48, 32, dtype=torch.float64)
+    leaves = [x.requires_grad_(), *layer.parameters()]
+    qkv = F.linear(*leaves[:3]).unflatten(-1, (3, 4, 8)).unbind(2)  # (b, n, h, d)
+    curved = "Hilbert" in name
+    how = {"layout": hilbert(6, 8, 1), "scheme": "plan"} if curved else {"causal": True}
+    pattern = Dilated([8, 64], [1, 2], "head_groups", "branch")
+    rows = attention(*qkv, pattern, group=group, **how).flatten(2)
+    outs = layer(x, is_causal=not curved), F.linear(rows, *leaves[3:])
+    return apart(*([t.detach(), *torch.autograd.grad(t, leaves, dout)] for t in outs))
 
 
 def peaks_of_a_shard(cases, n, heads, d):

@@ -234,6 +234,9 @@ def test_cache_and_pool_are_said_from_the_rows():
     assert "building a plan takes at most" in found.text
     assert "of 6 calls 0 are faster with it, 0 slower, 6 within noise" in found.text
     assert "0 are faster with it, 2 slower" in less.text
+    lines = found.table("The pool by its threshold").rows
+    assert lines[0][:3] == (1024, "4 MB", "4 MiB")
+    assert [x[1] for x in lines[1:]] == ["4 MB", "16 MB", "64 MB"]
 
 
 # --------------------------------------------------------------------------------------

@@ -370,6 +370,7 @@ MODULE, LAYER = (
     ringlab.DilatedAttention([16], [2]),
     layer(dropout=0.0),
 )
+PROJECTED = ringlab.RingDilatedAttentionSDPA(16, 4, [16], [2])
 
 
 def published(**more):
@@ -430,6 +431,8 @@ REFUSED = {
         ),
         (lambda: published(dropout=0.1), "attention dropout is not supported"),
         (lambda: published(embed_dim=64), "'embed_dim': .*MultiheadAttention"),
+        (lambda: published(use_hilbert=True), "'use_hilbert': .*leave it out"),
+        (lambda: PROJECTED(X, 8), "takes x, the others by name"),
         (lambda: published(chunk=64), "'chunk': known: segment_lengths, .*, group$"),
         (
             lambda: published(block_size=64),
@@ -555,9 +558,20 @@ REFUSED = {
             "finite and not negative",
         ),
         (
-            lambda: ringlab.RingDilatedAttentionSDPA(64, 8, [16], [2]),
+            lambda: ringlab.RingDilatedAttentionV2(64, 8, [16], [2]),
             "segment_lengths must be .*, got 64",
         ),
+        (
+            lambda: ringlab.RingDilatedAttentionSDPA(18, 4, [16], [2]),
+            "num_heads must divide embed_dim, got 4 and 18",
+        ),
+        (
+            lambda: ringlab.RingDilatedAttentionHilbertGPUOptimized(16, 4, [8], [1])(
+                X, is_causal=True
+            ),
+            "not in time order",
+        ),
+        (lambda: PROJECTED(X.int()), "dtype must be float64, .*, got torch.int32"),
         (lambda: published(device=3.5), "device must be a torch.device or its name"),
         (
             lambda: published(dtype=torch.float32)(*[T.double()] * 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 
 import torch
 from torch import Tensor
@@ -19,11 +20,18 @@ NOT_INSTALLED = "is not installed"
 
 
 def missing(module: str, package: str) -> str | None:
-    """Why the module of an optional package cannot be used, or None."""
+    """Why the module of an optional package cannot be used, or None. Nothing is printed:
+    xformers warns of an extension that it cannot load, its probe raises then.
+    """
+    logger = logging.getLogger("xformers")
+    before = logger.disabled
+    logger.disabled = True
     try:
         importlib.import_module(module)
     except ImportError as error:
         return f"{package} {NOT_INSTALLED} ({str(error).splitlines()[0]})"
+    finally:
+        logger.disabled = before
     return None
 
 
@@ -36,20 +44,27 @@ def not_installed(package: str) -> str | None:
     return None
 
 
-class Xformers(Efficient):
+class _FromPackage(OperatorKernel):
+    """A kernel of another package: ``source`` is its module and the package."""
+
+    def refuses(self, device, dtype, head_dim):
+        why = super().refuses(device, dtype, head_dim)
+        return why or missing(*self.source)
+
+
+class Xformers(_FromPackage, Efficient):
     """``xformers.ops.fmha``, which picks a kernel by itself: for fp32 and on Pascal it
     is torch's own efficient one.
     """
 
     name = "xformers"
-
-    def refuses(self, device, dtype, head_dim):
-        why = super().refuses(device, dtype, head_dim)
-        return why or missing("xformers.ops.fmha", "xformers")
+    source = "xformers.ops.fmha", "xformers"
 
     def _forward(self, q, k, v, causal, scale):
         from xformers.ops import fmha
 
+        if not fmha.common._built_with_cuda:
+            raise ImportError("this release of xformers was built for another torch")
         bias = fmha.attn_bias.LowerTriangularMask() if causal else None
         out, lse = fmha.memory_efficient_attention_forward_requires_grad(
             q, k, v, bias, 0.0, scale
@@ -67,16 +82,21 @@ class Xformers(Efficient):
         )
 
 
-class FlashAttn2(OperatorKernel):
+NO_MASK = {
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+}
+
+
+class FlashAttn2(_FromPackage):
     """The flash-attn package, version 2.7 or newer (github.com/Dao-AILab/flash-
     attention).
     """
 
     name = "flash_attn_2"
-
-    def refuses(self, device, dtype, head_dim):
-        why = super().refuses(device, dtype, head_dim)
-        return why or missing("flash_attn.flash_attn_interface", "flash-attn")
+    source = "flash_attn.flash_attn_interface", "flash-attn"
 
     def _forward(self, q, k, v, causal, scale):
         from flash_attn.flash_attn_interface import _flash_attn_forward
@@ -88,10 +108,7 @@ class FlashAttn2(OperatorKernel):
             0.0,
             scale,
             causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
+            **NO_MASK,
             return_softmax=False,
         )
         return out, lse
@@ -113,26 +130,20 @@ class FlashAttn2(OperatorKernel):
             0.0,
             scale,
             causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
+            **NO_MASK,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return grads
 
 
-class FlashAttn3(OperatorKernel):
+class FlashAttn3(_FromPackage):
     """FlashAttention-3's Hopper build, module ``flash_attn_interface``, of November 2025
     or newer.
     """
 
     name = "flash_attn_3"
     oldest, alone = (9, 0), True
-
-    def refuses(self, device, dtype, head_dim):
-        why = super().refuses(device, dtype, head_dim)
-        return why or missing("flash_attn_interface", "flash-attn 3")
+    source = "flash_attn_interface", "flash-attn 3"
 
     def _forward(self, q, k, v, causal, scale):
         from flash_attn_interface import _flash_attn_forward
@@ -191,16 +202,22 @@ class FlashAttn4(OperatorKernel):
 
         refuse_recording("FlashAttention-4", "cudnn")
         dq, dk, dv = _dense_like(q, k, v)
-        options |= {
-            "softmax_scale": scale,
-            "causal": causal,
-            "dq": dq,
-            "dk": dk,
-            "dv": dv,
-        }
-        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         with torch.cuda.device_of(q):
-            return _flash_attn_bwd(q, k, v, out, dout, lse, **options)
+            return _flash_attn_bwd(
+                q,
+                k,
+                v,
+                out,
+                dout,
+                lse,
+                softmax_scale=scale,
+                causal=causal,
+                dq=dq,
+                dk=dk,
+                dv=dv,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                **options,
+            )
 
 
 BLOCK = 128  # rows of a tile of FlashAttention-4, which takes lists of whole tiles

@@ -42,16 +42,17 @@ def published(number: str) -> dict:
     return tomllib.loads((FOLDER / f"{number}.toml").read_text(encoding="utf-8"))
 
 
-def next_steps(number: str) -> Table:
+def next_steps(number: str, key: str = "next") -> Table:
     """A document's own list of future work beside what became of it, with a link to the
-    page or file that answers.
+    page or file that answers; of ``key`` "names" that of the names in its code.
     """
 
     def link(page: str) -> str:
         """Of a file only where it is, from the folder of reports: notebooks run there."""
         return page if not Path(page).suffix or Path(page[3:]).exists() else ""
 
-    rows = published(number)["next"]
+    rows = published(number)[key]
     answers = [Cell(x["answer"], page=link(x["page"])) for x in rows]
-    columns = {"It asked for": [x["item"] for x in rows], "Here": answers}
-    return table(f"What document {number} asked for next", columns, cards=True)
+    columns = {"In the document": [x["item"] for x in rows], "Here": answers}
+    caption = f"What document {number} {'asked for next' if key == 'next' else 'names in its code'}"
+    return table(caption, columns, cards=True)
