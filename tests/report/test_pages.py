@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from reporting import ROOT, Shown, shown, study_of
-from ringlab import patterns, report
+from ringlab import advise, longest, patterns, report
+from ringlab.advise import local, rounded
 from ringlab.report import render
+from ringlab.report.places import read_manifest
 from ringlab.report.published import DOCUMENTS
 
 REPORTS = ROOT / "reports"
@@ -88,3 +90,33 @@ def test_zero_rows_are_counted_and_eight_ranks_are_shown():
         assert "V2Robust and Hybrid are one class" in shown(number).text
     line = r"8 ranks.*sends 96 MiB and holds 65.7 MiB. Simulated .* passed its check: 4.0e-07"
     assert re.search(line, shown("001").text)
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gtx1080", "h200"])
+def test_one_question_has_one_value_on_all_pages(profile):
+    """Up to which length dense attention lasts, what a layer takes and which length
+    fits: on the index, the pages and in README, as `advise` and `longest` say.
+    """
+    facts = read_manifest(REPORTS / profile)["first_screen"]["facts"]
+    index = (REPORTS / "index.md").read_text().partition(f"## {profile}: ")[2]
+    pages = [p.read_text() for p in (REPORTS / profile).glob("*.md")]
+    text = re.sub(r"\s+#?\s*", " ", " ".join([index.partition("\n## ")[0], *pages]))
+    lasts = (
+        "ense attention (?:stays within 1 s a call )?up to (?:about|at most) ([0-9,]+)"
+    )
+    assert {*re.findall(lasts, text)} == {f"{rounded(facts['dense_until']):,}"}
+    assert all(f"{most:,}" in index for most in facts["longest"].values())
+    if profile != "gtx1080":  # nothing was measured there: nothing else enters
+        return
+    advice = advise(profile, facts["seq_len"])
+    takes = {x.need: x.takes for x in advice.options}
+    assert (advice.dense_until, takes) == (facts["dense_until"], facts["takes"])
+    readme = (ROOT / "README.md").read_text()
+    printed = re.findall(r"at least ([\d.]+ s)", readme)
+    assert printed == [takes[x].removeprefix("≥ ") for x in ("exact", "far")]
+    for passes, most in facts["longest"].items():
+        held = [
+            longest(p, advice.budget_bytes, passes=passes, profile=profile)
+            for p in (patterns.Dense(), local(2**20))
+        ]
+        assert most == min(held)
