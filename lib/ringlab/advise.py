@@ -786,7 +786,9 @@ class _Advisor:
             limit = {"time": f"within {format_seconds(self.seconds)} a call"}
             limit = limit.get(ends, "in memory")
             about = "at most" if ends == "time" and dense.time == AT_LEAST else "about"
-            until = f"dense attention stays {limit} up to {about} {rounded(end):,} tokens"
+            until = (
+                f"dense attention stays {limit} up to {about} {rounded(end):,} tokens"
+            )
         if "asked" in options:
             return "asked", f"a pattern that is given is kept; {until}"
         if "far" not in options:

@@ -16,19 +16,20 @@ from .cells import peak_bytes, sent_bytes, timed, times
 from .study import Study, best
 from .tables import span
 
-WORDS = (  # the strongest first
-    "impossible as printed",
-    "contradicts itself",
-    "does not hold",
-    "leaves out",
-    "mixes causes",
-    "untestable as stated",
-    "holds",
-    "holds as an upper limit",
-    "not reproduced here",  # this and what follows decide nothing
-    "hidden by noise",
-    "untested",
-)
+# The verdicts, the strongest first, and what each means; the last three decide nothing.
+WORDS = {
+    "impossible as printed": "arithmetic with what is printed rules it out",
+    "contradicts itself": "two statements of the document cannot both hold",
+    "does not hold": "its own records or sources, or a test at every length, say otherwise",
+    "leaves out": "right once a condition is known that is not printed",
+    "mixes causes": "one factor for two changes",
+    "untestable as stated": "no system could pass or fail",
+    "holds": "tested here, or shown by its records or sources",
+    "holds as an upper limit": "less than the printed figure was found",
+    "not reproduced here": "other code or another device gives another figure",
+    "hidden by noise": "the difference is smaller than the noise",
+    "untested": "nothing here decides it",
+}
 BOUND = "least ms"  # the quantity that a printed time cannot lie below
 SHAPE = ("batch", "seq_len", "world_size")  # a query has one value for each
 # What a pair of rows shares, unless a query names it for one of the two.

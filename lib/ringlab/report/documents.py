@@ -135,7 +135,7 @@ def counterpart(study: Study, document: str, title: str) -> Table:
             "then, where the two can be compared, the printed number over it. "
         )
         if study.profile.name != data["profile"]:
-            note += "Times and memory of two devices are not divided by each other. "
+            note += "Times and memory of two devices are not divided by each other; quotients and sizes per token are. "
         note += data.get("note", "")
     cells = [[cell.cell for cell in each] for each in rows.values()]
     return Table(title, columns, cells, note=note)

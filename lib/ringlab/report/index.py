@@ -48,7 +48,8 @@ def write_index(reports: Path) -> list[Path]:
         "title": "ringlab: which attention for a long sequence",
         "lead": "For each device: the attention that is advised, how long a sequence fits and how fast it is, measured "
         "there or computed from its data sheet. A layer's forward call may take 1 s: a model of 32 layers then "
-        "reads its prompt in half a minute.",
+        "reads its prompt in half a minute. Five published benchmark documents, 000 to 004, are answered table by "
+        "table on the pages with their titles.",
         "explained": "For other lengths, shapes, needs and GPUs ask "
         f"`.venv/bin/python -m ringlab advise`, or {explorer} in `make lab`.",
         "columns": ("Report", "Answer", "Files"),
