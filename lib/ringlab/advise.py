@@ -152,29 +152,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-CODE = """\
-{about}
-import torch
-import ringlab
-{imports}
-seq_len = {seq_len}
-device = {device}
-{pattern}
-# Layer i attends with layers[i % len(layers)].
-layers = {layers}
-{torchrun}
-
-def attend(q, k, v, pattern):
-    return ringlab.attention(q, k, v, pattern, {options})
-
-
-print("{size}", flush=True)
-made = {{'dtype': {dtype}, 'device': device, 'requires_grad': {grad}}}
-q, k, v = (torch.randn({batch}, seq_len, heads, {head_dim}, **made) for heads in {heads})
-for pattern in layers:
-    out = {attend}
-{backward}print(tuple(out.shape))
-"""
 LAPTOP = 1e11  # FLOP/s of its CPU, of which the printed code tells
 TORCHRUN = (
     '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
@@ -341,7 +318,11 @@ class Advice:
         comments = [self.title, f"{self.advised.name}: {self.why}"]
         comments += [f"{x.name} {x.shown}: {x.why}" for x in self.choices.values()]
         comments += [f"memory: {self.memory}"]
-        about = [x for text in comments for x in wrap(text, 88, subsequent_indent="  ")]
+        about = "\n".join(
+            f"# {x}"
+            for text in comments
+            for x in wrap(text, 88, subsequent_indent="  ")
+        )
         options = [f"causal={c.causal}"]
         if c.ranks > 1:
             scheme = "auto" if dense_every else self["scheme"]
@@ -359,27 +340,34 @@ class Advice:
             imports += "from torch.utils.checkpoint import checkpoint\n"
         dense = replace(c, pattern=Dense()).cost().flops
         flops = dense * self.advised.share * (dense_every or 1)
-        return CODE.format(
-            about="\n".join(f"# {line}" for line in about),
-            imports=imports,
-            seq_len=self.seq_len,
-            pattern=f"pattern = {pattern!r}",
-            layers=layers,
-            options=", ".join(options),
-            size=f"{self.seq_len:,} tokens, {flops:.2g} FLOP: about "
-            f"{format_seconds(flops / LAPTOP)} on a laptop's CPU",
-            dtype=self["dtype"],
-            device='"cuda" if torch.cuda.is_available() else "cpu"'
-            if c.profile.kind == "cuda"
-            else '"cpu"',
-            torchrun=TORCHRUN if c.ranks > 1 else "",
-            grad=backward,
-            batch=c.batch,
-            head_dim=c.head_dim,
-            heads=[c.heads, c.kv_heads, c.kv_heads],
-            attend=attend,
-            backward="out.sum().backward()\n" if backward else "",
-        )
+        heads = [c.heads, c.kv_heads, c.kv_heads]
+        ends = "out.sum().backward()\n" if backward else ""
+        device = '"cpu"'
+        if c.profile.kind == "cuda":
+            device = '"cuda" if torch.cuda.is_available() else "cpu"'
+        return f"""\
+{about}
+import torch
+import ringlab
+{imports}
+seq_len = {self.seq_len}
+device = {device}
+pattern = {pattern!r}
+# Layer i attends with layers[i % len(layers)].
+layers = {layers}
+{TORCHRUN if c.ranks > 1 else ""}
+
+def attend(q, k, v, pattern):
+    return ringlab.attention(q, k, v, pattern, {", ".join(options)})
+
+
+print("{self.seq_len:,} tokens, {flops:.2g} FLOP: about {format_seconds(flops / LAPTOP)} on a laptop's CPU", flush=True)
+made = {{'dtype': {self["dtype"]}, 'device': device, 'requires_grad': {backward}}}
+q, k, v = (torch.randn({c.batch}, seq_len, heads, {c.head_dim}, **made) for heads in {heads})
+for pattern in layers:
+    out = {attend}
+{ends}print(tuple(out.shape))
+"""
 
 
 def columns(rows: Sequence[Sequence[str]], sides: Sequence[str] = "") -> list[str]:

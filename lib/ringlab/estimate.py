@@ -151,7 +151,7 @@ def estimate_call(call: CallSpec) -> Estimate:
         run.scheme,
         run.parts(),
         run.peak_bytes,
-        dict(run.traffic.sent),
+        call.sent() if call.ranks > 1 else {},
         cache_bytes=cached,
     )
     return estimated.bounded(rates_of(call, work)) if call.profile else estimated

@@ -30,7 +30,7 @@ from .engine.ways import LocalCall
 from .kernels.base import HALF, DeviceSpec
 from .kernels.external import NOT_INSTALLED
 from .ring import Problem
-from .ring.comm import Steps, Traffic, Wait
+from .ring.comm import Steps, Wait
 from .ring.exchange import rows_moved
 from .ring.rank import rank_of
 from .ring.schemes import algorithms
@@ -87,7 +87,7 @@ class MetaRun(LiveStorageTracker):
     """Track one call without data: ``tensor`` makes its inputs, ``name`` says what
     storages are for.
 
-    ``peak_bytes``, ``parts`` and ``traffic`` are what the call would hold and send.
+    ``peak_bytes`` and ``parts`` are what the call would hold.
 
     >>> run = MetaRun()
     >>> with run.on(kernels.KERNELS["eager"]):
@@ -101,7 +101,6 @@ class MetaRun(LiveStorageTracker):
 
     def __init__(self):
         super().__init__()
-        self.traffic = Traffic()
         self.scheme: str | None = None  # of several ranks
         # Whether tensors asked for on the meta device are made with data.
         self.real = False
@@ -139,22 +138,20 @@ class MetaRun(LiveStorageTracker):
             sizes[self._names[key][1] if key in self._names else "workspace"] += size
         return sizes
 
-    def drive(self, steps: Steps, rank: int):
-        """Run one rank's algorithm alone: what it sends is counted, what others send
-        arrives uninitialised.
-        """
+    def drive(self, steps: Steps):
+        """Run one rank's algorithm alone: what others send arrives uninitialised."""
         answer = None
         while True:
             try:
                 step = steps.send(answer)
             except StopIteration as end:
                 return end.value
+            answer = None
             if not isinstance(step, Wait):
-                self.traffic.add(rank, step)
                 self.name("received", step.receive)
-            # A request is its own ticket: like those of a group it holds what is on its
-            # way.
-            answer = None if isinstance(step, Wait) else step
+                # A request is its own ticket: like those of a group it holds what is on
+                # its way.
+                answer = step
             step = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -326,8 +323,7 @@ MOST_RANKS = 128  # of dense attention a run has a few calls for each pair of ra
 
 
 def run(call: CallSpec) -> MetaRun:
-    """Run a call without data: of several ranks the one that holds most, with the
-    traffic of all.
+    """Run a call without data: of several ranks the one that holds most.
 
     Raises ValueError for what would take minutes, and as ``kernel_of`` does.
     """
@@ -338,7 +334,7 @@ def run(call: CallSpec) -> MetaRun:
             (run_rank(call, problem, scheme, rank) for rank in ranks_to_run(problem)),
             key=lambda run: run.peak_bytes,
         )
-        most.traffic.sent, most.scheme = call.sent(), scheme
+        most.scheme = scheme
         return most
     run = MetaRun()
     execution = ColdExecution.of(call.execution, run)
@@ -365,7 +361,7 @@ def run_rank(call: CallSpec, problem: Problem, scheme: str, number: int) -> Meta
     with torch.no_grad(), run.on(kernel, call.device):
         q, k, v, dout = _inputs(call, run, problem.layout.size(number))
         rank = rank_of(problem, number, kernel, call.head_dim**-0.5, execution)
-        held = run.drive(forward(rank, q, k, v), number)
+        held = run.drive(forward(rank, q, k, v))
         for part, t in zip(("out", "lse", *["received"] * len(held)), held):
             run.name(part, t)
         out, lse, saved = held[0].contiguous(), held[1].contiguous(), held[2:]
@@ -373,9 +369,7 @@ def run_rank(call: CallSpec, problem: Problem, scheme: str, number: int) -> Meta
         run.name("out", out)
         run.name("lse", lse)
         if dout is not None:
-            grads = run.drive(
-                backward(rank, dout, None, q, k, v, out, lse, *saved), number
-            )
+            grads = run.drive(backward(rank, dout, None, q, k, v, out, lse, *saved))
             run.name("gradients", *(g.to(q.dtype).contiguous() for g in grads))
     return run
 

@@ -20,8 +20,9 @@ from ringlab.measure import Group, Point, stats, suites, validity
 from ringlab.measure.points import Result
 from ringlab.measure.store import Store, result_row
 from ringlab.report import claims, figures, predicted, render, tables
+from ringlab.report.places import RunTarget
 from ringlab.report.published import DOCUMENTS, published
-from ringlab.report.study import Source, Study
+from ringlab.report.study import Study
 from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,7 +275,7 @@ class Shown:
     def __init__(self, name: str, page: Study, *beside: Study, **parameters):
         self.tables, self.texts, self.labels, self.drawn = [], [], [], []
         self.panels = []
-        here = Source(page.profile, page.folder, False, page.computed)
+        here = RunTarget(page.profile, page.folder, "as asked", page.computed)
         pages = iter((page, *beside))
 
         def source(*asked):

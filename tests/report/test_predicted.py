@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from ringlab import cli, measure
-from ringlab.estimate import estimate
 from ringlab.hardware import Rates, get_profile
 from ringlab.kernels import torch_kernels
-from ringlab.patterns import Dense
 from ringlab.report import predicted
 from ringlab.report.study import Study, rates_of
 
@@ -145,10 +143,11 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, given, why):
 def test_other_threads_of_torch_are_those_of_that_call_alone():
     before = torch.get_num_threads()
     for threads in (1, before + 3, None):
-        seen = predicted.with_threads(threads, torch.get_num_threads)
-        assert seen == (threads or before)
+        with predicted.with_threads(threads):
+            assert torch.get_num_threads() == (threads or before)
         assert torch.get_num_threads() == before
     with ThreadPoolExecutor(1) as new:
         assert new.submit(torch.get_num_threads).result() == before
-    with pytest.raises(ValueError, match="seq_len must be"):
-        predicted.with_threads(before + 1, estimate, Dense(), seq_len=0)
+    with pytest.raises(ValueError), predicted.with_threads(before + 1):
+        raise ValueError
+    assert torch.get_num_threads() == before

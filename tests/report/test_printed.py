@@ -13,8 +13,8 @@ from ringlab.measure import suites
 from ringlab.report import predicted, tables
 from ringlab.report.documents import counterpart, printed
 from ringlab.report.index import read_manifest
+from ringlab.report.places import RunTarget
 from ringlab.report.published import DOCUMENTS, published
-from ringlab.report.study import Source
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = json.loads((Path(__file__).parent / "recorded/printed.json").read_text())
@@ -145,7 +145,7 @@ def test_points_without_a_row_are_computed_and_marked_on_a_gpu_that_is_not_here(
 ):
     """Of half of the points rows were recorded: only these are times, and counted."""
     profile = hardware.get_profile("gtx1080")
-    here = Source(profile, tmp_path, runs=False)
+    here = RunTarget(profile, tmp_path, "as asked")
     groups = suites.hybrid_summary(profile)
     nothing = report.measured(here, groups)
     assert nothing.computed and not nothing.measured

@@ -28,8 +28,6 @@ from .model_systems import STEPS, document_lengths
 from .points import Group, Point
 from .selection_systems import CHOICES
 
-TWIN = {"twin": True}
-
 
 def own_dtype(profile: hardware.Profile) -> str:
     """The dtype that the profile's policy chooses; float32 on a CPU."""
@@ -75,9 +73,14 @@ def doubled(longest: int) -> list[int]:
     return [2**i for i in range(10, 20) if 2**i <= longest]
 
 
+def having(point: Point, **options) -> Point:
+    """The point with these options beside its own."""
+    return point.but(options=dict(point.options) | options)
+
+
 def aa_control(point: Point) -> Point:
     """The A/A control of a point."""
-    return point.but(options=dict(point.options) | TWIN)
+    return having(point, twin=True)
 
 
 def vary(groups: list[Group], *, longest: int = 0, **fields) -> list[Group]:
@@ -176,10 +179,8 @@ def optimization(profile: hardware.Profile) -> list[Group]:
     if dtype != "float32":  # which most GPU kernels refuse
         table += grid(ours.but(dtype=dtype), options=by_kernel)
 
-    growing = ours.but(dtype=dtype)
-    growing = beside_dense(
-        grid(growing, seq_len=doubled(by_size(profile, 4096, 32768, 65536)))
-    )
+    lengths = doubled(by_size(profile, 4096, 32768, 65536))
+    growing = beside_dense(grid(ours.but(dtype=dtype), seq_len=lengths))
     # Forward and backward of dense attention take a second at most.
     n = by_size(profile, 4096, 8192, 32768)
     ours = ours.but(seq_len=n, dtype=dtype)
@@ -188,12 +189,8 @@ def optimization(profile: hardware.Profile) -> list[Group]:
     build = Point("plan_build", DOCUMENT, seq_len=TOKENS)
     gathered = build.but(options={"gather": True})
     plans = [build.but(seq_len=1024), build, build.but(pattern=LADDER), gathered]
-    reuse = [
-        point.but(options=dict(point.options) | {"warm": False}) for point in plans
-    ]
-    reuse += [
-        point.but(options=dict(point.options) | {"warm": True}) for point in plans[1:]
-    ]
+    reuse = [having(point, warm=False) for point in plans]
+    reuse += [having(point, warm=True) for point in plans[1:]]
     # Accumulators of 16 MiB, and of 4 MiB.
     for tokens, thresholds in ((4096, (4.0, 16.0, 64.0)), (1024, (4.0,))):
         off = Point("ringlab", POOLED, batch=16, seq_len=tokens, heads=1, dtype=half)
@@ -252,8 +249,8 @@ def benchmark_pattern(seq_len: int) -> Dilated:
     [(512, 1024), (1024, 2048, 4096)]
     """
     shortest = max(512, seq_len // 8)
-    lengths = [n for n in (shortest, 2 * shortest, 4 * shortest) if n < seq_len]
-    rates = [1, 2, 4][: len(lengths)]
+    rates = [rate for rate in (1, 2, 4) if rate * shortest < seq_len]
+    lengths = [rate * shortest for rate in rates]
     return Dilated(lengths, rates, mixing="head_groups", offsets="branch")
 
 
@@ -352,8 +349,6 @@ EXTREME_TOKENS = (65536, 131072, 262144)
 RING_SEGMENTS = Dilated(
     [65536, 131072, 262144], [1, 2, 4], mixing="head_groups", offsets="branch"
 )  # of its script
-BLOCK_WAYS = ("rows", "batched", "views")  # of execution, in the order of the document
-FRESH = {"results": False}
 ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window has
 KINDS: dict[str, BlockSparse] = {
     "window": WINDOW,
@@ -393,11 +388,13 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
     exact = ours.but(dtype="float32")
     table += grid(exact, system=(TORCH_SPARSE, OPTIMIZED, "ringlab"))
 
-    ways = [{"blocks": way} for way in BLOCK_WAYS]
+    # Ways of execution, in the order of the document.
+    ways = [{"blocks": way} for way in ("rows", "batched", "views")]
     built = [way | {"warm": warm} for way in ways for warm in (False, True)]
     uncached = [way | {"cache": False} for way in (ways[0], ways[-1])]
     journey = grid(ours.but(system="plan_build"), options=built)
-    journey += grid(ours, options=(*ways, *uncached, ways[-1] | TWIN))
+    journey += grid(ours, options=(*ways, *uncached))
+    journey.append(aa_control(ours.but(options=ways[-1])))
 
     longest = by_size(profile, LONG_TOKENS, 32768, 65536)
     growing = grid(ours, seq_len=doubled(longest))
@@ -427,7 +424,7 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
     # takes a minute, and the landscape has FlexAttention, whose compiling takes as long
     # as all else.
     gpu = [dense(long), dense(tenth[-1]), long.but(system="flex")]
-    tenth += [long.but(options=FRESH), dense(long)] if cpu else gpu
+    tenth += [long.but(options={"results": False}), dense(long)] if cpu else gpu
     efficiency = Group(EFFICIENCY, tenth, rounds=10)
 
     # A CPU takes one of the eight heads, which are alike; all would take minutes.
@@ -450,11 +447,7 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
 
 # One shape: 16 heads in the GPU's half precision, three branches that fold.
 RUNGS = "rungs"
-RUNGS_ON_A_LADDER = "rungs on a ladder"
 RUNGS_BESIDE_FA4 = "rungs beside FlashAttention-4"
-RUNGS_BY_LENGTH = "rungs by length"
-RUNGS_ON_BLOCKS = "rungs on blocks"
-RUNGS_IN_MEMORY = "rungs in memory"
 RUNG_PATTERN = Dilated([2048, 4096, 8192], [1, 2, 4])
 RUNG_TOKENS = 65536
 RUNG_HEADS = 16
@@ -463,17 +456,8 @@ RUNG_LONGER = (262_144, 1_048_576)
 RUNG_MASK = a_tenth(128, RUNG_TOKENS)
 # Each way of this library by the options of the system "ringlab"; the notebook
 # optimization_results describes each.
-RUNG_WAYS: dict[str, dict] = {
-    "default": {},
-    "lists": {"backend": "triton"},
-    "merged": {"backend": "sdpa"},
-    "strided": {"backend": "sdpa", "merge": "eager"},
-}
-FA4 = "flash_attn_4"
-RUNG_PEERS = (
-    "cudnn",
-    "flash",
-)  # torch's own kernels, on segments that lie contiguous already
+LISTS, MERGED = {"backend": "triton"}, {"backend": "sdpa"}
+RUNG_WAYS = {}, LISTS, MERGED, MERGED | {"merge": "eager"}
 RUNG_PASSES: dict[str, dict] = {
     "forward": {},
     "forward and backward": {"passes": "fwd+bwd"},
@@ -500,64 +484,60 @@ def kernel_suite(profile: hardware.Profile, *, packages: bool = False) -> list[G
         head_dim=RUNG_HEAD_DIMS[0],
         dtype=half_dtype(profile),
     )
-
-    def ways(point: Point, *names: str) -> list[Point]:
-        return grid(point, options=[RUNG_WAYS[name] for name in names])
-
     groups = []
-    segments = [{"backend": peer} for peer in RUNG_PEERS]
+    # torch's own kernels, on segments that lie contiguous already
+    segments = [{"backend": name} for name in ("cudnn", "flash")]
     for head_dim, (name, passes) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
         point = first.but(head_dim=head_dim, **passes)
-        points = [*ways(point, *RUNG_WAYS), point.but(system="copying")]
+        points = [*grid(point, options=RUNG_WAYS), point.but(system="copying")]
         points += grid(point.but(system="contiguous_segments"), options=segments)
         points += [dense(point), aa_control(point)] if point == first else []
         groups.append(Group(f"{RUNGS}, head_dim {head_dim}, {name}", points))
     shapes = ((RUNG_TOKENS, 128), (RUNG_TOKENS, 64), (RUNG_TOKENS // 4, 128))
     for (n, head_dim), name in product(shapes, ("forward", "forward and backward")):
         point = first.but(pattern=ladder(n), seq_len=n, head_dim=head_dim)
-        points = ways(point.but(**RUNG_PASSES[name]), "default", "lists", "merged")
+        points = grid(point.but(**RUNG_PASSES[name]), options=RUNG_WAYS[:3])
         shape = f"{n:,} tokens, head_dim {head_dim}"
-        groups.append(Group(f"{RUNGS_ON_A_LADDER}, {shape}, {name}", points))
+        groups.append(Group(f"rungs on a ladder, {shape}, {name}", points))
     # Memory for q, k, v, out and their gradients twice: the last results are compared
     # with the first.
     most = (profile.memory_bytes or 0) // (16 * 2 * RUNG_HEADS * RUNG_HEAD_DIMS[0])
     longer = [n for n in RUNG_LONGER if n <= most]
     for n in (RUNG_TOKENS // 16, RUNG_TOKENS // 4, *longer):
         point = first.but(seq_len=n)
-        points = ways(point, "default", "lists", "merged")
+        points = grid(point, options=RUNG_WAYS[:3])
         points.append(point.but(system="copying"))
         if n <= RUNG_TOKENS:  # in less than a tenth of a second
             points.append(dense(point))
         # At the longest the copying form needs the whole memory.
-        title = f"{RUNGS_BY_LENGTH}, {n:,} tokens"
+        title = f"rungs by length, {n:,} tokens"
         turns = n < max(RUNG_LONGER)
         groups.append(Group(title, points, interleave=turns))
     for name in ("forward", "forward and backward"):
         point = first.but(pattern=RUNG_MASK, **RUNG_PASSES[name])
-        points = [*ways(point, "default", "lists"), dense(point)]
+        points = [*grid(point, options=RUNG_WAYS[:2]), dense(point)]
         if name == "forward":  # FlexAttention comes last, for the forward only
             points.append(point.but(system="flex"))
-        groups.append(Group(f"{RUNGS_ON_BLOCKS}, {name}", points))
+        groups.append(Group(f"rungs on blocks, {name}", points))
     training = first.but(seq_len=max(longer, default=RUNG_TOKENS), passes="fwd+bwd")
-    points = ways(training, "default", "lists", "merged")
-    groups.append(Group(RUNGS_IN_MEMORY, points, interleave=False))
+    points = grid(training, options=RUNG_WAYS[:3])
+    groups.append(Group("rungs in memory", points, interleave=False))
     newer = profile.capability is not None and profile.capability >= (9, 0)
     if newer and (packages or peers.version_of("flash-attn-4")):
-        groups += _beside_fa4(first, ways)
+        groups += _beside_fa4(first)
     return groups
 
 
-def _beside_fa4(first: Point, ways: Callable) -> list[Group]:
+def _beside_fa4(first: Point) -> list[Group]:
     """The branches and the ladder by head_dim and pass, and dense attention."""
     groups = []
     dense_calls = []
     patterns = {"branches": RUNG_PATTERN, "a ladder": ladder(RUNG_TOKENS)}
-    cudnn, fa4 = ({"backend": name} for name in ("cudnn", FA4))
+    cudnn, fa4 = {"backend": "cudnn"}, {"backend": "flash_attn_4"}
     for head_dim, (name, passes) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
         call = first.but(head_dim=head_dim, **passes)
         for kind, pattern in patterns.items():
-            point = call.but(pattern=pattern)
-            points = [*ways(point, "lists", "merged"), point.but(options=fa4)]
+            points = grid(call, pattern=[pattern], options=(LISTS, MERGED, fa4))
             title = f"{RUNGS_BESIDE_FA4}, {kind}, head_dim {head_dim}, {name}"
             groups.append(Group(title, points))
         short = call.but(pattern=Dense(), seq_len=RUNG_TOKENS // 4)
@@ -706,41 +686,30 @@ def landscape(
     window = Point("ringlab", LANDSCAPE_WINDOW, dtype=own_dtype(profile))
     systems = known if systems is None else systems
 
-    def points_at(n: int, names) -> list[Point]:
-        return [
-            window.but(system=system, seq_len=n, pattern=pattern(n))
-            for system, pattern in (systems[name] for name in names)
-        ]
-
-    ours = [
-        name
-        for name in systems
-        if name in known and systems[name][0] not in ("dense_sdpa", "flex")
-    ]
-    each_dense = [dense(window.but(seq_len=n)) for n in ns]
-    points = [*each_dense]
-    for n in ns:
-        points += points_at(
-            n, [x for x in ours if x not in (LONGNET, ADVISED) or n > NEIGHBOURS]
-        )
-    trained = [
-        point.but(passes="fwd+bwd") for point in points if point.seq_len in ns[:2]
-    ]
-    points.append(window.but(seq_len=ns[0], options=TWIN))
-    if "FlexAttention" in systems:
-        # Its mask is made from all pairs: 4 GiB at 65,536.
-        n = by_size(profile, ns[-1], ns[len(ns) > 1 and -2], ns[-1])
-        points += points_at(n, ["FlexAttention"])
+    calls = {
+        name: [window.but(system=x, seq_len=n, pattern=pattern(n)) for n in ns]
+        for name, (x, pattern) in systems.items()
+    }
     more = [name for name in systems if name not in known]
-    calls = {name: [points_at(n, [name]) for n in ns] for name in systems}
     for name, other in product(more, systems):
         if name != other and calls[name] == calls[other]:
             raise ValueError(f"{name!r} and {other!r} are one system")
-    added = [
-        point
-        for first in each_dense
-        for point in (first, *points_at(first.seq_len, more))
+    each_dense = [dense(window.but(seq_len=n)) for n in ns]
+    points = [*each_dense]
+    added = []
+    for first, *others in zip(each_dense, *calls.values()):
+        at = dict(zip(calls, others))
+        added += [first, *(at[name] for name in more)]
+        short = {LONGNET, ADVISED} if first.seq_len <= NEIGHBOURS else set()
+        own = known.keys() - short - {"Dense SDPA", "FlexAttention"}
+        points += [point for name, point in at.items() if name in own]
+    trained = [
+        point.but(passes="fwd+bwd") for point in points if point.seq_len in ns[:2]
     ]
+    points.append(aa_control(window.but(seq_len=ns[0])))
+    if flex := calls.get("FlexAttention"):
+        # Its mask is made from all pairs: 4 GiB at 65,536.
+        points.append(flex[-2:][by_size(profile, -1, 0, -1)])
     half = 2048 if cpu else 8192
     ns = 8192, 32768, *([] if cpu else [131_072])
     advised = [window.but(seq_len=n, pattern=local(n)) for n in ns]
@@ -766,10 +735,7 @@ def landscape(
 # --------------------------------------------------------------------------------------
 # selected keys: methods that choose by content, beside the best dense kernel
 
-SELECTION = "selection"
-SELECTION_TRAINING = "selection training"
 SELECTION_SHAPES = "selection, shape of"
-CHOICE = {"choice": True}  # the choice alone
 
 
 def selecting_systems(profile: hardware.Profile) -> dict[str, tuple[str, dict]]:
@@ -817,17 +783,17 @@ def selection(
         point = ours.but(seq_len=n)
         few = cpu and n > ns[0]
         chosen = methods(point, ["dsa"] * few)
-        alone = [p.but(options=dict(p.options) | CHOICE) for p in chosen]
+        alone = [having(point, choice=True) for point in chosen]
         points = [point, *[dense(point)] * (not few), *chosen, *alone]
         points += [aa_control(point)] * (n == ns[0])
-        groups.append(Group(f"{SELECTION}, {n:,} tokens", points, rounds=5))
+        groups.append(Group(f"selection, {n:,} tokens", points, rounds=5))
     if seq_lens:
         return groups
     slow = ["dsa"] * cpu + ["vertical_slash"]
     for n in [8192] if cpu else ns[:4]:
         point = ours.but(seq_len=n, passes="fwd+bwd")
         points = [point, *[dense(point)] * (not cpu), *methods(point, slow)]
-        groups.append(Group(f"{SELECTION_TRAINING}, {n:,} tokens", points, rounds=5))
+        groups.append(Group(f"selection training, {n:,} tokens", points, rounds=5))
     for name, shape in SHAPES.items():
         own = ours.but(seq_len=4096 if cpu else 65536, **shape)
         point = own.but(pattern=Dense())

@@ -156,6 +156,11 @@ class RunTarget:
     why: str = ""
     computed: bool = False
 
+    @property
+    def runs(self) -> bool:
+        """Whether missing points can be measured here."""
+        return not self.why
+
 
 def run_target(
     name: str,

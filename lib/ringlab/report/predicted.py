@@ -5,10 +5,8 @@ It knows the engine, as it is called or under a published name, each with the se
 of the point.
 """
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from contextvars import copy_context
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -136,19 +134,19 @@ def estimate_of(
     """
     if point.system not in ENGINE:
         return None
-    return with_threads(threads, _estimate, point, profile)
+    with with_threads(threads):
+        return _estimate(point, profile)
 
 
-def with_threads(threads: int | None, call: Callable, *args, **options):
-    """What ``call`` returns where torch has so many threads: plans depend on them. It
-    runs in a thread of its own, so that others keep theirs; None: as many as here.
-    """
+@contextmanager
+def with_threads(threads: int | None) -> Iterator[None]:
+    """Inside torch has so many threads: plans depend on them. None: as many as here."""
     before = torch.get_num_threads()
-    with ThreadPoolExecutor(1) as one:
-        one.submit(torch.set_num_threads, threads or before)
-        result = one.submit(copy_context().run, call, *args, **options)
-        one.submit(torch.set_num_threads, before)  # what a new thread starts with
-    return result.result()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _estimate(point: Point, profile: str | None) -> Estimate | None:

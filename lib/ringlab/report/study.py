@@ -29,6 +29,7 @@ from .noise import Noise, noise_of, repeated, reproduced
 from .places import (
     NO_MEASURING,
     ReportError,
+    RunTarget,
     UsageError,
     locked,
     note,
@@ -45,31 +46,17 @@ ANY = measure.Point(
 ADDED = "added"  # the folder, beside the rows, of points that no page lists
 
 
-@dataclass(frozen=True)
-class Source:
-    """The profile of a page, the ``folder`` of its rows, and what measures them here.
-
-    ``runs``: whether missing points can be measured on this machine; ``computed``: its
-    rows are computed, because its device is absent and none were recorded elsewhere.
-    """
-
-    profile: hardware.Profile
-    folder: Path
-    runs: bool
-    computed: bool = False
-
-
-def source(profile: str = "auto", data: str = "", measure: bool = True) -> Source:
+def source(profile: str = "auto", data: str = "", measure: bool = True) -> RunTarget:
     """Where the rows of a profile lie (in the folder ``data``, if named), and whether
     missing ones can be measured here (not with ``measure=False``) or all are computed.
 
     Raises UnknownProfile, and UsageError for a GPU that torch cannot drive here, a
     folder without rows, and one with those of another profile.
     """
-    planned = run_target(profile, hardware.detect(), reports_folder(), data)
-    device = planned.profile
-    folder = planned.data
-    there = folder.is_dir() if planned.computed else (folder / store.NAME).is_file()
+    target = run_target(profile, hardware.detect(), reports_folder(), data)
+    device = target.profile
+    folder = target.data
+    there = folder.is_dir() if target.computed else (folder / store.NAME).is_file()
     if data and not there:
         raise UsageError(f"there is no {store.NAME} in the folder {data}")
     if rows := store.load(folder):  # they say what they were measured on
@@ -79,11 +66,13 @@ def source(profile: str = "auto", data: str = "", measure: bool = True) -> Sourc
                 f"the rows in {folder} are of {', '.join(sorted(others))}, not of {device.name}"
             )
         device = Study(device, newest_origin(rows), folder).sized_profile
-    runs = not planned.why and measure and NO_MEASURING not in os.environ
-    return Source(device, folder, runs, planned.computed)
+    why = target.why
+    if not measure or NO_MEASURING in os.environ:
+        why = why or "as asked"
+    return replace(target, profile=device, why=why)
 
 
-def measured(here: Source, points: Iterable) -> Study:
+def measured(here: RunTarget, points: Iterable) -> Study:
     """The rows of these groups and points, of which those without a row are measured
     first, with a line of progress for each; its ``all_suites`` has all rows of the folder.
     For a device that is absent the rows are computed, and nothing is measured; so are
@@ -101,14 +90,14 @@ def measured(here: Source, points: Iterable) -> Study:
 
     if here.computed:
         return Study(
-            here.profile, rows_of(here.profile, groups), here.folder, groups=groups
+            here.profile, rows_of(here.profile, groups), here.data, groups=groups
         )
     requested = {name for g in groups for name in g.keys}
 
     def stored() -> tuple[list, list]:
         """All rows of the folder, and those that are requested."""
-        beside = store.read(here.folder)
-        both = [*beside, *store.read(here.folder / ADDED)]
+        beside = store.read(here.data)
+        both = [*beside, *store.read(here.data / ADDED)]
         return beside, [row for row in both if row.key in requested]
 
     beside, everything = stored()
@@ -140,9 +129,9 @@ def measured(here: Source, points: Iterable) -> Study:
     study = study_of(
         [*rows, *(row for row in beside if row.group not in names)],
         here.profile,
-        here.folder,
+        here.data,
         groups=groups,
-        all_suites=study_of(beside, here.profile, here.folder),
+        all_suites=study_of(beside, here.profile, here.data),
     )
     excluded = len({row.key for row in everything}) - len(study.results)
     extra = []
@@ -152,19 +141,19 @@ def measured(here: Source, points: Iterable) -> Study:
     return replace(study, results=[*study.results, *extra], excluded=excluded)
 
 
-def _measure(here: Source, groups: Iterable) -> None:
+def _measure(here: RunTarget, groups: Iterable) -> None:
     suite_groups = (suite(here.profile) for suite in suites.SUITES.values())
     listed = {group.id for each in suite_groups for group in each}
     folders: dict[Path, list] = {}
     for group in groups:
-        folder = here.folder if group.id in listed else here.folder / ADDED
+        folder = here.data if group.id in listed else here.data / ADDED
         folders.setdefault(folder, []).append(group)
     try:
-        with locked(here.folder.parent):
+        with locked(here.data.parent):
             for folder, each in folders.items():
                 measure.run(each, folder, profile=here.profile, progress=True)
     except (OSError, measure.Busy) as error:
-        raise ReportError(f"cannot measure into {here.folder}: {error}") from error
+        raise ReportError(f"cannot measure into {here.data}: {error}") from error
 
 
 def in_groups(points: Iterable) -> list:
