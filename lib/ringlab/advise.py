@@ -152,7 +152,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-LAPTOP = 1e11  # FLOP/s of its CPU, of which the printed code tells
 TORCHRUN = (
     '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
 )
@@ -338,8 +337,6 @@ class Advice:
         if kept:
             attend = "checkpoint(attend, q, k, v, pattern, use_reentrant=False)"
             imports += "from torch.utils.checkpoint import checkpoint\n"
-        dense = replace(c, pattern=Dense()).cost().flops
-        flops = dense * self.advised.share * (dense_every or 1)
         heads = [c.heads, c.kv_heads, c.kv_heads]
         ends = "out.sum().backward()\n" if backward else ""
         device = '"cpu"'
@@ -361,7 +358,7 @@ def attend(q, k, v, pattern):
     return ringlab.attention(q, k, v, pattern, {", ".join(options)})
 
 
-print("{self.seq_len:,} tokens, {flops:.2g} FLOP: about {format_seconds(flops / LAPTOP)} on a laptop's CPU", flush=True)
+print("{self.seq_len:,} tokens", flush=True)
 made = {{'dtype': {self["dtype"]}, 'device': device, 'requires_grad': {backward}}}
 q, k, v = (torch.randn({c.batch}, seq_len, heads, {c.head_dim}, **made) for heads in {heads})
 for pattern in layers:

@@ -43,7 +43,7 @@ def test_the_code_compiles_and_runs_at_a_reduced_length(name, capsys):
         names: dict = {}
         exec(advice.code().replace(f"seq_len = {n}", "seq_len = 260"), names)
         size, shape_of_out = capsys.readouterr().out.splitlines()
-        assert size.startswith(f"{n:,} tokens, ") and "on a laptop's CPU" in size
+        assert size == f"{n:,} tokens"
         assert shape_of_out == "(1, 260, 2, 16)"
         assert names["out"].shape == (1, 260, 2, 16)
         assert names["out"].dtype == advice["dtype"]

@@ -22,7 +22,7 @@ NAMES = {  # by the module where they are documented
     "peak_bytes sent_bytes density zero_rows pair_cost",
     "report.figures": "drawing in_ms palette lines show token_axes",
     "report.rows": "pass_of begins",
-    "report.findings": "Finding finding fits bounds limits failures provenance",
+    "report.findings": "Finding finding fits limits failures provenance",
     "report.predicted": "accuracy",
     "report.documents": "counterpart printed",
     "report.published": "next_steps",

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from .. import cost, hardware, patterns
 from ..estimate import longest
 from ..measure import suites
 from ..measure.peers import PEERS
@@ -66,21 +65,6 @@ def fits(study: Study, pattern, ranks=(1,), **shape) -> str:
         f"**How long a sequence of {pattern} fits**: {size(study.memory_bytes)} a rank hold {each} "
         "in a forward call of attention alone, by `ringlab.longest`."
     )
-
-
-def bounds(profile: hardware.Profile, pattern, seq_len: int, **shape) -> str:
-    """The rooflines of a pattern and of dense attention on a profile; empty for no
-    rates.
-    """
-    dtype = profile.default_dtype()
-    rate = profile.peak(dtype)
-    bandwidth = profile.bandwidth_bytes_per_s
-    if not rate or not bandwidth:
-        return ""
-    call = {"batch": 1, "dtype": dtype, "seq_len": seq_len, **HEADS, **shape}
-    ours = cost.count(pattern, **call).seconds(rate, bandwidth)
-    dense = cost.count(patterns.Dense(), **call).seconds(rate, bandwidth)
-    return f"at least {number(ours * 1e3)} ms, dense attention {number(dense * 1e3)} ms"
 
 
 # --------------------------------------------------------------------------------------
