@@ -9,7 +9,8 @@ xformers is the real package. It needs CPU versions of aten::_efficient_attentio
 
 FA2 is csrc/flash_attn/flash_api.cpp of Dao-AILab/flash-attention, FA3
 hopper/flash_api.cpp, FA4 flash_attn/cute/interface.py of flash-attn-4 4.0.0b36. Not
-modelled: checks of the device type, dropout, windows, fp8, ...
+modelled: checks of the device type, dropout, alibi, fp8, ... Packed documents
+(varlen) are those of FA2.
 """
 
 import ast
@@ -20,6 +21,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module, reload
 from importlib.machinery import ModuleSpec
+from inspect import Parameter, Signature
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -56,17 +59,29 @@ def raw(t: torch.Tensor, dtype: torch.dtype, size=None, stride=None) -> torch.Te
 
 
 def scores_of(a, *others: torch.Tensor):
-    """Masked scores, the scale, and q, k, v, others as float64 (b, h, m, d)."""
+    """Masked scores, what they are differentiated by, and q, k, v, others as float64
+    (b, h, m, d).
+    """
     (_, m, heads, d), n = a.q.shape, a.k.shape[1]
     q, *rest = (
         t.double().transpose(1, 2).repeat_interleave(heads // t.shape[2], 1)
         for t in (a.q, a.k, a.v, *others)
     )
-    # FA2 src/mask.h, FA3 mask.h: the diagonal ends at the lower right.
-    seen = torch.ones(m, n, dtype=torch.bool).tril(n - m if a.is_causal else n)
+    # FA2 src/mask.h, FA3 mask.h: the diagonal ends at the lower right. Causal is a
+    # window of no key after; a window of -1 has no end.
+    before, after = (
+        getattr(a, f"window_size_{side}", -1) for side in ("left", "right")
+    )
+    after = 0 if a.is_causal else after
+    seen = torch.ones(m, n, dtype=torch.bool).tril(n - m + after if after >= 0 else n)
+    seen = seen.triu(n - m - before) if before >= 0 else seen
     seen = seen & getattr(a, "blocks", True)  # of FA4
     scale = d**-0.5 if a.softmax_scale is None else a.softmax_scale
-    return (scale * (q @ rest[0].mT)).masked_fill(~seen, -torch.inf), scale, q, *rest
+    scores = scale * (q @ rest[0].mT)
+    if cap := getattr(a, "softcap", 0.0):
+        scores = cap * torch.tanh(scores / cap)
+        scale = scale * (1 - (scores / cap) ** 2)
+    return scores.masked_fill(~seen, -torch.inf), scale, q, *rest
 
 
 def exact_attention(a, out: torch.Tensor) -> torch.Tensor:
@@ -137,7 +152,7 @@ def exact_gradients(a, lse: torch.Tensor, dlse: torch.Tensor | None = None):
     p = (scores - lse).exp()
     total = (dout * out).sum(-1, keepdim=True)
     less = total if dlse is None else total - dlse.double().unsqueeze(-1)
-    ds = scale * p * (dout @ v.mT - less)
+    ds = scale * p * (dout @ v.mT - less)  # scale: of each score, under a soft cap
     return total, ds @ k, ds.mT @ q, p.mT @ dout
 
 
@@ -166,13 +181,69 @@ def backward(a, hopper: bool):
     return softmax_d, dq, dk, dv
 
 
+def documents(a) -> list[SimpleNamespace]:
+    """The documents of a packed call of FA2, mha_varlen_fwd, each as a call of its own;
+    rows beyond max_seqlen are not reached.
+    """
+    limits = []
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        cu = getattr(a, name)
+        check(cu.dtype == torch.int32, f"{name} must have dtype int32")
+        check(cu.is_contiguous(), f"{name} must be contiguous")
+        limits.append(pairwise(cu.tolist()))
+    calls = []
+    for (q_start, q_end), (k_start, k_end) in zip(*limits, strict=True):
+        rows = slice(q_start, min(q_end, q_start + a.max_seqlen_q))
+        keys = slice(k_start, min(k_end, k_start + a.max_seqlen_k))
+        cut = {
+            name: t[None, keys if name in ("k", "v", "dk", "dv") else rows]
+            for name, t in vars(a).items()
+            if name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+        }
+        calls.append(SimpleNamespace(**vars(a) | cut | {"rows": rows}))
+    return calls
+
+
+def varlen_forward(a, hopper: bool):
+    """mha_varlen_fwd of FA2: out (total, h, d), lse (h, total) and two more."""
+    out = torch.full_like(a.q, GARBAGE)
+    lse = torch.full((a.q.shape[1], len(a.q)), GARBAGE)
+    for call in documents(a):
+        if call.q.numel():
+            found = forward(call, hopper)
+            out[call.rows], lse[:, call.rows] = found[0][0], found[1][0]
+    return out, lse, lse.new_empty(0), torch.zeros(2).long()
+
+
+def varlen_backward(a, hopper: bool):
+    """mha_varlen_bwd of FA2, which reads lse as (h, total) whatever its strides are."""
+    heads, total = a.q.shape[1], len(a.q)
+    lse = raw(a.softmax_lse, torch.float32, (heads, total), (total, 1)).float()
+    for call in documents(a):
+        call.softmax_lse = lse[None, :, call.rows].contiguous()
+        if call.k.numel():
+            backward(call, hopper)
+        else:
+            call.dq.zero_()
+    return (lse.new_zeros(heads, total),)
+
+
 # Arguments of the Python functions (_FORWARD, _BACKWARD) and of the compiled ones.
 SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
 GRADS = "Tensor(dq!)? dq, Tensor(dk!)? dk, Tensor(dv!)? dv, "
 REST = """float dropout_p, float softmax_scale, bool causal, SymInt window_size_left,
 SymInt window_size_right, float softcap, Tensor? alibi_slopes, """
+PACKED = """Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q,
+SymInt max_seqlen_k, """
 FA2_FORWARD = f"Tensor q, Tensor k, Tensor v, {REST}bool return_softmax"
 FA2_BACKWARD = f"{SAVED}{GRADS}{REST}bool deterministic, Tensor? rng_state=None"
+FA2_VARLEN_BACKWARD = f"{SAVED}{GRADS}{PACKED}{REST}bool deterministic"
+FA2_VARLEN_BACKWARD += ", Tensor? rng_state=None, bool zero_tensors=False"
+REST = "float dropout_p, float softmax_scale, bool causal, SymInt window_size_left=-1,"
+REST += "SymInt window_size_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
+FA2_VARLEN_FORWARD = f"Tensor q, Tensor k, Tensor v, {PACKED}{REST}"
+FA2_VARLEN_FORWARD += """bool return_softmax=False, Tensor? block_table=None,
+Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False"""
 REST = "softmax_scale, is_causal, window_size_left, window_size_right, softcap"
 FA2_FWD = f"q, k, v, out_, alibi, p, {REST}, return_softmax, gen"
 FA2_BWD = f"{SAVED}{GRADS}alibi, p, {REST}, deterministic, gen, rng_state"
@@ -195,20 +266,22 @@ FA3_BACKWARD = SAVED + VARLEN.replace("seqused", "sequed") + GRADS + REST
 FA3_FORWARD = FA3_FWD.replace("(k_new!)", "").replace("(v_new!)", "").replace("is_", "")
 FA3_FORWARD = FA3_FORWARD.replace("q_v=", "qv=").replace("(out!)? out=", "? out_=")
 FA3_FORWARD = FA3_FORWARD.replace("num_splits=0", "num_splits=1")
-UNKNOWN = f"""dropout_p p alibi_slopes alibi gen softcap return_softmax k_new v_new q_v qv out_ pack_gqa
-cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k
-attention_chunk scheduler_metadata window_size_left window_size_right {MORE}""".split()
+UNKNOWN = f"""dropout_p p alibi_slopes alibi gen k_new v_new q_v qv out_ pack_gqa
+cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k attention_chunk
+scheduler_metadata block_table leftpad_k {MORE}""".split()
 
 
 def entry(run, schema: str, hopper: bool, compiled: bool):
     """The double of a function of flash_attn_interface.py, or a ``compiled`` one."""
     declared = [part.split()[-1].partition("=") for part in schema.split(",")]
     default = {name: ast.literal_eval(text or "None") for name, _, text in declared}
+    packed = run in (varlen_forward, varlen_backward)
 
     def function(*args, **kwargs):
         given = default | dict(zip(default, args)) | kwargs
-        if any(given.get(name) not in (None, 0, -1) for name in UNKNOWN):
-            raise NotImplementedError(f"not part of these doubles: one of {UNKNOWN}")
+        unknown = UNKNOWN if packed else [*UNKNOWN, "cu_seqlens_q", "cu_seqlens_k"]
+        if any(given.get(name) not in (None, 0, -1) for name in unknown):
+            raise NotImplementedError(f"not part of these doubles: one of {unknown}")
         a = SimpleNamespace(**{"is_causal": given.get("causal")} | given)
         for name in () if compiled else ("dout", "q", "k", "v", "out"):
             t = given.get(name)  # maybe_contiguous, which leaves lse alone
@@ -216,32 +289,98 @@ def entry(run, schema: str, hopper: bool, compiled: bool):
             if t is not None and t.stride(-1) != 1 and not fp8:
                 vars(a)[name] = t.contiguous()
         found = run(a, hopper)
-        if run is forward or not compiled:
-            return found if run is forward else found[0]
+        goes_forward = run in (forward, varlen_forward)
+        if goes_forward or not compiled:
+            return found if goes_forward else found[0]
         return (found[0], *torch.zeros(4, 0)) if hopper else (*found[1:], found[0])
 
+    # Callers look which arguments there are.
+    names = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n, *_ in declared]
+    ends = [Parameter.empty if not given else default[n] for n, given, _ in declared]
+    names = [name.replace(default=end) for name, end in zip(names, ends)]
+    vars(function)["__signature__"] = Signature(names)
     return function
+
+
+class Flash(torch.autograd.Function):
+    """FlashAttnFunc and FlashAttnVarlenFunc of flash-attn 2: lse has no gradient."""
+
+    @staticmethod
+    def forward(ctx, forward, backward, q, k, v, packed, options):
+        scale = options.pop("softmax_scale")
+        options["softmax_scale"] = q.shape[-1] ** -0.5 if scale is None else scale
+        deterministic = options.pop("deterministic")
+        out, lse, *_ = forward(q, k, v, **packed, **options, return_softmax=False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = backward, {**packed, **options, "deterministic": deterministic}
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, *_):
+        (backward, options), (q, k, v, out, lse) = ctx.call, ctx.saved_tensors
+        grads = [torch.empty_like(t) for t in (q, k, v)]
+        backward(dout, q, k, v, out, lse, *grads, **options)
+        return None, None, *grads, None, None
+
+
+def public(forward, backward, packed: tuple[str, ...] = ()):
+    """flash_attn_func, or with the names of ``packed`` flash_attn_varlen_func."""
+
+    def flash_attn(
+        q,
+        k,
+        v,
+        *sizes,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        **named,
+    ):
+        sizes = dict(zip(packed, sizes)) | named
+        assert set(sizes) == set(packed), f"not part of these doubles: {named}"
+        options = {"dropout_p": dropout_p, "softmax_scale": softmax_scale}
+        options |= {"causal": causal, "softcap": softcap, "alibi_slopes": alibi_slopes}
+        options |= zip(("window_size_left", "window_size_right"), window_size)
+        options["deterministic"] = deterministic
+        out, lse = Flash.apply(forward, backward, q, k, v, sizes, options)
+        return (out, lse, None) if return_attn_probs else out
+
+    return flash_attn
 
 
 def flash_attn(space: str) -> dict[str, dict]:
     """The modules of flash-attn 2 or 3. xformers calls the compiled functions."""
     hopper, functions, compiled = space == "flash_attn_3", {}, {}
-    schemas = ((FA2_FORWARD, FA2_FWD), (FA2_BACKWARD, FA2_BWD))
+    schemas = {forward: (FA2_FORWARD, FA2_FWD), backward: (FA2_BACKWARD, FA2_BWD)}
+    schemas |= {varlen_forward: (FA2_VARLEN_FORWARD, "")}
+    schemas |= {varlen_backward: (FA2_VARLEN_BACKWARD, "")}
     if hopper:
-        schemas = ((FA3_FORWARD, FA3_FWD), (FA3_BACKWARD, FA3_BWD))
-    for run, (schema, below) in zip((forward, backward), schemas):
+        schemas = {forward: (FA3_FORWARD, FA3_FWD), backward: (FA3_BACKWARD, FA3_BWD)}
+    for run, (schema, below) in schemas.items():
         name = f"_flash_attn_{run.__name__}"
         returns, short, mutated = "(Tensor, Tensor, Tensor, Tensor)", "fwd", ()
-        if run is backward:
+        if run in (backward, varlen_backward):
             returns, short, mutated = "Tensor", "bwd", ("dq", "dk", "dv")
         options = {"schema": f"({schema}) -> {returns}", "device_types": "cpu"}
         make = custom_op(f"{space}::{name}", mutates_args=mutated, **options)
         functions[name] = make(entry(run, schema, hopper, False))
-        compiled[short] = entry(run, below, hopper, True)
+        if below:
+            compiled[short] = entry(run, below, hopper, True)
     if not hopper:
         functions["flash_attn_gpu"] = SimpleNamespace(**compiled)
+        lower = [functions[f"_flash_attn_{run.__name__}"] for run in schemas]
+        packed = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        functions["flash_attn_func"] = public(*lower[:2])
+        functions["flash_attn_varlen_func"] = public(*lower[2:], packed)
         inner = {"flash_attn.flash_attn_interface": functions}
-        return {"flash_attn": {"__version__": "2.8.3"}} | inner
+        outer = {n: f for n, f in functions.items() if n.endswith("_func")}
+        return {"flash_attn": {"__version__": "2.8.3"} | outer} | inner
     library = Library(space, "FRAGMENT")
     library.define(f"fwd({FA3_FWD}) -> (Tensor(out!), Tensor, Tensor, Tensor)")
     library.define(f"bwd({FA3_BWD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")

@@ -1,0 +1,179 @@
+"""The judge: which public implementations of long attention are right?
+
+    python -m ringlab judge [NAME ...] [--adapter FILE] [--statement NAME] [--install]
+
+asks every implementation whose name begins with a NAME (default: all) every statement,
+each cell in processes of its own, and appends what has no row yet to
+``reports/judge/data/cells.jsonl``. A run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from cells import ABSENT, WRONG, Adapter, Outcome, all_of, judged, prepare
+from ringlab.measure import provenance
+from ringlab.measure.store import Store, warn
+from ringlab.report.places import UsageError, home
+from statements import STATEMENTS, Statement
+
+HERE = Path(__file__).resolve().parent
+ADAPTERS = HERE / "adapters.py"
+NAME = "cells.jsonl"
+
+
+class Unavailable(RuntimeError):
+    """A package cannot be installed."""
+
+
+def folder_of(adapter: Adapter) -> Path:
+    return home() / "build" / "judge" / adapter.package.replace("==", "-")
+
+
+def install(adapter: Adapter) -> str:
+    """The folder of an implementation's packages, which share this environment's torch;
+    pip fills it once. Empty where they are part of the environment. Raises Unavailable.
+    """
+    if "==" not in adapter.package:
+        return ""
+    folder = folder_of(adapter)
+    if (folder / ".ready").exists():
+        return str(folder)
+    warn(f"installing {adapter.package} into {folder}")
+    shutil.rmtree(folder, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "install", "--target", str(folder)]
+    pip += ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    packages = adapter.package, *adapter.needs
+    done = subprocess.run([*pip, *packages], capture_output=True, text=True)
+    if done.returncode:
+        raise Unavailable((done.stderr.strip() or "pip failed").splitlines()[-1])
+    (folder / ".ready").touch()
+    return str(folder)
+
+
+def code() -> str:
+    """The hash of the code that decides what a cell says."""
+    names = ("adapters.py", "cells.py", "package_doubles.py", "statements.py")
+    return provenance.code_hash([HERE / name for name in names], HERE)
+
+
+def read(folder: Path) -> list[dict]:
+    """The newest row of each cell."""
+    path = folder / NAME
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else ()
+    rows = []
+    for line in lines:
+        with suppress(ValueError):  # the line at which a writer was killed
+            rows.append(json.loads(line))
+    return list({(r["implementation"], r["statement"]): r for r in rows}.values())
+
+
+def run(
+    wanted: Sequence[Adapter],
+    source: Path,
+    data: Path,
+    asked: Sequence[Statement],
+    again: bool,
+) -> list[dict]:
+    """Ask what has no row of this code in ``data`` yet; the rows of all these cells."""
+    names = {a.name for a in wanted}, {s.name for s in asked}
+    key = [code(), provenance.engine_hash(), torch.__version__]
+    if source != ADAPTERS:
+        key[0] = provenance.code_hash([source], source.parent)
+    done = [] if again else [r for r in read(data) if r["key"] == key]
+    known = {(r["implementation"], r["statement"]) for r in done}
+    with Store(data, NAME) as store:
+        for adapter in wanted:
+            waiting = [s for s in asked if (adapter.name, s.name) not in known]
+            prepare(adapter)
+            for statement in waiting:
+                begun = time.monotonic()
+                try:
+                    folder = install(adapter)
+                    outcome = judged(adapter, str(source), statement, folder)
+                except Unavailable as error:
+                    outcome = Outcome(ABSENT, str(error))
+                row = {"implementation": adapter.name, "statement": statement.name}
+                row |= {"seconds": round(time.monotonic() - begun, 2), "key": key}
+                row |= about(adapter) | asdict(outcome)
+                store.append(kind="cell", **row)
+                warn(told(row))
+    rows = [r for r in read(data) if r["key"] == key]
+    return [r for r in rows if r["implementation"] in names[0] and r["statement"] in names[1]]
+
+
+def about(adapter: Adapter) -> dict:
+    package = adapter.package
+    if package and "==" not in package:
+        package = f"{package}=={version(package)}"
+    return {"package": package, "released": adapter.released, "control": adapter.control}
+
+
+def told(row: dict) -> str:
+    """A cell in one line."""
+    text = f"{row['implementation']} | {row['statement']}: {row['status']}"
+    if row["status"] == WRONG:
+        wrong = row["reason"].split(", ")
+        each = [f"{x} {row['errors'][x]:.2g} > {row['allowed'][x]:.2g}" for x in wrong]
+        return f"{text}: {', '.join(each)} on {row['ranks']} ranks"
+    return f"{text}: {row['reason']}" if row["reason"] else text
+
+
+def write_page(data: Path) -> None:
+    """Run the notebook on all rows and write the page beside ``data``, and the index."""
+    from ringlab.report import index, render
+
+    reports = data.parents[1]
+    parameters = {"data": str(data.relative_to(reports))}
+    failed = data.parent / "judge.failed.ipynb"
+    notebook = render.execute(HERE / "judge.ipynb", parameters, reports, failed)
+    commit = index.short_commit(dict(zip(("commit", "dirty"), provenance.git_state())))
+    made = f"Page made {provenance.utc()[:10]} of commit {commit}, torch {torch.__version__}."
+    page = render.Page("judge", "on this machine's CPU", made=made)
+    render.render(notebook, page, data.parent)
+    index.write_index(reports)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge what is asked for; 1 where something is silently wrong, unless all is asked."""
+    parser = argparse.ArgumentParser(prog="python -m ringlab judge", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the beginning of a name, as ring-flash-attn")
+    parser.add_argument("--adapter", type=Path, metavar="FILE", help="a Python file with ADAPTERS of your own")
+    parser.add_argument("--statement", action="append", metavar="NAME", help="only this one; may be repeated")
+    parser.add_argument("--again", action="store_true", help="ask again what has a row")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="where rows go (default: reports/judge/data)")
+    args = parser.parse_args(argv)
+    source, data = ADAPTERS, args.data or home() / "reports" / "judge" / "data"
+    if args.adapter:
+        source = args.adapter.resolve()
+    known = all_of(source)
+    wanted = [a for a in known if not args.names or a.name.startswith(tuple(args.names))]
+    if not wanted:
+        names = dict.fromkeys(a.name.split(":")[0] for a in known)
+        raise UsageError(f"no implementation is called {args.names[0]!r}; known: {', '.join(names)}")
+    asked = args.statement or list(STATEMENTS)
+    if unknown := [x for x in asked if x not in STATEMENTS]:
+        raise UsageError(f"unknown statement {unknown[0]!r}; known: {', '.join(STATEMENTS)}")
+    rows = run(wanted, source, data, [STATEMENTS[x] for x in asked], args.again)
+    for row in rows:
+        print(told(row))
+    whole = not (args.names or args.adapter or args.statement)
+    if whole:
+        write_page(data)
+        return 0
+    return int(any(row["status"] == WRONG for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
