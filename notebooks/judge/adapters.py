@@ -8,13 +8,11 @@ that this rank owns. Numbers of lines are those of the named version.
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-import package_doubles
 import ringlab
 import torch
 import torch.distributed as dist
@@ -23,7 +21,7 @@ from ringlab.blocks import sliding_window
 from torch import nn
 
 BF16 = torch.bfloat16
-PAIRS = "it takes and returns no such thing"
+DOUBLE, FLASH = ("flash_double",), "flash-attn 2.8.3, by package_doubles.py"
 
 
 # --------------------------------------------------------------------------------------
@@ -88,21 +86,6 @@ RINGLAB = (
 # --------------------------------------------------------------------------------------
 # ring-flash-attn
 
-FLASH = "flash-attn 2.8.3, by package_doubles.py"
-
-
-@contextmanager
-def flash():
-    """flash-attn 2 as its double, for those who look for its version too."""
-    look_up = package_doubles.importlib.metadata.version
-
-    def version(name: str) -> str:
-        return "2.8.3" if name in ("flash_attn", "flash-attn") else look_up(name)
-
-    with package_doubles.installed((8, 0), ("flash_attn",)):
-        with mock.patch("importlib.metadata.version", version):
-            yield
-
 
 def flash_options(call: Call) -> dict:
     s = call.statement
@@ -112,10 +95,10 @@ def flash_options(call: Call) -> dict:
 
 def packed_rows(call: Call, layout: str) -> torch.Tensor:
     """The rows of a rank where each document is cut by itself."""
-    limits, n = call.limits.tolist(), call.statement.n
+    limits = call.limits.tolist()
     parts = []
     for start, stop in zip(limits, limits[1:]):
-        one = replace(call, statement=replace(call.statement, n=stop - start, needs=()))
+        one = replace(call, statement=replace(call.statement, n=stop - start))
         parts += [start + one.rows(layout)] if stop > start else []
     return torch.cat(parts)
 
@@ -143,7 +126,10 @@ def with_ring_flash_attn(call: Call, scheme: str) -> Result:
         options["max_seqlen"] = int(lengths.max())
     else:
         rows = call.rows(layout)
-    name = {"llama3": "llama3_flash_attn_varlen_func", "stripe": "stripe_flash_attn_func"}
+    name = {
+        "llama3": "llama3_flash_attn_varlen_func",
+        "stripe": "stripe_flash_attn_func",
+    }
     prefix = "zigzag_ring" if scheme == "zigzag" else "ring"
     varlen = "varlen_" if s.documents else ""
     function = getattr(package, name.get(scheme, f"{prefix}_flash_attn_{varlen}func"))
@@ -183,7 +169,7 @@ def of_ring_flash_attn(scheme: str, **lacks: str) -> Adapter:
         "ring-flash-attn==0.1.8",
         "2025-09",
         dtype=BF16,
-        double=flash,
+        preload=DOUBLE,
         stands_in=FLASH,
         lacks=OF_RING_FLASH_ATTN | lacks,
         taken=("window",),
@@ -237,7 +223,7 @@ def of_yunchang(name: str, ring: str, ulysses: int, ranks=(2, 4), **fields) -> A
         "2026-01",
         ranks=ranks,
         dtype=BF16,
-        double=flash,
+        preload=DOUBLE,
         stands_in=FLASH,
         lacks=none,
         conventions="Shards are cut by its own EXTRACT_FUNC_DICT.",
@@ -257,7 +243,9 @@ YUNCHANG = (
 # axolotl-ringmaster
 
 
-def with_ringmaster(call: Call, backend: str, balance="none", rotate="allgather") -> Result:
+def with_ringmaster(
+    call: Call, backend: str, balance="none", rotate="allgather"
+) -> Result:
     import ringmaster
     from ringmaster.strategies.ring import make_ring_attention
     from ringmaster.strategies.ulysses import make_ulysses_attention
@@ -295,6 +283,7 @@ def of_ringmaster(name: str, *, lacks=(), **options) -> Adapter:
         "axolotl-ringmaster==0.2.7",
         "2026-10",
         preload=("transformers.modeling_utils",),
+        elsewhere="requires the CUDA flash kernel",
         stands_in="its own math blocks, or torch's attention on the CPU",
         lacks=PLAIN
         | {
@@ -358,8 +347,9 @@ def of_diffusers(kind: str, version="0.42.1", released="2026-10", **fields) -> A
         partial(with_diffusers, kind=kind),
         f"diffusers=={version}",
         released,
+        full_only=True,
         dtype=BF16 if ring else torch.float32,
-        double=flash if ring else nullcontext,
+        preload=(*DOUBLE, "diffusers.models.attention_dispatch"),
         stands_in=FLASH if ring else "",
         lacks=PLAIN
         | {
@@ -380,7 +370,9 @@ DIFFUSERS = (
         "0.39.0",
         "2026-07",
         control="huggingface/diffusers#14265",
-        causes={"dense": "attention_dispatch.py: every step of the backward reads the K/V of step 0"},
+        causes={
+            "dense": "attention_dispatch.py: every step of the backward reads the K/V of step 0"
+        },
     ),
 )
 
@@ -407,7 +399,8 @@ def with_deepspeed(call: Call) -> Result:
     from deepspeed.sequence.layer import DistributedAttention
     from deepspeed.utils import groups
 
-    deepspeed.init_distributed("gloo")
+    with mock.patch("deepspeed.comm.torch.build_shm_op", lambda: None):
+        deepspeed.init_distributed("gloo", verbose=False)  # without compiling
     s = call.statement
     mask = dense_mask(call, torch.arange(s.n))
 
@@ -433,10 +426,20 @@ DEEPSPEED = (
         "2026-10",
         ("einops", "hjson", "msgpack", "py-cpuinfo", "ninja"),
         lacks={x: PLAIN[x] for x in ("softcap", "sinks", "chunks")}
-        | {x: "a pattern is the caller's kernel, not its" for x in ("dilated", "dilated groups")}
-        | {x: "a pattern is the caller's kernel, not its" for x in ("blocks", "local and global")}
-        | {x: "a pattern is the caller's kernel, not its" for x in ("selected", "chosen blocks")}
+        | {
+            x: "a pattern is the caller's kernel, not its"
+            for x in ("dilated", "dilated groups")
+        }
+        | {
+            x: "a pattern is the caller's kernel, not its"
+            for x in ("blocks", "local and global")
+        }
+        | {
+            x: "a pattern is the caller's kernel, not its"
+            for x in ("selected", "chosen blocks")
+        }
         | {"lse gradient": "out alone"},
+        preload=("deepspeed.sequence.layer",),
         conventions="The attention of a rank is the caller's: torch's, with a mask.",
     ),
 )
@@ -457,7 +460,11 @@ def with_ring_attention_pytorch(call: Call, striped: bool) -> Result:
     s = call.statement
     rows = call.rows("striped" if striped else "contiguous")
     q, k, v = call.shards(rows)
-    padded = torch.arange(s.n)[rows] < torch.tensor(s.lengths)[:, None] if s.lengths else None
+    padded = (
+        torch.arange(s.n)[rows] < torch.tensor(s.lengths)[:, None]
+        if s.lengths
+        else None
+    )
     out = ring_flash_attn(
         grouped(q, s.kv_heads),
         k,
@@ -504,7 +511,11 @@ def with_local_attention(call: Call) -> Result:
     from local_attention import LocalAttention
 
     s = call.statement
-    options = {"window_size": 16, "look_backward": 4, "look_forward": 0 if s.causal else 4}
+    options = {
+        "window_size": 16,
+        "look_backward": 4,
+        "look_forward": 0 if s.causal else 4,
+    }
     if s.window:
         options = {"window_size": s.window[0], "exact_windowsize": True}
         options["look_forward"] = int(not s.causal)

@@ -11,7 +11,6 @@ import resource
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -81,10 +80,10 @@ class Adapter:
     package: str = ""  # on PyPI, with its version; empty: a checkout or this library
     released: str = ""
     needs: tuple[str, ...] = ()  # other packages, with versions, that it imports
-    preload: tuple[str, ...] = ()  # slow modules of this environment, imported once
+    # Modules that are imported once for all cells, in this order: doubles, slow ones.
+    preload: tuple[str, ...] = ()
     ranks: tuple[int, ...] = (2, 4)
     dtype: torch.dtype = torch.float32
-    double: Callable[[], AbstractContextManager] = nullcontext
     stands_in: str = ""  # which operators of a GPU the double computes
     # What it does not offer: the line of its documentation or source that says so.
     lacks: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +92,17 @@ class Adapter:
     conventions: str = ""  # what the adapter translates
     # The cause of what is wrong, by statement: file, line and what happens there.
     causes: Mapping[str, str] = field(default_factory=dict)
+    full_only: bool = False  # causality aside, statements are asked without it
+    elsewhere: str = (
+        ""  # in what it raises: it asks for a GPU that no double stands for
+    )
     control: str = ""  # the thread that tells the fault of this version
+
+    def adapted(self, statement: Statement) -> Statement:
+        """The statement as this implementation is asked it."""
+        if self.full_only and statement.either:
+            return replace(statement, causal=False)
+        return statement
 
     def dtype_for(self, statement: Statement) -> torch.dtype:
         return torch.bfloat16 if "bf16" in statement.needs else self.dtype
@@ -122,8 +131,9 @@ class Broken(RuntimeError):
     """A call ended otherwise than by a refusal, or an import failed."""
 
 
-def prepare(adapter: Adapter) -> None:
-    """Let the server that forks the ranks import what takes an adapter's calls long."""
+def prepare(adapter: Adapter, folder: str) -> None:
+    """Start a server of processes for an adapter, which imports its ``preload``."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, *sys.path]))
     launcher.server.cache_clear()
     server = launcher.server(os.getpid(), *launcher.MODULES)
     server.set_forkserver_preload([*launcher.MODULES, *adapter.preload])
@@ -133,6 +143,7 @@ def judged(adapter: Adapter, source: str, statement: Statement, folder: str) -> 
     """Run a cell. ``source``: where other processes find the adapter (``all_of``);
     ``folder``: where its packages lie.
     """
+    statement = adapter.adapted(statement)
     lacking = adapter.lacking(statement)
     why = "; ".join(adapter.lacks[x] for x in lacking[:1])
     counts = (1,) if adapter.ranks == (1,) else statement.ranks
@@ -146,10 +157,13 @@ def judged(adapter: Adapter, source: str, statement: Statement, folder: str) -> 
         try:
             args = source, adapter.name, statement.name, folder
             found = launcher.launch(results, ranks, *args, timeout_s=TIMEOUT_S)
-        except RankFailed as failure:
+        except (RankFailed, launcher.Ended) as failure:
             text = str(failure)
-            status = REFUSED if "Refused: " in text else ABSENT
-            return Outcome(status, text.split("Refused: ")[-1].split("Broken: ")[-1])
+            absent = "Refused: " not in text or (
+                adapter.elsewhere and adapter.elsewhere in text
+            )
+            reason = text.split("Refused: ")[-1].split("Broken: ")[-1]
+            return Outcome(ABSENT if absent else REFUSED, reason)
         outcome = compared(adapter, statement, found)
         if worst.status == RIGHT and (outcome.status != RIGHT or not worst.errors):
             worst = replace(outcome, ranks=ranks)
@@ -200,8 +214,9 @@ def results(source: str, name: str, asked: str, folder: str) -> list[dict[str, T
     sys.path[:0] = [folder] * bool(folder)
     try:
         adapter = next(each for each in all_of(source) if each.name == name)
-        with adapter.double():
-            return answers(adapter, STATEMENTS[asked])
+        for module in adapter.preload:
+            importlib.import_module(module)
+        return answers(adapter, adapter.adapted(STATEMENTS[asked]))
     except Exception as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())
         frames = traceback.extract_tb(error.__traceback__)

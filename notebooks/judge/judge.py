@@ -96,28 +96,39 @@ def run(
     with Store(data, NAME) as store:
         for adapter in wanted:
             waiting = [s for s in asked if (adapter.name, s.name) not in known]
-            prepare(adapter)
+            folder, lacking = "", ""
+            try:
+                folder = install(adapter) if waiting else ""
+            except Unavailable as error:
+                lacking = str(error)
+            prepare(adapter, folder)
             for statement in waiting:
                 begun = time.monotonic()
-                try:
-                    folder = install(adapter)
+                outcome = Outcome(ABSENT, lacking)
+                if not lacking:
                     outcome = judged(adapter, str(source), statement, folder)
-                except Unavailable as error:
-                    outcome = Outcome(ABSENT, str(error))
                 row = {"implementation": adapter.name, "statement": statement.name}
                 row |= {"seconds": round(time.monotonic() - begun, 2), "key": key}
                 row |= about(adapter) | asdict(outcome)
                 store.append(kind="cell", **row)
                 warn(told(row))
     rows = [r for r in read(data) if r["key"] == key]
-    return [r for r in rows if r["implementation"] in names[0] and r["statement"] in names[1]]
+    return [
+        r
+        for r in rows
+        if r["implementation"] in names[0] and r["statement"] in names[1]
+    ]
 
 
 def about(adapter: Adapter) -> dict:
     package = adapter.package
     if package and "==" not in package:
         package = f"{package}=={version(package)}"
-    return {"package": package, "released": adapter.released, "control": adapter.control}
+    return {
+        "package": package,
+        "released": adapter.released,
+        "control": adapter.control,
+    }
 
 
 def told(row: dict) -> str:
@@ -147,24 +158,52 @@ def write_page(data: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Judge what is asked for; 1 where something is silently wrong, unless all is asked."""
-    parser = argparse.ArgumentParser(prog="python -m ringlab judge", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="the beginning of a name, as ring-flash-attn")
-    parser.add_argument("--adapter", type=Path, metavar="FILE", help="a Python file with ADAPTERS of your own")
-    parser.add_argument("--statement", action="append", metavar="NAME", help="only this one; may be repeated")
+    parser = argparse.ArgumentParser(
+        prog="python -m ringlab judge", description=__doc__
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="the beginning of a name, as ring-flash-attn",
+    )
+    parser.add_argument(
+        "--adapter",
+        type=Path,
+        metavar="FILE",
+        help="a Python file with ADAPTERS of your own",
+    )
+    parser.add_argument(
+        "--statement",
+        action="append",
+        metavar="NAME",
+        help="only this one; may be repeated",
+    )
     parser.add_argument("--again", action="store_true", help="ask again what has a row")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="where rows go (default: reports/judge/data)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="where rows go (default: reports/judge/data)",
+    )
     args = parser.parse_args(argv)
     source, data = ADAPTERS, args.data or home() / "reports" / "judge" / "data"
     if args.adapter:
         source = args.adapter.resolve()
     known = all_of(source)
-    wanted = [a for a in known if not args.names or a.name.startswith(tuple(args.names))]
+    wanted = [
+        a for a in known if not args.names or a.name.startswith(tuple(args.names))
+    ]
     if not wanted:
         names = dict.fromkeys(a.name.split(":")[0] for a in known)
-        raise UsageError(f"no implementation is called {args.names[0]!r}; known: {', '.join(names)}")
+        raise UsageError(
+            f"no implementation is called {args.names[0]!r}; known: {', '.join(names)}"
+        )
     asked = args.statement or list(STATEMENTS)
     if unknown := [x for x in asked if x not in STATEMENTS]:
-        raise UsageError(f"unknown statement {unknown[0]!r}; known: {', '.join(STATEMENTS)}")
+        raise UsageError(
+            f"unknown statement {unknown[0]!r}; known: {', '.join(STATEMENTS)}"
+        )
     rows = run(wanted, source, data, [STATEMENTS[x] for x in asked], args.again)
     for row in rows:
         print(told(row))

@@ -7,7 +7,7 @@ A window counts the keys that a query sees before and after itself, both inclusi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 from ringlab import BlockSparse, Dense, Dilated, Selected, reference
@@ -24,7 +24,7 @@ PAIRS = ("strided", "expanded", "two calls", "checkpoint", "chunks", "lse gradie
 
 @dataclass(frozen=True)
 class Statement:
-    """One problem. What differs from its defaults is what it needs (``needs``)."""
+    """One problem."""
 
     name: str
     why: str
@@ -46,16 +46,21 @@ class Statement:
     how: str = ""  # one of PAIRS
     ranks: tuple[int, ...] = (2, 4)
     slack: int = SLACK
-    needs: tuple[str, ...] = field(default=())
+    extra: tuple[str, ...] = ()  # needs that its sizes do not show
+    either: bool = False  # it may be asked without a causal mask too
 
-    def __post_init__(self) -> None:
+    @property
+    def needs(self) -> list[str]:
+        """What an implementation must offer."""
         named = {"documents", "lengths", "softcap", "sinks", "scale", "window"}
-        found = {f.name for f in fields(self) if f.name in named and getattr(self, f.name)}
+        found = {
+            f.name for f in fields(self) if f.name in named and getattr(self, f.name)
+        }
         found |= {"causal" if self.causal else "full", self.pattern, self.how}
         found |= {"two-sided window"} if self.window and self.window[1] else set()
         found |= {"GQA"} if self.kv_heads < self.heads else set()
         found |= {"wide keys"} if self.value_width != self.width else set()
-        object.__setattr__(self, "needs", (*self.needs, *sorted(found - {""})))
+        return [*self.extra, *sorted(found - {""})]
 
     def inputs(self, dtype: torch.dtype, call: int = 0) -> dict[str, Tensor]:
         """q, k, v, sinks and the gradients of out and lse that come in, the same on all
@@ -159,13 +164,24 @@ STATEMENTS = {
     for s in (
         Statement("dense", "encoders, images and video see all", **full),
         Statement("causal", "every language model"),
-        Statement("GQA", "Llama 3, Qwen, Mistral: 2 query heads share a K/V head", kv_heads=2),
-        Statement("one K/V head", "multi-query attention: Falcon, PaLM", kv_heads=1),
+        Statement(
+            "GQA",
+            "Llama 3, Qwen, Mistral: 2 query heads share a K/V head",
+            kv_heads=2,
+            either=True,
+        ),
+        Statement(
+            "one K/V head",
+            "multi-query attention: Falcon, PaLM",
+            kv_heads=1,
+            either=True,
+        ),
         Statement(
             "fewer K/V heads than ranks",
             "8 K/V heads on 16 GPUs are the usual case",
             kv_heads=2,
             ranks=(4,),
+            either=True,
         ),
         Statement(
             "uneven heads",
@@ -173,21 +189,31 @@ STATEMENTS = {
             heads=6,
             kv_heads=6,
             ranks=(4,),
-            needs=("uneven heads",),
+            extra=("uneven heads",),
+            either=True,
         ),
         Statement(
             "uneven length",
             "61 tokens: a batch is as long as its text",
             n=61,
-            needs=("uneven length",),
+            extra=("uneven length",),
         ),
-        Statement("uneven length, full", "61 patches of an image", n=61, needs=("uneven length",), **full),
+        Statement(
+            "uneven length, full",
+            "61 patches of an image",
+            n=61,
+            extra=("uneven length",),
+            **full,
+        ),
         Statement("window", "Mistral, Gemma, gpt-oss: 20 keys before", window=(20, 0)),
         Statement(
             "window of a few tokens", "the far shards are seen by nobody", window=(3, 0)
         ),
         Statement(
-            "two-sided window", "Longformer, ModernBERT, genomes", window=(12, 12), **full
+            "two-sided window",
+            "Longformer, ModernBERT, genomes",
+            window=(12, 12),
+            **full,
         ),
         Statement(
             "documents in shards",
@@ -198,49 +224,100 @@ STATEMENTS = {
             "documents across shards", "packing as it comes", documents=(24, 8, 32)
         ),
         Statement(
-            "documents, full", "packed encoders, images of a batch", documents=(24, 8, 32), **full
+            "documents, full",
+            "packed encoders, images of a batch",
+            documents=(24, 8, 32),
+            **full,
         ),
-        Statement("odd documents", "lengths that nothing divides", documents=(13, 30, 21), needs=("odd documents",)),
+        Statement(
+            "odd documents",
+            "lengths that nothing divides",
+            documents=(13, 30, 21),
+            extra=("odd documents",),
+        ),
         Statement(
             "documents of one and no token",
             "empty texts and single tokens are in every data set",
             documents=(1, 0, 31, 0, 32),
-            needs=("odd documents",),
+            extra=("odd documents",),
         ),
         Statement(
-            "documents and window", "packing of Mistral and Gemma", window=(10, 0), documents=(24, 8, 32)
+            "documents and window",
+            "packing of Mistral and Gemma",
+            window=(10, 0),
+            documents=(24, 8, 32),
         ),
         Statement(
             "padding", "a batch of 40 and 64 tokens", batch=2, lengths=(40, 64), **full
         ),
-        Statement("scale", "muP, Gemma, Granite set their own", scale=0.6),
-        Statement("soft cap", "Gemma 2, Grok", softcap=1.5),
-        Statement("sinks", "gpt-oss: a logit per head without a value", sinks=True),
+        Statement("scale", "muP, Gemma, Granite set their own", scale=0.6, either=True),
+        Statement("soft cap", "Gemma 2, Grok", softcap=1.5, either=True),
         Statement(
-            "large scores", "scores of ±150: merges that take exp of an lse overflow", size=40.0
+            "sinks",
+            "gpt-oss: a logit per head without a value",
+            sinks=True,
+            either=True,
         ),
         Statement(
-            "values narrower than keys", "multi-head latent attention: DeepSeek", value_width=8
+            "large scores",
+            "scores of ±150: merges that take exp of an lse overflow",
+            size=40.0,
+            either=True,
         ),
         Statement(
-            "strided inputs", "q, k and v are views of one projection", how="strided"
+            "values narrower than keys",
+            "multi-head latent attention: DeepSeek",
+            value_width=8,
+            either=True,
         ),
-        Statement("expanded gradient", "the gradient of a sum or mean", how="expanded"),
-        Statement("gradient of lse", "losses and merges that use lse", how="lse gradient"),
         Statement(
-            "two calls before a backward", "two layers: state that a call leaves behind", how="two calls"
+            "strided inputs",
+            "q, k and v are views of one projection",
+            how="strided",
+            either=True,
         ),
-        Statement("checkpointing", "recomputation runs a forward twice", how="checkpoint"),
+        Statement(
+            "expanded gradient",
+            "the gradient of a sum or mean",
+            how="expanded",
+            either=True,
+        ),
+        Statement(
+            "gradient of lse",
+            "losses and merges that use lse",
+            how="lse gradient",
+            either=True,
+        ),
+        Statement(
+            "two calls before a backward",
+            "two layers: state that a call leaves behind",
+            how="two calls",
+            either=True,
+        ),
+        Statement(
+            "checkpointing",
+            "recomputation runs a forward twice",
+            how="checkpoint",
+            either=True,
+        ),
         Statement(
             "bf16 over 4 ranks",
             "rounding must not grow with ranks: at most twice the error of one dense call",
             n=256,
             ranks=(4,),
             slack=1,
-            needs=("bf16",),
+            extra=("bf16",),
+            either=True,
         ),
-        Statement("cache in chunks", "prefill in chunks of 24, 1 and 39 tokens", how="chunks"),
-        Statement("dilated", "LongNet, branches mixed by lse, head h from offset h", pattern="dilated", **full),
+        Statement(
+            "cache in chunks", "prefill in chunks of 24, 1 and 39 tokens", how="chunks"
+        ),
+        Statement(
+            "dilated",
+            "LongNet, branches mixed by lse, head h from offset h",
+            pattern="dilated",
+            **full,
+        ),
         Statement(
             "dilated, groups of heads",
             "LongNet as ported to PyTorch: groups of heads run one branch each",
@@ -248,14 +325,26 @@ STATEMENTS = {
             **full,
         ),
         Statement(
-            "blocks", "BigBird and block-sparse masks: blocks of 8", pattern="blocks", **full
+            "blocks",
+            "BigBird and block-sparse masks: blocks of 8",
+            pattern="blocks",
+            **full,
         ),
         Statement(
-            "local and global", "Longformer: a window and 2 global tokens", pattern="local and global", **full
+            "local and global",
+            "Longformer: a window and 2 global tokens",
+            pattern="local and global",
+            **full,
         ),
-        Statement("selected keys", "DSA: 8 keys for each query, by content", pattern="selected"),
         Statement(
-            "chosen blocks", "MoBA and NSA: blocks of 8 keys for each query and head", pattern="chosen blocks"
+            "selected keys",
+            "DSA: 8 keys for each query, by content",
+            pattern="selected",
+        ),
+        Statement(
+            "chosen blocks",
+            "MoBA and NSA: blocks of 8 keys for each query and head",
+            pattern="chosen blocks",
         ),
     )
 }
