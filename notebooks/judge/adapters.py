@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from cells import Adapter, Call, Result
 from ringlab.blocks import sliding_window
+from statements import Statement
 from torch import nn
 
 BF16 = torch.bfloat16
@@ -213,6 +214,12 @@ def with_yunchang(call: Call, ring: str, ulysses: int) -> Result:
     return attention(*call.shards(rows), **options), rows, None
 
 
+IN_EACH_BLOCK = {
+    "*": "yunchang/ring/ring_flash_attn.py:44, zigzag_ring_flash_attn.py:38, stripe_flash_attn.py:45: the "
+    "window is handed to each block's kernel, which counts from that block's own first keys"
+}
+
+
 def of_yunchang(name: str, ring: str, ulysses: int, ranks=(2, 4), **fields) -> Adapter:
     none = PLAIN | {"documents": "no cu_seqlens", "lse gradient": "out alone"}
     del none["softcap"]
@@ -226,7 +233,8 @@ def of_yunchang(name: str, ring: str, ulysses: int, ranks=(2, 4), **fields) -> A
         preload=DOUBLE,
         stands_in=FLASH,
         lacks=none,
-        conventions="Shards are cut by its own EXTRACT_FUNC_DICT.",
+        conventions="Shards are cut by its own EXTRACT_FUNC_DICT. Its README hands window_size to the layer.",
+        causes=IN_EACH_BLOCK,
         **fields,
     )
 
@@ -340,6 +348,12 @@ def with_diffusers(call: Call, kind: str) -> Result:
     return out, rows, None
 
 
+AGAINST_THE_RING = {
+    "*": "diffusers/models/attention_dispatch.py:2481, 2522: gradients of K and V hop to the next rank, while "
+    "rank r takes the K/V of rank r + i at step i: on more than 2 ranks they are added to another shard's"
+}
+
+
 def of_diffusers(kind: str, version="0.42.1", released="2026-10", **fields) -> Adapter:
     ring = kind == "ring"
     return Adapter(
@@ -358,7 +372,7 @@ def of_diffusers(kind: str, version="0.42.1", released="2026-10", **fields) -> A
             "lse gradient": "lse is returned without a gradient",
         },
         conventions="For lengths and heads that ranks do not divide: ulysses_anything, ring_anything.",
-        **fields,
+        **{"causes": AGAINST_THE_RING} | fields,
     )
 
 
@@ -369,9 +383,10 @@ DIFFUSERS = (
         "ring",
         "0.39.0",
         "2026-07",
+        only=("dense", "causal", "strided inputs"),
         control="huggingface/diffusers#14265",
         causes={
-            "dense": "attention_dispatch.py: every step of the backward reads the K/V of step 0"
+            "*": "diffusers/models/attention_dispatch.py:2148: a step of the backward reads the K/V of step 0"
         },
     ),
 )
@@ -412,10 +427,9 @@ def with_deepspeed(call: Call) -> Result:
         return out.transpose(1, 2)
 
     rows = call.rows()
-    group = dist.group.WORLD
-    with mock.patch.object(groups, "_get_sequence_parallel_rank", lambda: call.rank):
-        attention = DistributedAttention(local, group, scatter_idx=2, gather_idx=1)
-        return attention(*call.shards(rows), 0), rows, None
+    groups._get_sequence_parallel_rank = lambda: call.rank  # as its own mesh says
+    attention = DistributedAttention(local, dist.group.WORLD, 2, 1)
+    return attention(*call.shards(rows), 0), rows, None
 
 
 DEEPSPEED = (
@@ -438,7 +452,10 @@ DEEPSPEED = (
             x: "a pattern is the caller's kernel, not its"
             for x in ("selected", "chosen blocks")
         }
-        | {"lse gradient": "out alone"},
+        | {
+            "lse gradient": "out alone",
+            "uneven length": "layer.py:64: shards are of one size",
+        },
         preload=("deepspeed.sequence.layer",),
         conventions="The attention of a rank is the caller's: torch's, with a mask.",
     ),
@@ -454,11 +471,17 @@ def grouped(x: torch.Tensor, kv_heads: int, back: bool = False) -> torch.Tensor:
     return x.unflatten(2, sizes).transpose(2, 3).flatten(2, 3)
 
 
+BUCKET = 8  # of queries and keys
+
+
 def with_ring_attention_pytorch(call: Call, striped: bool) -> Result:
     from ring_attention_pytorch import ring_flash_attn
 
     s = call.statement
-    rows = call.rows("striped" if striped else "contiguous")
+    rows = call.rows()
+    if striped:  # bucket i has every i-th position of the whole sequence
+        order = torch.arange(s.n).reshape(BUCKET, -1).T.flatten()
+        rows = order.tensor_split(call.ranks)[call.rank]
     q, k, v = call.shards(rows)
     padded = (
         torch.arange(s.n)[rows] < torch.tensor(s.lengths)[:, None]
@@ -471,7 +494,7 @@ def with_ring_attention_pytorch(call: Call, striped: bool) -> Result:
         v,
         padded,
         s.causal,
-        1 if s.window else 8,
+        1 if s.window else BUCKET,
         True,
         striped,
         s.window[0] if s.window else None,
@@ -479,6 +502,18 @@ def with_ring_attention_pytorch(call: Call, striped: bool) -> Result:
         softclamp_value=s.softcap or 50.0,
     )
     return grouped(out, s.kv_heads, back=True), rows, None
+
+
+SUM_OF_BOTH = {
+    "*": "ring_attention_pytorch/ring_flash_attention.py:383, 385: ring_pass returns what was received and "
+    "what was sent, and these are taken for dk and dv (the same in ring_flash_attention_cuda.py:345); "
+    "with the first alone, all is right",
+    **dict.fromkeys(
+        ("window", "window of a few tokens"),
+        "ring_attention_pytorch/ring_flash_attention.py:102: passes are counted from a shard's last row, "
+        "so that its first rows miss keys of the shard before; and line 385, see dense",
+    ),
+}
 
 
 def of_ring_attention_pytorch(name: str, striped: bool, **lacks) -> Adapter:
@@ -496,6 +531,7 @@ def of_ring_attention_pytorch(name: str, striped: bool, **lacks) -> Adapter:
         "2025-05",
         ("einops", "beartype", "jaxtyping", "wadler-lindig"),
         lacks=none | lacks,
+        causes=SUM_OF_BOTH,
         conventions="K/V heads are shared (g h). A window counts buckets: of one key here. "
         "softclamp is the soft cap.",
     )
@@ -503,7 +539,11 @@ def of_ring_attention_pytorch(name: str, striped: bool, **lacks) -> Adapter:
 
 RING_ATTENTION_PYTORCH = (
     of_ring_attention_pytorch("ring", False),
-    of_ring_attention_pytorch("striped", True),
+    of_ring_attention_pytorch(
+        "striped",
+        True,
+        window="look-back counts buckets, of which each has all positions",
+    ),
 )
 
 
@@ -530,6 +570,12 @@ def with_local_attention(call: Call) -> Result:
     return attention(q, k, v, **seen).transpose(1, 2), rows, None
 
 
+PADDED_KEYS = {
+    "*": "local_attention/local_attention.py:126, 208: keys that autopad appends are seen, unless a mask is given: "
+    "with mask=torch.ones(1, n, dtype=torch.bool) it is right"
+}
+
+
 def of_local_attention(version: str, released: str, needs=(), **fields) -> Adapter:
     none = PLAIN | {
         "GQA": "k and v have the heads of q",
@@ -546,14 +592,320 @@ def of_local_attention(version: str, released: str, needs=(), **fields) -> Adapt
         needs,
         ranks=(1,),
         lacks=none,
+        **{"causes": PADDED_KEYS} | fields,
         conventions="exact_windowsize counts the keys before, as flash-attn does. Dense is a window of all.",
-        **fields,
     )
 
 
 LOCAL_ATTENTION = (
     of_local_attention("1.11.2", "2025-07", ("einops", "hyper-connections")),
-    of_local_attention("1.2.0", "2020-12", control="lucidrains/local-attention#5"),
+    of_local_attention(
+        "1.2.1",
+        "2021-01",
+        only=("dense", "causal", "window", "window of a few tokens"),
+        control="lucidrains/local-attention#5",
+        causes={
+            "*": "local_attention/local_attention.py:150: causal and window are joined by and"
+        },
+    ),
+)
+
+# --------------------------------------------------------------------------------------
+# transformers: a layer of a model, whose mask, cache and scale the model makes
+
+
+class Given(nn.Module):
+    """In place of a projection: it returns a tensor."""
+
+    def forward(self, x):
+        return self.tensor
+
+
+class Unrotated(nn.Module):
+    """In place of rotary embeddings: the same shapes, and no rotation."""
+
+    def __init__(self, rotary: nn.Module):
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, *args, **kwargs):
+        cos, sin = self.rotary(*args, **kwargs)
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+class Found(Exception):
+    """What a layer's attention returns, before it is projected."""
+
+
+class Caught(nn.Module):
+    def forward(self, x):
+        raise Found(x)
+
+
+def with_transformers(call: Call, kind: str, kernel: str) -> Result:
+    import transformers
+
+    s, sizes = call.statement, {"hidden_size": 64, "intermediate_size": 8}
+    sizes |= {"num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 8, "head_dim": s.width}
+    if s.window:
+        sizes |= {"sliding_window": s.window[0] + 1, "use_sliding_window": True}
+        sizes["max_window_layers"] = 0
+    if s.scale is not None:
+        kind, sizes["attention_multiplier"] = "Granite", s.scale
+    if s.softcap:
+        kind, sizes["attn_logit_softcapping"] = "Gemma2", s.softcap
+        sizes["query_pre_attn_scalar"] = s.width
+    if s.sinks:
+        kind, sizes["num_local_experts"] = "GptOss", 2
+    if kind == "Mistral" and not s.window:
+        sizes["sliding_window"] = None
+    config = getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=0)
+    if s.softcap or s.sinks:
+        config.layer_types = ["full_attention"]
+    model = transformers.AutoModel.from_config(config, attn_implementation=kernel)
+    layer = model.layers[0].self_attn
+    layer.q_proj, layer.k_proj, layer.v_proj = Given(), Given(), Given()
+    layer.o_proj, model.rotary_emb = Caught(), Unrotated(model.rotary_emb)
+    if s.sinks:
+        del layer.sinks
+        layer.sinks = call.sinks
+    rows = call.rows()
+    shards = [x.flatten(2) for x in call.shards(rows)]
+    lengths = s.documents or (s.n,)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    chunks, cache = [s.n], None
+    if s.how == "chunks":
+        chunks, cache = [24, 1, 39], transformers.DynamicCache(config=config)
+    outs = []
+    for *parts, at in zip(*(x.split(chunks, 1) for x in (*shards, positions))):
+        for name, part in zip("qkv", parts):
+            getattr(layer, f"{name}_proj").tensor = part
+        x = torch.zeros(1, at.shape[1], 64, dtype=call.q.dtype)
+        about = {"inputs_embeds": x, "position_ids": at, "use_cache": cache is not None}
+        try:
+            model(**about, past_key_values=cache)
+        except Found as found:
+            outs.append(found.args[0])
+    return torch.cat(outs, 1).unflatten(2, (s.heads, -1)), rows, None
+
+
+def of_transformers(kind: str, kernel: str, version="", needs=(), **fields) -> Adapter:
+    package, preload = "transformers", ("transformers.modeling_utils",)
+    if version:
+        package, preload = f"transformers=={version}", ()
+    return Adapter(
+        f"transformers{' ' * bool(version)}{version}: {kind}, {kernel}",
+        partial(with_transformers, kind=kind, kernel=kernel),
+        package,
+        "2025-01" if version else "2026-10",
+        needs,
+        preload=preload,
+        ranks=(1,),
+        lacks={
+            "full": "a decoder is asked, which is causal",
+            "wide keys": "of models with MLA alone",
+            "lse gradient": "out alone",
+            **{x: "no model for it" for x in ("selected", "chosen blocks")},
+        },
+        conventions="One layer of the model, with its own mask, cache and scale; projections and "
+        "rotary embeddings are taken out. Scale: Granite, soft cap: Gemma 2, sinks: gpt-oss.",
+        **fields,
+    )
+
+
+TRANSFORMERS = (
+    of_transformers("Mistral", "eager"),
+    of_transformers("Mistral", "sdpa"),
+    of_transformers("Qwen2", "eager"),
+    of_transformers(
+        "Qwen2",
+        "eager",
+        "4.48.1",
+        ("tokenizers==0.21.0", "huggingface-hub==0.27.1"),
+        only=("causal", "GQA", "scale", "window", "window of a few tokens"),
+        control="huggingface/transformers#35924",
+        causes={
+            "*": "transformers/models/qwen2/modeling_qwen2.py:199: eager attention ignores the window, "
+            "and no mask has it; line 236 warns in a log"
+        },
+    ),
+)
+
+# --------------------------------------------------------------------------------------
+# torch
+
+
+OPEN = []  # contexts
+
+
+def with_context_parallel(call: Call) -> Result:
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import _cp_options
+
+    s, mesh = call.statement, dist.init_device_mesh("cpu", (call.ranks,))
+    _cp_options.enable_load_balance = s.causal
+    rows = torch.arange(s.n)  # it cuts these in place
+
+    def scaled_dot_product_attention(q, k, v, is_causal=False, scale=None):
+        """What torch's attention runs on a GPU."""
+        operator = torch.ops.aten._scaled_dot_product_flash_attention
+        return operator(q, k, v, 0.0, is_causal, scale=scale)[0]
+
+    functional, chosen = nn.functional, scaled_dot_product_attention
+    if not OPEN:  # until the process ends, with the backward in it
+        OPEN.append(mock.patch.object(functional, chosen.__name__, chosen))
+        OPEN[0].start()
+    OPEN.append(context_parallel(mesh, buffers=[rows], buffer_seq_dims=[0]))
+    OPEN[-1].__enter__()
+    q, k, v = (x.transpose(1, 2) for x in call.shards(rows.clone()))
+    attend = functional.scaled_dot_product_attention
+    out = attend(q, k, v, is_causal=s.causal, scale=s.scale)
+    return out.transpose(1, 2), rows, None
+
+
+def with_flex_attention(call: Call) -> Result:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    s, rows = call.statement, call.rows()
+    pattern = s.pattern_of(s.n) if s.pattern else None
+    if pattern is None:
+        seen = dense_mask(call, rows)[:, 0]  # (batch, n, n)
+    else:
+        about = {"head": 0, "heads": s.heads, "n": s.n}
+        seen = pattern.multiplicity(rows, rows, **about).reshape(-1, s.n, s.n) > 0
+        seen = seen & (rows[None] <= rows[:, None]) if s.causal else seen
+    sizes = s.batch, None, s.n, s.n
+    mask = create_block_mask(lambda b, h, i, j: seen[b, i, j], *sizes, device="cpu")
+    cap = s.softcap
+
+    def capped(score, b, h, i, j):
+        return cap * torch.tanh(score / cap)
+
+    q, k, v = (x.transpose(1, 2) for x in call.shards(rows))
+    options = {"scale": s.scale, "enable_gqa": s.kv_heads < s.heads, "block_mask": mask}
+    options["score_mod"] = capped if cap else None
+    out, lse = flex_attention(q, k, v, return_lse=True, **options)
+    out = out.transpose(1, 2)
+    if s.sinks:  # as its documentation does it: by lse
+        out = out * torch.sigmoid(lse - call.sinks[:, None]).transpose(1, 2)[..., None]
+        lse = torch.logaddexp(lse, call.sinks[:, None].expand_as(lse))
+    return out, rows, lse
+
+
+TORCH = (
+    Adapter(
+        "torch: context_parallel",
+        with_context_parallel,
+        "torch",
+        "2026-07",
+        preload=(*DOUBLE, "torch.distributed.tensor.experimental"),
+        dtype=BF16,
+        stands_in="torch's flash attention of a GPU, by flash_double.py",
+        lacks=PLAIN
+        | {
+            "window": "it takes scaled_dot_product_attention, without a mask",
+            "documents": "it takes scaled_dot_product_attention, without a mask",
+            "lse gradient": "out alone",
+        },
+        conventions="Shards are zigzag under a causal mask (enable_load_balance), else contiguous. "
+        "torch's choice of an operator, which a CPU makes otherwise, is that of a GPU.",
+    ),
+    Adapter(
+        "torch: FlexAttention",
+        with_flex_attention,
+        "torch",
+        "2026-07",
+        ranks=(1,),
+        gradients=False,
+        lacks={
+            "chunks": "no cache",
+            "dilated": "a mask counts a key once; branches would be merged by lse",
+            "dilated groups": "a mask by head: asked for one head alone",
+            "chosen blocks": "a mask by head: asked for one head alone",
+            "lse gradient": "flex_attention.py: no backward on a CPU",
+        },
+        conventions="Forward alone: its backward is refused on a CPU. Not compiled.",
+    ),
+)
+
+
+# --------------------------------------------------------------------------------------
+# dilated-attention-pytorch
+
+
+def with_dilated_attention_pytorch(call: Call) -> Result:
+    def attend(query, key, value, attn_bias=None, op=None):
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        causal = attn_bias is not None
+        kernel = nn.functional.scaled_dot_product_attention
+        return kernel(q, k, v, is_causal=causal).transpose(1, 2)
+
+    double = SimpleNamespace(AttentionOp=object, LowerTriangularMask=object)
+    double.memory_efficient_attention = attend
+    sys.modules["xformers"] = SimpleNamespace(ops=double)
+    sys.modules["xformers.ops"] = double
+    from dilated_attention_pytorch.dilated_attention import DilatedAttention
+
+    s, rows = call.statement, call.rows()
+    pattern = branches_of(s)
+    sizes = list(pattern.segment_lengths), list(pattern.dilation_rates)
+    attention = DilatedAttention(*sizes, softmax_scale=s.scale)
+    return attention(*call.shards(rows), is_causal=s.causal), rows, None
+
+
+def branches_of(s: Statement) -> ringlab.Dilated:
+    """Its branches; dense: two groups of heads with one segment each."""
+    two = [s.n, s.n], [1, 1], "head_groups"
+    return s.pattern_of(s.n) if s.pattern else ringlab.Dilated(*two)
+
+
+def over_its_sums(statement: Statement, out: torch.Tensor) -> torch.Tensor:
+    """What it computes of an attention's out: the rows of each branch over their sum,
+    over the number of branches (dilated_attention.py:121, 131).
+    """
+    pattern = branches_of(statement)
+    parts = torch.zeros_like(out)
+    for branch in pattern.branches(statement.n, statement.heads):
+        for head, offset in zip(branch.heads, branch.offsets):
+            rows = torch.arange(statement.n) % branch.length % branch.rate == offset
+            chosen = out[:, rows, head]
+            parts[:, rows, head] = chosen / chosen.sum(1, keepdim=True)
+    return parts / len(pattern.segment_lengths)
+
+
+DILATED = (
+    Adapter(
+        "dilated-attention-pytorch",
+        with_dilated_attention_pytorch,
+        "dilated-attention-pytorch==0.2.0",
+        "2023-08",
+        ("einops",),
+        ranks=(1,),
+        dtype=torch.float64,  # sums near 0 enlarge what is rounded
+        translate=over_its_sums,
+        stands_in="xformers' memory_efficient_attention, by torch's attention",
+        lacks={
+            **{
+                x: PLAIN[x]
+                for x in ("softcap", "sinks", "lengths", "chunks", "wide keys")
+            },
+            **{
+                x: PLAIN[x]
+                for x in ("blocks", "local and global", "selected", "chosen blocks")
+            },
+            **{x: "no argument for it" for x in ("window", "documents")},
+            "GQA": "k and v have the heads of q",
+            "dilated": "groups of heads run one branch each",
+            "lse gradient": "out alone",
+            "uneven length": "segments divide the sequence: rearrange says so",
+        },
+        causes={
+            "scale": "dilated_attention_pytorch/dilated_attention.py:36, 98: softmax_scale is kept and not handed on"
+        },
+        conventions="Its out is over the sum of all rows of a branch, over the number of branches: "
+        "the answer is translated. Dense is two groups of heads, one segment each.",
+    ),
 )
 
 ADAPTERS = (
@@ -565,4 +917,7 @@ ADAPTERS = (
     *DEEPSPEED,
     *RING_ATTENTION_PYTORCH,
     *LOCAL_ATTENTION,
+    *TRANSFORMERS,
+    *TORCH,
+    *DILATED,
 )

@@ -90,8 +90,12 @@ class Adapter:
     # Of these, what it takes all the same, so that it is asked.
     taken: tuple[str, ...] = ()
     conventions: str = ""  # what the adapter translates
-    # The cause of what is wrong, by statement: file, line and what happens there.
+    # The cause of what is wrong, by statement or "*": file, line and what happens there.
     causes: Mapping[str, str] = field(default_factory=dict)
+    gradients: bool = True
+    # What it computes of an attention's out, where that is not out itself.
+    translate: Callable[[Statement, Tensor], Tensor] = lambda statement, out: out
+    only: tuple[str, ...] = ()  # of a control: the statements it is asked
     full_only: bool = False  # causality aside, statements are asked without it
     elsewhere: str = (
         ""  # in what it raises: it asks for a GPU that no double stands for
@@ -106,6 +110,9 @@ class Adapter:
 
     def dtype_for(self, statement: Statement) -> torch.dtype:
         return torch.bfloat16 if "bf16" in statement.needs else self.dtype
+
+    def cause(self, statement: str) -> str:
+        return self.causes.get(statement) or self.causes.get("*", "")
 
     def lacking(self, statement: Statement) -> list[str]:
         """What a statement needs and it does not offer."""
@@ -180,7 +187,8 @@ def compared(adapter: Adapter, statement: Statement, found: list) -> Outcome:
     allowed: dict[str, float] = {}
     for number, parts in enumerate(zip(*found)):
         inputs = statement.inputs(adapter.dtype_for(statement), number)
-        answer, allowed = statement.answer(inputs), statement.allowed(inputs)
+        answer = statement.answer(inputs, adapter.translate)
+        allowed = statement.allowed(inputs)
         owned = torch.cat([part.pop("rows") for part in parts]).sort().values
         if owned.tolist() != list(range(statement.n)):
             raise ValueError(f"{adapter.name}: the ranks' rows are not the sequence")
@@ -252,7 +260,7 @@ def answers(adapter: Adapter, statement: Statement) -> list[dict[str, Tensor]]:
         sinks = inputs["sinks"] if statement.sinks else None
         leaves = [inputs[x] for x in "qkv"] + [sinks] * statement.sinks
         for leaf in leaves:
-            leaf.requires_grad_(statement.how != "chunks")
+            leaf.requires_grad_(adapter.gradients and statement.how != "chunks")
 
         def attend(q, k, v, sinks=None):
             return adapter.attend(Call(statement, q, k, v, sinks, rank, ranks))

@@ -1,6 +1,6 @@
 """The judge: which public implementations of long attention are right?
 
-    python -m ringlab judge [NAME ...] [--adapter FILE] [--statement NAME] [--install]
+    python -m ringlab judge [NAME ...] [--adapter FILE] [--statement NAME]
 
 asks every implementation whose name begins with a NAME (default: all) every statement,
 each cell in processes of its own, and appends what has no row yet to
@@ -9,7 +9,6 @@ each cell in processes of its own, and appends what has no row yet to
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -96,6 +95,7 @@ def run(
     with Store(data, NAME) as store:
         for adapter in wanted:
             waiting = [s for s in asked if (adapter.name, s.name) not in known]
+            waiting = [s for s in waiting if s.name in (adapter.only or STATEMENTS)]
             folder, lacking = "", ""
             try:
                 folder = install(adapter) if waiting else ""
@@ -111,7 +111,8 @@ def run(
                 row |= {"seconds": round(time.monotonic() - begun, 2), "key": key}
                 row |= about(adapter) | asdict(outcome)
                 store.append(kind="cell", **row)
-                warn(told(row))
+                if len(asked) > 1:
+                    warn(f"{told(row)} ({row['seconds']:.0f} s)")
     rows = [r for r in read(data) if r["key"] == key]
     return [
         r
@@ -156,63 +157,33 @@ def write_page(data: Path) -> None:
     index.write_index(reports)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Judge what is asked for; 1 where something is silently wrong, unless all is asked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ringlab judge", description=__doc__
-    )
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help="the beginning of a name, as ring-flash-attn",
-    )
-    parser.add_argument(
-        "--adapter",
-        type=Path,
-        metavar="FILE",
-        help="a Python file with ADAPTERS of your own",
-    )
-    parser.add_argument(
-        "--statement",
-        action="append",
-        metavar="NAME",
-        help="only this one; may be repeated",
-    )
-    parser.add_argument("--again", action="store_true", help="ask again what has a row")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="where rows go (default: reports/judge/data)",
-    )
-    args = parser.parse_args(argv)
-    source, data = ADAPTERS, args.data or home() / "reports" / "judge" / "data"
-    if args.adapter:
-        source = args.adapter.resolve()
+def ask(
+    names: Sequence[str] = (),
+    adapter: str | None = None,
+    statements: Sequence[str] | None = None,
+    again: bool = False,
+    data: Path | None = None,
+) -> int:
+    """Judge what is asked for, and print it: the implementations whose names begin so,
+    or those of a file; 1 where one is silently wrong. All of them: write the page, 0.
+    """
+    source = Path(adapter).resolve() if adapter else ADAPTERS
+    data = (data or home() / "reports" / "judge" / "data").resolve()
+    if not source.is_file():
+        raise UsageError(f"no such file: {adapter}")
     known = all_of(source)
-    wanted = [
-        a for a in known if not args.names or a.name.startswith(tuple(args.names))
-    ]
+    wanted = [a for a in known if not names or a.name.startswith(tuple(names))]
     if not wanted:
-        names = dict.fromkeys(a.name.split(":")[0] for a in known)
-        raise UsageError(
-            f"no implementation is called {args.names[0]!r}; known: {', '.join(names)}"
-        )
-    asked = args.statement or list(STATEMENTS)
-    if unknown := [x for x in asked if x not in STATEMENTS]:
-        raise UsageError(
-            f"unknown statement {unknown[0]!r}; known: {', '.join(STATEMENTS)}"
-        )
-    rows = run(wanted, source, data, [STATEMENTS[x] for x in asked], args.again)
-    for row in rows:
-        print(told(row))
-    whole = not (args.names or args.adapter or args.statement)
-    if whole:
+        packages = ", ".join(dict.fromkeys(a.name.split(":")[0] for a in known))
+        raise UsageError(f"no implementation is called {names[0]!r}; known: {packages}")
+    for name in statements or ():
+        if name not in STATEMENTS:
+            known = ", ".join(STATEMENTS)
+            raise UsageError(f"unknown statement {name!r}; known: {known}")
+    asked = [STATEMENTS[name] for name in statements or STATEMENTS]
+    rows = run(wanted, source, data, asked, again)
+    if not (names or adapter or statements):
         write_page(data)
         return 0
+    print(*map(told, rows), sep="\n")
     return int(any(row["status"] == WRONG for row in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,6 +7,7 @@ A window counts the keys that a query sees before and after itself, both inclusi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -95,8 +96,14 @@ class Statement:
         distance = torch.arange(n)[None] - torch.arange(n)[:, None]  # (n, n)
         return from_mask((-before <= distance) & (distance <= after), block_size=1)
 
-    def answer(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """out, lse, dq, dk, dv and, of sinks, dsinks in float64."""
+    def answer(
+        self,
+        inputs: dict[str, Tensor],
+        translate: Callable[[Statement, Tensor], Tensor] = lambda statement, out: out,
+    ) -> dict[str, Tensor]:
+        """out, lse, dq, dk, dv and, of sinks, dsinks in float64; of ``translate``, a
+        function of the statement and out, in place of out.
+        """
         names = ("q", "k", "v", "sinks")
         leaves = {name: inputs[name].double().requires_grad_() for name in names}
         sinks = leaves["sinks"] if self.sinks else None
@@ -117,6 +124,7 @@ class Statement:
                         softcap=self.softcap,
                     )
                     out[entry, rows], lse[entry, :, rows] = found[0][0], found[1][0]
+        out = translate(self, out)
         loss = (out * inputs["dout"].double()).sum()
         if self.how == "lse gradient":
             loss = loss + (lse * inputs["dlse"].double()).sum()
@@ -212,7 +220,7 @@ STATEMENTS = {
         Statement(
             "two-sided window",
             "Longformer, ModernBERT, genomes",
-            window=(12, 12),
+            window=(16, 16),
             **full,
         ),
         Statement(
