@@ -8,8 +8,10 @@ that this rank owns. Numbers of lines are those of the named version.
 from __future__ import annotations
 
 import sys
+import tomllib
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,17 +23,14 @@ from ringlab.blocks import sliding_window
 from statements import Statement
 from torch import nn
 
-BF16 = torch.bfloat16
-DOUBLE, FLASH = ("flash_double",), "flash-attn 2.8.3, by package_doubles.py"
-
-
 # --------------------------------------------------------------------------------------
 # ringlab
 
 
-def with_ringlab(call: Call, scheme, layout: str = "contiguous") -> Result:
-    s, group = call.statement, dist.group.WORLD if call.ranks > 1 else None
-    if isinstance(scheme, tuple):
+def with_ringlab(call: Call, scheme: str, layout: str = "contiguous") -> Result:
+    s, group = call.statement, dist.group.WORLD if scheme else None
+    if ", " in scheme:
+        scheme = tuple(scheme.split(", "))
         group = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     pattern = s.pattern_of(s.n)
     if s.window:  # the keys before and after; tokens counts the query too
@@ -58,31 +57,6 @@ def with_ringlab(call: Call, scheme, layout: str = "contiguous") -> Result:
     out, lse = ringlab.attention(q, k, v, pattern, return_lse=True, **options)
     return out, rows, lse
 
-
-NO_CACHE = {"chunks": "a cache over ranks is replicated: asked on one device"}
-RINGLAB = (
-    Adapter("ringlab: one device", partial(with_ringlab, scheme=None), ranks=(1,)),
-    *(
-        Adapter(
-            f"ringlab: {scheme}, {layout}",
-            partial(with_ringlab, scheme=scheme, layout=layout),
-            lacks=NO_CACHE,
-        )
-        for scheme, layout in (
-            ("plan", "contiguous"),
-            ("plan", "zigzag"),
-            ("ring", "contiguous"),
-            ("all_gather", "striped"),
-            ("ulysses", "contiguous"),
-        )
-    ),
-    Adapter(
-        "ringlab: ulysses in rings",
-        partial(with_ringlab, scheme=("ulysses", "ring")),
-        ranks=(4,),
-        lacks=NO_CACHE,
-    ),
-)
 
 # --------------------------------------------------------------------------------------
 # ring-flash-attn
@@ -143,54 +117,6 @@ def with_ring_flash_attn(call: Call, scheme: str) -> Result:
     return out, rows, lse
 
 
-PLAIN = {
-    "softcap": "no argument for it",
-    "sinks": "no argument for it",
-    "lengths": "no argument for it",
-    "chunks": "no cache",
-    "dilated": "no argument for it",
-    "dilated groups": "no argument for it",
-    "blocks": "no argument for it",
-    "local and global": "no argument for it",
-    "selected": "no argument for it",
-    "chosen blocks": "no argument for it",
-    "wide keys": "flash-attn 2 has one head_dim",
-    "uneven length": "shards are of one size: the caller pads",
-}
-OF_RING_FLASH_ATTN = PLAIN | {
-    "window": "README, Known Limitations: window_size is not supported",
-    "lse gradient": "ring_flash_attn.py:184: backward(ctx, dout, *args) has none",
-}
-
-
-def of_ring_flash_attn(scheme: str, **lacks: str) -> Adapter:
-    return Adapter(
-        f"ring-flash-attn: {scheme}",
-        partial(with_ring_flash_attn, scheme=scheme),
-        "ring-flash-attn==0.1.8",
-        "2025-09",
-        dtype=BF16,
-        preload=DOUBLE,
-        stands_in=FLASH,
-        lacks=OF_RING_FLASH_ATTN | lacks,
-        taken=("window",),
-        conventions="Windows count the keys before and after, as flash-attn does. "
-        "Documents are cut one by one (all but llama3), each by twice the ranks under zigzag. "
-        "Its adapters to Hugging Face are left out: they need an older transformers.",
-    )
-
-
-ODD = {
-    "odd documents": "test/test_ring_flash_attn_varlen_func.py asserts that ranks divide "
-    "cu_seqlens, that of zigzag twice the ranks"
-}
-RING_FLASH_ATTN = (
-    of_ring_flash_attn("ring", **ODD),
-    of_ring_flash_attn("zigzag", **ODD),
-    of_ring_flash_attn("stripe", documents="README: stripe has no varlen variant"),
-    of_ring_flash_attn("llama3"),
-)
-
 # --------------------------------------------------------------------------------------
 # yunchang
 
@@ -213,39 +139,6 @@ def with_yunchang(call: Call, ring: str, ulysses: int) -> Result:
     attention = yunchang.LongContextAttention(ring_impl_type=ring)
     return attention(*call.shards(rows), **options), rows, None
 
-
-IN_EACH_BLOCK = {
-    "*": "yunchang/ring/ring_flash_attn.py:44, zigzag_ring_flash_attn.py:38, stripe_flash_attn.py:45: the "
-    "window is handed to each block's kernel, which counts from that block's own first keys"
-}
-
-
-def of_yunchang(name: str, ring: str, ulysses: int, ranks=(2, 4), **fields) -> Adapter:
-    none = PLAIN | {"documents": "no cu_seqlens", "lse gradient": "out alone"}
-    del none["softcap"]
-    return Adapter(
-        f"yunchang: {name}",
-        partial(with_yunchang, ring=ring, ulysses=ulysses),
-        "yunchang==0.6.4",
-        "2026-01",
-        ranks=ranks,
-        dtype=BF16,
-        preload=DOUBLE,
-        stands_in=FLASH,
-        lacks=none,
-        conventions="Shards are cut by its own EXTRACT_FUNC_DICT. Its README hands window_size to the layer.",
-        causes=IN_EACH_BLOCK,
-        **fields,
-    )
-
-
-YUNCHANG = (
-    of_yunchang("ring", "basic", 1),
-    of_yunchang("zigzag", "zigzag", 1),
-    of_yunchang("stripe", "strip", 1),
-    of_yunchang("USP, ulysses in zigzag rings", "zigzag", 2, ranks=(4,)),
-    of_yunchang("ulysses", "ulysses", 0),
-)
 
 # --------------------------------------------------------------------------------------
 # axolotl-ringmaster
@@ -284,37 +177,6 @@ def with_ringmaster(
     return attend(module, q, k, v, None, **options)[0], rows, None
 
 
-def of_ringmaster(name: str, *, lacks=(), **options) -> Adapter:
-    return Adapter(
-        f"axolotl-ringmaster: {name}",
-        partial(with_ringmaster, **options),
-        "axolotl-ringmaster==0.2.7",
-        "2026-10",
-        preload=("transformers.modeling_utils",),
-        elsewhere="requires the CUDA flash kernel",
-        stands_in="its own math blocks, or torch's attention on the CPU",
-        lacks=PLAIN
-        | {
-            "two-sided window": "sliding_window is one number, of keys before",
-            "lse gradient": "out alone",
-            "wide keys": "one head_dim",
-            "lengths": "README: right-padded batches by its context manager",
-            "uneven length": "shards are of one size: its context manager pads",
-        }
-        | dict(lacks),
-        conventions="sliding_window counts the query too; documents are global cu_seqlens.",
-    )
-
-
-DENSE_CAUSAL = {"full": "README: attention accepts dense causal sequences"}
-RINGMASTER = (
-    of_ringmaster("ulysses", backend="ulysses"),
-    of_ringmaster("ring, all-gather", backend="ring"),
-    of_ringmaster("ring, p2p", backend="ring", rotate="alltoall"),
-    of_ringmaster("ring, zigzag", backend="ring", balance="head_tail"),
-    of_ringmaster("ring, distflash", backend="ring", balance="distflash"),
-)
-
 # --------------------------------------------------------------------------------------
 # diffusers
 
@@ -347,49 +209,6 @@ def with_diffusers(call: Call, kind: str) -> Result:
     )
     return out, rows, None
 
-
-AGAINST_THE_RING = {
-    "*": "diffusers/models/attention_dispatch.py:2481, 2522: gradients of K and V hop to the next rank, while "
-    "rank r takes the K/V of rank r + i at step i: on more than 2 ranks they are added to another shard's"
-}
-
-
-def of_diffusers(kind: str, version="0.42.1", released="2026-10", **fields) -> Adapter:
-    ring = kind == "ring"
-    return Adapter(
-        f"diffusers {version}: {kind}" if fields else f"diffusers: {kind}",
-        partial(with_diffusers, kind=kind),
-        f"diffusers=={version}",
-        released,
-        full_only=True,
-        dtype=BF16 if ring else torch.float32,
-        preload=(*DOUBLE, "diffusers.models.attention_dispatch"),
-        stands_in=FLASH if ring else "",
-        lacks=PLAIN
-        | {
-            "window": "no argument for it",
-            "documents": "no argument for it",
-            "lse gradient": "lse is returned without a gradient",
-        },
-        conventions="For lengths and heads that ranks do not divide: ulysses_anything, ring_anything.",
-        **{"causes": AGAINST_THE_RING} | fields,
-    )
-
-
-DIFFUSERS = (
-    of_diffusers("ring"),
-    of_diffusers("ulysses"),
-    of_diffusers(
-        "ring",
-        "0.39.0",
-        "2026-07",
-        only=("dense", "causal", "strided inputs"),
-        control="huggingface/diffusers#14265",
-        causes={
-            "*": "diffusers/models/attention_dispatch.py:2148: a step of the backward reads the K/V of step 0"
-        },
-    ),
-)
 
 # --------------------------------------------------------------------------------------
 # DeepSpeed
@@ -431,35 +250,6 @@ def with_deepspeed(call: Call) -> Result:
     attention = DistributedAttention(local, dist.group.WORLD, 2, 1)
     return attention(*call.shards(rows), 0), rows, None
 
-
-DEEPSPEED = (
-    Adapter(
-        "deepspeed: ulysses",
-        with_deepspeed,
-        "deepspeed==0.19.8",
-        "2026-10",
-        ("einops", "hjson", "msgpack", "py-cpuinfo", "ninja"),
-        lacks={x: PLAIN[x] for x in ("softcap", "sinks", "chunks")}
-        | {
-            x: "a pattern is the caller's kernel, not its"
-            for x in ("dilated", "dilated groups")
-        }
-        | {
-            x: "a pattern is the caller's kernel, not its"
-            for x in ("blocks", "local and global")
-        }
-        | {
-            x: "a pattern is the caller's kernel, not its"
-            for x in ("selected", "chosen blocks")
-        }
-        | {
-            "lse gradient": "out alone",
-            "uneven length": "layer.py:64: shards are of one size",
-        },
-        preload=("deepspeed.sequence.layer",),
-        conventions="The attention of a rank is the caller's: torch's, with a mask.",
-    ),
-)
 
 # --------------------------------------------------------------------------------------
 # packages of lucidrains
@@ -504,49 +294,6 @@ def with_ring_attention_pytorch(call: Call, striped: bool) -> Result:
     return grouped(out, s.kv_heads, back=True), rows, None
 
 
-SUM_OF_BOTH = {
-    "*": "ring_attention_pytorch/ring_flash_attention.py:383, 385: ring_pass returns what was received and "
-    "what was sent, and these are taken for dk and dv (the same in ring_flash_attention_cuda.py:345); "
-    "with the first alone, all is right",
-    **dict.fromkeys(
-        ("window", "window of a few tokens"),
-        "ring_attention_pytorch/ring_flash_attention.py:102: passes are counted from a shard's last row, "
-        "so that its first rows miss keys of the shard before; and line 385, see dense",
-    ),
-}
-
-
-def of_ring_attention_pytorch(name: str, striped: bool, **lacks) -> Adapter:
-    none = PLAIN | {
-        "scale": "no argument for it",
-        "documents": "no argument for it",
-        "lse gradient": "out alone",
-        "two-sided window": "max_lookback_seq_len: an assertion asks for causal",
-    }
-    del none["softcap"], none["lengths"]
-    return Adapter(
-        f"ring-attention-pytorch: {name}",
-        partial(with_ring_attention_pytorch, striped=striped),
-        "ring-attention-pytorch==0.5.20",
-        "2025-05",
-        ("einops", "beartype", "jaxtyping", "wadler-lindig"),
-        lacks=none | lacks,
-        causes=SUM_OF_BOTH,
-        conventions="K/V heads are shared (g h). A window counts buckets: of one key here. "
-        "softclamp is the soft cap.",
-    )
-
-
-RING_ATTENTION_PYTORCH = (
-    of_ring_attention_pytorch("ring", False),
-    of_ring_attention_pytorch(
-        "striped",
-        True,
-        window="look-back counts buckets, of which each has all positions",
-    ),
-)
-
-
 def with_local_attention(call: Call) -> Result:
     from local_attention import LocalAttention
 
@@ -569,46 +316,6 @@ def with_local_attention(call: Call) -> Result:
         seen["mask"] = torch.arange(s.n) < torch.tensor(s.lengths)[:, None]
     return attention(q, k, v, **seen).transpose(1, 2), rows, None
 
-
-PADDED_KEYS = {
-    "*": "local_attention/local_attention.py:126, 208: keys that autopad appends are seen, unless a mask is given: "
-    "with mask=torch.ones(1, n, dtype=torch.bool) it is right"
-}
-
-
-def of_local_attention(version: str, released: str, needs=(), **fields) -> Adapter:
-    none = PLAIN | {
-        "GQA": "k and v have the heads of q",
-        "documents": "no argument for it",
-        "lse gradient": "out alone",
-        "bf16": "it runs on one device",
-    }
-    del none["lengths"], none["uneven length"]
-    return Adapter(
-        f"local-attention {version}" if fields else "local-attention",
-        with_local_attention,
-        f"local-attention=={version}",
-        released,
-        needs,
-        ranks=(1,),
-        lacks=none,
-        **{"causes": PADDED_KEYS} | fields,
-        conventions="exact_windowsize counts the keys before, as flash-attn does. Dense is a window of all.",
-    )
-
-
-LOCAL_ATTENTION = (
-    of_local_attention("1.11.2", "2025-07", ("einops", "hyper-connections")),
-    of_local_attention(
-        "1.2.1",
-        "2021-01",
-        only=("dense", "causal", "window", "window of a few tokens"),
-        control="lucidrains/local-attention#5",
-        causes={
-            "*": "local_attention/local_attention.py:150: causal and window are joined by and"
-        },
-    ),
-)
 
 # --------------------------------------------------------------------------------------
 # transformers: a layer of a model, whose mask, cache and scale the model makes
@@ -690,48 +397,6 @@ def with_transformers(call: Call, kind: str, kernel: str) -> Result:
     return torch.cat(outs, 1).unflatten(2, (s.heads, -1)), rows, None
 
 
-def of_transformers(kind: str, kernel: str, version="", needs=(), **fields) -> Adapter:
-    package, preload = "transformers", ("transformers.modeling_utils",)
-    if version:
-        package, preload = f"transformers=={version}", ()
-    return Adapter(
-        f"transformers{' ' * bool(version)}{version}: {kind}, {kernel}",
-        partial(with_transformers, kind=kind, kernel=kernel),
-        package,
-        "2025-01" if version else "2026-10",
-        needs,
-        preload=preload,
-        ranks=(1,),
-        lacks={
-            "full": "a decoder is asked, which is causal",
-            "wide keys": "of models with MLA alone",
-            "lse gradient": "out alone",
-            **{x: "no model for it" for x in ("selected", "chosen blocks")},
-        },
-        conventions="One layer of the model, with its own mask, cache and scale; projections and "
-        "rotary embeddings are taken out. Scale: Granite, soft cap: Gemma 2, sinks: gpt-oss.",
-        **fields,
-    )
-
-
-TRANSFORMERS = (
-    of_transformers("Mistral", "eager"),
-    of_transformers("Mistral", "sdpa"),
-    of_transformers("Qwen2", "eager"),
-    of_transformers(
-        "Qwen2",
-        "eager",
-        "4.48.1",
-        ("tokenizers==0.21.0", "huggingface-hub==0.27.1"),
-        only=("causal", "GQA", "scale", "window", "window of a few tokens"),
-        control="huggingface/transformers#35924",
-        causes={
-            "*": "transformers/models/qwen2/modeling_qwen2.py:199: eager attention ignores the window, "
-            "and no mask has it; line 236 warns in a log"
-        },
-    ),
-)
-
 # --------------------------------------------------------------------------------------
 # torch
 
@@ -793,43 +458,6 @@ def with_flex_attention(call: Call) -> Result:
     return out, rows, lse
 
 
-TORCH = (
-    Adapter(
-        "torch: context_parallel",
-        with_context_parallel,
-        "torch",
-        "2026-07",
-        preload=(*DOUBLE, "torch.distributed.tensor.experimental"),
-        dtype=BF16,
-        stands_in="torch's flash attention of a GPU, by flash_double.py",
-        lacks=PLAIN
-        | {
-            "window": "it takes scaled_dot_product_attention, without a mask",
-            "documents": "it takes scaled_dot_product_attention, without a mask",
-            "lse gradient": "out alone",
-        },
-        conventions="Shards are zigzag under a causal mask (enable_load_balance), else contiguous. "
-        "torch's choice of an operator, which a CPU makes otherwise, is that of a GPU.",
-    ),
-    Adapter(
-        "torch: FlexAttention",
-        with_flex_attention,
-        "torch",
-        "2026-07",
-        ranks=(1,),
-        gradients=False,
-        lacks={
-            "chunks": "no cache",
-            "dilated": "a mask counts a key once; branches would be merged by lse",
-            "dilated groups": "a mask by head: asked for one head alone",
-            "chosen blocks": "a mask by head: asked for one head alone",
-            "lse gradient": "flex_attention.py: no backward on a CPU",
-        },
-        conventions="Forward alone: its backward is refused on a CPU. Not compiled.",
-    ),
-)
-
-
 # --------------------------------------------------------------------------------------
 # dilated-attention-pytorch
 
@@ -874,50 +502,32 @@ def over_its_sums(statement: Statement, out: torch.Tensor) -> torch.Tensor:
     return parts / len(pattern.segment_lengths)
 
 
-DILATED = (
-    Adapter(
-        "dilated-attention-pytorch",
-        with_dilated_attention_pytorch,
-        "dilated-attention-pytorch==0.2.0",
-        "2023-08",
-        ("einops",),
-        ranks=(1,),
-        dtype=torch.float64,  # sums near 0 enlarge what is rounded
-        translate=over_its_sums,
-        stands_in="xformers' memory_efficient_attention, by torch's attention",
-        lacks={
-            **{
-                x: PLAIN[x]
-                for x in ("softcap", "sinks", "lengths", "chunks", "wide keys")
-            },
-            **{
-                x: PLAIN[x]
-                for x in ("blocks", "local and global", "selected", "chosen blocks")
-            },
-            **{x: "no argument for it" for x in ("window", "documents")},
-            "GQA": "k and v have the heads of q",
-            "dilated": "groups of heads run one branch each",
-            "lse gradient": "out alone",
-            "uneven length": "segments divide the sequence: rearrange says so",
-        },
-        causes={
-            "scale": "dilated_attention_pytorch/dilated_attention.py:36, 98: softmax_scale is kept and not handed on"
-        },
-        conventions="Its out is over the sum of all rows of a branch, over the number of branches: "
-        "the answer is translated. Dense is two groups of heads, one segment each.",
-    ),
-)
+# --------------------------------------------------------------------------------------
+# the facts of packages.toml
 
-ADAPTERS = (
-    *RINGLAB,
-    *RING_FLASH_ATTN,
-    *YUNCHANG,
-    *RINGMASTER,
-    *DIFFUSERS,
-    *DEEPSPEED,
-    *RING_ATTENTION_PYTORCH,
-    *LOCAL_ATTENTION,
-    *TRANSFORMERS,
-    *TORCH,
-    *DILATED,
-)
+
+def spread(lacks: dict[str, str]) -> dict[str, str]:
+    """The reasons of lists of needs, by each need."""
+    return {need: why for needs, why in lacks.items() for need in needs.split(", ")}
+
+
+def read(path: Path) -> tuple[Adapter, ...]:
+    """The adapters of a file as packages.toml."""
+    adapters = []
+    for title, facts in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        for call in facts.pop("calls"):
+            own = facts | call
+            lacks = spread(facts.get("lacks", {})) | spread(call.get("lacks", {}))
+            attend = partial(globals()[own.pop("function")], **own.pop("how", {}))
+            name = ": ".join(filter(None, (title.strip(), own.pop("name"))))
+            own |= {
+                "lacks": lacks,
+                "dtype": getattr(torch, own.get("dtype", "float32")),
+            }
+            if "translate" in own:
+                own["translate"] = globals()[own["translate"]]
+            adapters.append(Adapter(name, attend, **own))
+    return tuple(adapters)
+
+
+ADAPTERS = read(Path(__file__).with_name("packages.toml"))

@@ -116,7 +116,10 @@ class Adapter:
 
     def lacking(self, statement: Statement) -> list[str]:
         """What a statement needs and it does not offer."""
-        return [x for x in statement.needs if x in self.lacks]
+        alone, needs = 1 in self.ranks, list(statement.needs)
+        needs += ["many ranks"] * (alone and 2 not in statement.ranks)
+        needs += ["chunks over ranks"] * (not alone and statement.how == "chunks")
+        return [x for x in needs if x in self.lacks]
 
 
 @dataclass(frozen=True)
@@ -153,10 +156,8 @@ def judged(adapter: Adapter, source: str, statement: Statement, folder: str) -> 
     statement = adapter.adapted(statement)
     lacking = adapter.lacking(statement)
     why = "; ".join(adapter.lacks[x] for x in lacking[:1])
-    counts = (1,) if adapter.ranks == (1,) else statement.ranks
+    counts = adapter.ranks if 1 in adapter.ranks else statement.ranks
     counts = [ranks for ranks in counts if ranks in adapter.ranks]
-    if adapter.ranks == (1,) and 2 not in statement.ranks:
-        return Outcome(NOT_OFFERED, "it runs on one device")
     if not set(lacking) <= set(adapter.taken):
         return Outcome(NOT_OFFERED, why)
     worst = Outcome(RIGHT)

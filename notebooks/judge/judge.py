@@ -32,23 +32,15 @@ ADAPTERS = HERE / "adapters.py"
 NAME = "cells.jsonl"
 
 
-class Unavailable(RuntimeError):
-    """A package cannot be installed."""
-
-
-def folder_of(adapter: Adapter) -> Path:
-    return home() / "build" / "judge" / adapter.package.replace("==", "-")
-
-
-def install(adapter: Adapter) -> str:
-    """The folder of an implementation's packages, which share this environment's torch;
-    pip fills it once. Empty where they are part of the environment. Raises Unavailable.
+def install(adapter: Adapter) -> tuple[str, str]:
+    """The folder of an implementation's packages, which share this environment's torch,
+    and why it cannot be filled, if so; pip fills it once. "" for the environment's own.
     """
     if "==" not in adapter.package:
-        return ""
-    folder = folder_of(adapter)
+        return "", ""
+    folder = home() / "build" / "judge" / adapter.package.replace("==", "-")
     if (folder / ".ready").exists():
-        return str(folder)
+        return str(folder), ""
     warn(f"installing {adapter.package} into {folder}")
     shutil.rmtree(folder, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--target", str(folder)]
@@ -56,14 +48,20 @@ def install(adapter: Adapter) -> str:
     packages = adapter.package, *adapter.needs
     done = subprocess.run([*pip, *packages], capture_output=True, text=True)
     if done.returncode:
-        raise Unavailable((done.stderr.strip() or "pip failed").splitlines()[-1])
+        return "", (done.stderr.strip() or "pip failed").splitlines()[-1]
     (folder / ".ready").touch()
-    return str(folder)
+    return str(folder), ""
 
 
 def code() -> str:
     """The hash of the code that decides what a cell says."""
-    names = ("adapters.py", "cells.py", "package_doubles.py", "statements.py")
+    names = (
+        "adapters.py",
+        "cells.py",
+        "flash_doubles.py",
+        "flash_installed.py",
+        "statements.py",
+    )
     return provenance.code_hash([HERE / name for name in names], HERE)
 
 
@@ -96,11 +94,9 @@ def run(
         for adapter in wanted:
             waiting = [s for s in asked if (adapter.name, s.name) not in known]
             waiting = [s for s in waiting if s.name in (adapter.only or STATEMENTS)]
-            folder, lacking = "", ""
-            try:
-                folder = install(adapter) if waiting else ""
-            except Unavailable as error:
-                lacking = str(error)
+            if not waiting:
+                continue
+            folder, lacking = install(adapter)
             prepare(adapter, folder)
             for statement in waiting:
                 begun = time.monotonic()
@@ -137,7 +133,8 @@ def told(row: dict) -> str:
     text = f"{row['implementation']} | {row['statement']}: {row['status']}"
     if row["status"] == WRONG:
         wrong = row["reason"].split(", ")
-        each = [f"{x} {row['errors'][x]:.2g} > {row['allowed'][x]:.2g}" for x in wrong]
+        pairs = [(x, float(row["errors"][x]), row["allowed"][x]) for x in wrong]
+        each = [f"{x} {error:.2g} > {allowed:.2g}" for x, error, allowed in pairs]
         return f"{text}: {', '.join(each)} on {row['ranks']} ranks"
     return f"{text}: {row['reason']}" if row["reason"] else text
 

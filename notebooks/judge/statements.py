@@ -20,7 +20,6 @@ from torch import Tensor
 # is 5e-6 in fp32 and twice the error of a dense call in bf16. A ring adds roundings that
 # one call has not, and a wrong mask is off by far more. The statement of rounding has 1.
 SLACK = 4
-PAIRS = ("strided", "expanded", "two calls", "checkpoint", "chunks", "lse gradient")
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,16 @@ class Statement:
     sinks: bool = False
     size: float = 1.0  # of the entries of q
     pattern: str = ""
-    how: str = ""  # one of PAIRS
+    how: str = ""  # strided, expanded, two calls, checkpoint, chunks or lse gradient
     ranks: tuple[int, ...] = (2, 4)
     slack: int = SLACK
     extra: tuple[str, ...] = ()  # needs that its sizes do not show
-    either: bool = False  # it may be asked without a causal mask too
+
+    @property
+    def either(self) -> bool:
+        """Whether it may be asked without a causal mask too."""
+        shown = self.window or self.documents or self.pattern or self.how == "chunks"
+        return not (shown or self.name == "causal" or "uneven length" in self.extra)
 
     @property
     def needs(self) -> list[str]:
@@ -176,20 +180,17 @@ STATEMENTS = {
             "GQA",
             "Llama 3, Qwen, Mistral: 2 query heads share a K/V head",
             kv_heads=2,
-            either=True,
         ),
         Statement(
             "one K/V head",
             "multi-query attention: Falcon, PaLM",
             kv_heads=1,
-            either=True,
         ),
         Statement(
             "fewer K/V heads than ranks",
             "8 K/V heads on 16 GPUs are the usual case",
             kv_heads=2,
             ranks=(4,),
-            either=True,
         ),
         Statement(
             "uneven heads",
@@ -198,7 +199,6 @@ STATEMENTS = {
             kv_heads=6,
             ranks=(4,),
             extra=("uneven heads",),
-            either=True,
         ),
         Statement(
             "uneven length",
@@ -258,55 +258,47 @@ STATEMENTS = {
         Statement(
             "padding", "a batch of 40 and 64 tokens", batch=2, lengths=(40, 64), **full
         ),
-        Statement("scale", "muP, Gemma, Granite set their own", scale=0.6, either=True),
-        Statement("soft cap", "Gemma 2, Grok", softcap=1.5, either=True),
+        Statement("scale", "muP, Gemma, Granite set their own", scale=0.6),
+        Statement("soft cap", "Gemma 2, Grok", softcap=1.5),
         Statement(
             "sinks",
             "gpt-oss: a logit per head without a value",
             sinks=True,
-            either=True,
         ),
         Statement(
             "large scores",
             "scores of ±150: merges that take exp of an lse overflow",
             size=40.0,
-            either=True,
         ),
         Statement(
             "values narrower than keys",
             "multi-head latent attention: DeepSeek",
             value_width=8,
-            either=True,
         ),
         Statement(
             "strided inputs",
             "q, k and v are views of one projection",
             how="strided",
-            either=True,
         ),
         Statement(
             "expanded gradient",
             "the gradient of a sum or mean",
             how="expanded",
-            either=True,
         ),
         Statement(
             "gradient of lse",
             "losses and merges that use lse",
             how="lse gradient",
-            either=True,
         ),
         Statement(
             "two calls before a backward",
             "two layers: state that a call leaves behind",
             how="two calls",
-            either=True,
         ),
         Statement(
             "checkpointing",
             "recomputation runs a forward twice",
             how="checkpoint",
-            either=True,
         ),
         Statement(
             "bf16 over 4 ranks",
@@ -315,7 +307,6 @@ STATEMENTS = {
             ranks=(4,),
             slack=1,
             extra=("bf16",),
-            either=True,
         ),
         Statement(
             "cache in chunks", "prefill in chunks of 24, 1 and 39 tokens", how="chunks"
