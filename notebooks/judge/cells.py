@@ -97,9 +97,7 @@ class Adapter:
     translate: Callable[[Statement, Tensor], Tensor] = lambda statement, out: out
     only: tuple[str, ...] = ()  # of a control: the statements it is asked
     full_only: bool = False  # causality aside, statements are asked without it
-    elsewhere: str = (
-        ""  # in what it raises: it asks for a GPU that no double stands for
-    )
+    elsewhere: str = ""  # of an error that asks for a GPU which no double stands for
     control: str = ""  # the thread that tells the fault of this version
 
     def adapted(self, statement: Statement) -> Statement:
@@ -130,7 +128,7 @@ class Outcome:
     reason: str = ""
     errors: dict[str, float] = field(default_factory=dict)  # the largest over ranks
     allowed: dict[str, float] = field(default_factory=dict)
-    ranks: int = 0  # of the run with the largest error
+    ranks: int = 0  # of the run that is wrong, else of the last
 
 
 class Refused(RuntimeError):
@@ -160,7 +158,7 @@ def judged(adapter: Adapter, source: str, statement: Statement, folder: str) -> 
     counts = [ranks for ranks in counts if ranks in adapter.ranks]
     if not set(lacking) <= set(adapter.taken):
         return Outcome(NOT_OFFERED, why)
-    worst = Outcome(RIGHT)
+    outcome = Outcome(NOT_OFFERED)
     for ranks in counts:
         try:
             args = source, adapter.name, statement.name, folder
@@ -172,14 +170,14 @@ def judged(adapter: Adapter, source: str, statement: Statement, folder: str) -> 
             )
             reason = text.split("Refused: ")[-1].split("Broken: ")[-1]
             return Outcome(ABSENT if absent else REFUSED, reason)
-        outcome = compared(adapter, statement, found)
-        if worst.status == RIGHT and (outcome.status != RIGHT or not worst.errors):
-            worst = replace(outcome, ranks=ranks)
-    if worst.status == WRONG and lacking:
-        off = max(worst.errors.values())
+        outcome = replace(compared(adapter, statement, found), ranks=ranks)
+        if outcome.status == WRONG:
+            break
+    if outcome.status == WRONG and lacking:
+        off = max(outcome.errors.values())
         said = f"{why}; taken without an error, off by {off:.2g}"
-        return replace(worst, status=NOT_OFFERED, reason=said)
-    return worst
+        return replace(outcome, status=NOT_OFFERED, reason=said)
+    return outcome
 
 
 def compared(adapter: Adapter, statement: Statement, found: list) -> Outcome:
@@ -235,12 +233,8 @@ def results(source: str, name: str, asked: str, folder: str) -> list[dict[str, T
         line = linecache.getline(last.filename, last.lineno).strip()
         refused = line.startswith("raise ") or isinstance(error, AssertionError)
         kind = Refused if refused and not isinstance(error, ImportError) else Broken
-        raise kind(f"{told} ({place(last)})") from None
-
-
-def place(frame: traceback.FrameSummary) -> str:
-    """The file below its package, and the line."""
-    return f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno}"
+        place = "/".join(Path(last.filename).parts[-3:])
+        raise kind(f"{told} ({place}:{last.lineno})") from None
 
 
 def all_of(source: Path | str) -> tuple[Adapter, ...]:

@@ -174,9 +174,7 @@ def backward(a, hopper: bool):
 
 
 def documents(a) -> list[SimpleNamespace]:
-    """The documents of a packed call of FA2, mha_varlen_fwd, each as a call of its own;
-    rows beyond max_seqlen are not reached.
-    """
+    """The documents of a packed call of FA2, mha_varlen_fwd, each as a call of its own."""
     limits = []
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         cu = getattr(a, name)
@@ -185,8 +183,7 @@ def documents(a) -> list[SimpleNamespace]:
         limits.append(pairwise(cu.tolist()))
     calls = []
     for (q_start, q_end), (k_start, k_end) in zip(*limits, strict=True):
-        rows = slice(q_start, min(q_end, q_start + a.max_seqlen_q))
-        keys = slice(k_start, min(k_end, k_start + a.max_seqlen_k))
+        rows, keys = slice(q_start, q_end), slice(k_start, k_end)
         cut = {
             name: t[None, keys if name in ("k", "v", "dk", "dv") else rows]
             for name, t in vars(a).items()
@@ -204,6 +201,8 @@ def varlen_forward(a, hopper: bool):
         if call.q.numel():
             found = forward(call, hopper)
             out[call.rows], lse[:, call.rows] = found[0][0], found[1][0]
+            # The grid is of max_seqlen_q: rows beyond are never written.
+            out[call.rows.start + a.max_seqlen_q : call.rows.stop] = GARBAGE
     return out, lse, lse.new_empty(0), torch.zeros(2).long()
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from statements import STATEMENTS, Statement
 HERE = Path(__file__).resolve().parent
 ADAPTERS = HERE / "adapters.py"
 NAME = "cells.jsonl"
+cell = itemgetter("implementation", "statement")
 
 
 def install(adapter: Adapter) -> tuple[str, str]:
@@ -53,16 +54,12 @@ def install(adapter: Adapter) -> tuple[str, str]:
     return str(folder), ""
 
 
-def code() -> str:
-    """The hash of the code that decides what a cell says."""
-    names = (
-        "adapters.py",
-        "cells.py",
-        "flash_doubles.py",
-        "flash_installed.py",
-        "statements.py",
-    )
-    return provenance.code_hash([HERE / name for name in names], HERE)
+def code(source: Path) -> list[str]:
+    """Hashes of the code that decides what a cell says, and of a file of adapters."""
+    names = "cells.py", "flash_doubles.py", "packages.toml", "statements.py"
+    files = [HERE / name for name in names]
+    own = provenance.code_hash([source], source.parent)
+    return [provenance.code_hash(files, HERE), own]
 
 
 def read(folder: Path) -> list[dict]:
@@ -73,7 +70,7 @@ def read(folder: Path) -> list[dict]:
     for line in lines:
         with suppress(ValueError):  # the line at which a writer was killed
             rows.append(json.loads(line))
-    return list({(r["implementation"], r["statement"]): r for r in rows}.values())
+    return list({cell(row): row for row in rows}.values())
 
 
 def run(
@@ -84,15 +81,11 @@ def run(
     again: bool,
 ) -> list[dict]:
     """Ask what has no row of this code in ``data`` yet; the rows of all these cells."""
-    names = {a.name for a in wanted}, {s.name for s in asked}
-    key = [code(), provenance.engine_hash(), torch.__version__]
-    if source != ADAPTERS:
-        key[0] = provenance.code_hash([source], source.parent)
-    done = [] if again else [r for r in read(data) if r["key"] == key]
-    known = {(r["implementation"], r["statement"]) for r in done}
+    key = [*code(source), provenance.engine_hash(), torch.__version__]
+    done = [] if again else [cell(r) for r in read(data) if r["key"] == key]
     with Store(data, NAME) as store:
         for adapter in wanted:
-            waiting = [s for s in asked if (adapter.name, s.name) not in known]
+            waiting = [s for s in asked if (adapter.name, s.name) not in done]
             waiting = [s for s in waiting if s.name in (adapter.only or STATEMENTS)]
             if not waiting:
                 continue
@@ -105,27 +98,13 @@ def run(
                     outcome = judged(adapter, str(source), statement, folder)
                 row = {"implementation": adapter.name, "statement": statement.name}
                 row |= {"seconds": round(time.monotonic() - begun, 2), "key": key}
-                row |= about(adapter) | asdict(outcome)
+                row |= asdict(outcome)
                 store.append(kind="cell", **row)
                 if len(asked) > 1:
                     warn(f"{told(row)} ({row['seconds']:.0f} s)")
-    rows = [r for r in read(data) if r["key"] == key]
-    return [
-        r
-        for r in rows
-        if r["implementation"] in names[0] and r["statement"] in names[1]
-    ]
-
-
-def about(adapter: Adapter) -> dict:
-    package = adapter.package
-    if package and "==" not in package:
-        package = f"{package}=={version(package)}"
-    return {
-        "package": package,
-        "released": adapter.released,
-        "control": adapter.control,
-    }
+    names = {a.name for a in wanted}, {s.name for s in asked}
+    rows = (r for r in read(data) if r["key"] == key)
+    return [r for r in rows if all(x in some for x, some in zip(cell(r), names))]
 
 
 def told(row: dict) -> str:
