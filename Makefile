@@ -14,6 +14,7 @@ TORCH_INDEX ?=
 TORCH       ?=
 PEERS       ?=
 QUALITY     ?=
+JUDGE       ?=
 MINUTES     ?=
 CASES       ?=
 
@@ -72,14 +73,15 @@ endif
 .PHONY: help report compare check test test-all lab profiles env lint clean
 
 help:  ## list the targets
-	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [TORCH=newest] [PEERS=1] [QUALITY=1] [CASES=...] [ARGS=...]"
+	@echo "usage: make TARGET [GPU=profile] [STRICT=1] [NOENV=1] [PYTHON=python3] [TORCH_INDEX=cpu|cu126|...] [TORCH=newest] [PEERS=1] [QUALITY=1] [JUDGE=1] [CASES=...] [ARGS=...]"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
 
 # Reports are no make targets: an unfinished one must neither be deleted nor look up to date, so the driver decides.
 # exec: who ends make with a signal ends Python, not a shell around it.
-report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=auto: this machine; STRICT=1: only measured, none computed; PEERS=1: other packages too; QUALITY=1: train small models first, MINUTES=45 at most)
+report: $(READY)  ## measure what is missing and write reports/<profile>/ (GPU=auto: this machine; STRICT=1: only measured, none computed; PEERS=1: other packages too; QUALITY=1: train small models first, MINUTES=45 at most; JUDGE=1: install and judge public implementations first)
 	$(call needs,[report$(WITH_PEERS:%=$(COMMA)%)],torch $(if $(WITH_PEERS),local_attention ring_attention_pytorch))
 	@$(if $(filter-out 0,$(QUALITY)),exec $(PY) notebooks/quality/trainings.py $(PROFILE_ARG) $(if $(MINUTES),--minutes "$(MINUTES)"))
+	@$(if $(filter-out 0,$(JUDGE)),exec $(PY) -m ringlab judge)
 	@exec $(PY) -m ringlab report $(PROFILE_ARG) $(if $(filter-out 0,$(STRICT)),--strict) $(ARGS)
 
 compare: $(READY)  ## two runs side by side, A=cpu B=HEAD~1:cpu: ratios with intervals, geometric mean

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from .report.places import (
     ReportError,
     UsageError,
     changes,
+    home,
     reports_folder,
     run_target,
 )
@@ -153,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         (_check, CHECK, ()),
         (_estimate, ESTIMATE, (*CALL, TypeError)),
         (_advise, ADVISE, CALL),
+        (_judge, JUDGE, ()),
         (_profiles, {}, ()),
     ):
         about = run.__doc__
@@ -299,6 +302,20 @@ ADVISE = {
     "--show": _option(
         "what to print (default: text and code)", choices=("text", "code")
     ),
+}
+JUDGE = {
+    "NAME": {
+        "nargs": "*",
+        "help": "the beginning of an implementation's name (default: all of them)",
+    },
+    "--adapter": _name(
+        "a Python file with ADAPTERS of your own (default: ours)", metavar="FILE"
+    ),
+    "--statement": _name(
+        "only this statement; may be repeated (default: all)", action="append"
+    ),
+    "--again": _flag("ask again what is answered already"),
+    "--data": _directory("where rows go (default: reports/judge/data)"),
 }
 
 
@@ -513,3 +530,10 @@ def _advise(args) -> None:
         if args.show
         else f"{advice.text()}\n\n{advice.code()}"
     )
+
+
+def _judge(args) -> int:
+    """Ask public implementations of attention whether they are right (in a checkout)."""
+    sys.path.insert(0, str(home() / "notebooks" / "judge"))
+    ask = import_module("judge").ask
+    return ask(args.NAME, args.adapter, args.statement, args.again, args.data)

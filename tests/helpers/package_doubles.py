@@ -1,178 +1,34 @@
-"""CPU doubles of the attention packages flash-attn 2, 3 and 4 and xformers.
+"""CPU doubles of the attention packages flash-attn 3 and 4 and xformers, beside those of
+flash-attn 2 in notebooks/judge/flash_doubles.py, which says what a double is.
 
-They have the contract of the real entry points and compute in float64. What a real one
-refuses, they refuse with the same kind of error. Where it reads memory whatever a
-tensor's strides or dtype say, they read the same memory: the result is as wrong.
-
-``installed(capability)`` puts them in place and undoes it; nothing happens at import.
+``installed(capability)`` puts all in place and undoes it; nothing happens at import.
 xformers is the real package. It needs CPU versions of aten::_efficient_attention_*.
-
-FA2 is csrc/flash_attn/flash_api.cpp of Dao-AILab/flash-attention, FA3
-hopper/flash_api.cpp, FA4 flash_attn/cute/interface.py of flash-attn-4 4.0.0b36. Not
-modelled: checks of the device type, dropout, windows, fp8, ...
+FA4 is flash_attn/cute/interface.py of flash-attn-4 4.0.0b36.
 """
 
-import ast
 import importlib.metadata
-import sys
 from collections import namedtuple
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module, reload
-from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
+import flash_doubles
 import torch
-from torch.library import Library, _scoped_library, custom_op
-from torch.nn.functional import pad
+from flash_doubles import (
+    GRADS,
+    SAVED,
+    backward,
+    check,
+    entry,
+    exact_attention,
+    exact_gradients,
+    forward,
+)
+from torch.library import Library, _scoped_library
 
-GARBAGE = -30000.0  # read beyond an allocation, or never written
-
-
-def check(condition: bool, message: str) -> None:  # TORCH_CHECK
-    if not condition:
-        raise RuntimeError(message)
-
-
-def raw(t: torch.Tensor, dtype: torch.dtype, size=None, stride=None) -> torch.Tensor:
-    """What a kernel reads from t's pointer, taking it for ``dtype`` and these strides
-    (in elements; by default t's own), as float64; GARBAGE beyond the allocation.
-    """
-    if size is None and stride is None and t.dtype == dtype:
-        return t.double()
-    size = tuple(t.shape if size is None else size)
-    stride = t.stride() if stride is None else stride
-    memory = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
-    memory = memory[t.storage_offset() * t.element_size() :].clone()
-    memory = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    at = torch.zeros(size, dtype=torch.int64)
-    for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
-        shape = [1] * len(size)
-        shape[dim] = n
-        at += (torch.arange(n) * step).view(shape)
-    memory = pad(memory.double(), (0, 1), value=GARBAGE)
-    return memory[at.clamp(max=memory.numel() - 1)]
-
-
-def scores_of(a, *others: torch.Tensor):
-    """Masked scores, the scale, and q, k, v, others as float64 (b, h, m, d)."""
-    (_, m, heads, d), n = a.q.shape, a.k.shape[1]
-    q, *rest = (
-        t.double().transpose(1, 2).repeat_interleave(heads // t.shape[2], 1)
-        for t in (a.q, a.k, a.v, *others)
-    )
-    # FA2 src/mask.h, FA3 mask.h: the diagonal ends at the lower right.
-    seen = torch.ones(m, n, dtype=torch.bool).tril(n - m if a.is_causal else n)
-    seen = seen & getattr(a, "blocks", True)  # of FA4
-    scale = d**-0.5 if a.softmax_scale is None else a.softmax_scale
-    return (scale * (q @ rest[0].mT)).masked_fill(~seen, -torch.inf), scale, q, *rest
-
-
-def exact_attention(a, out: torch.Tensor) -> torch.Tensor:
-    """The lse (b, h, m); ``out`` (b, m, h, d) is written."""
-    scores, *_, v = scores_of(a)
-    lse = scores.logsumexp(-1)
-    p = scores.softmax(-1).masked_fill(lse.isneginf().unsqueeze(-1), 0.0)
-    out.copy_((p @ v).transpose(1, 2))
-    return lse
-
-
-def check_inputs(a, hopper: bool, **others: torch.Tensor) -> None:
-    """Device, dtypes, strides and sizes: mha_fwd and mha_bwd of FA2 and FA3 (d_v = d)."""
-    q, tensors = a.q, {"query": a.q, "key": a.k, "value": a.v, **others}
-    major = torch.cuda.get_device_capability()[0]
-    check(major >= 8, "FlashAttention only supports Ampere GPUs or newer.")
-    check(q.dtype.itemsize == 2, "FlashAttention only support fp16 and bf16 data type")
-    for name, t in tensors.items():
-        check(t.dtype == q.dtype, f"query and {name} must have the same dtype")
-        check(t.stride(-1) == 1, f"{name} tensor must have contiguous last dimension")
-    (b, _, h, d), (_, n, h_k, _) = q.shape, a.k.shape
-    check(hopper or b > 0, "batch size must be positive")
-    check(d <= 256, "FlashAttention only supports head dimension at most 256")
-    check(d % 8 == 0, "head_size should be a multiple of 8")
-    divides = h_k > 0 and h % h_k == 0
-    check(divides, "Number of heads in key/value must divide number of heads in query")
-    for name, t in tensors.items():
-        want = (b, n, h_k, d) if name in ("key", "value", "dk", "dv") else q.shape
-        check(t.shape == want, f"{name} must have shape {tuple(want)}")
-
-
-def launch(hopper: bool, grid: bool, *tensors: torch.Tensor) -> None:
-    """What fails on the device: an empty grid (FA2), an architecture without kernels (FA3
-    setup.py), steps that are no 16 bytes (FA2 src/kernel_traits.h, uint128_t; FA3 TMA).
-    """
-    known = not hopper or torch.cuda.get_device_capability() <= (9, 0)
-    check(known, "CUDA error: no kernel image is available for execution on the device")
-    check(hopper or grid, "CUDA error: invalid configuration argument")
-    why = "an illegal instruction was encountered" if hopper else "misaligned address"
-    for t in filter(torch.Tensor.numel, tensors):
-        steps = [s for s, size in zip(t.stride()[:-1], t.shape) if size > 1]
-        off = t.data_ptr() % 16 or any(s % 8 for s in steps)
-        check(not off, f"CUDA error: {why}")
-
-
-def forward(a, hopper: bool):
-    """mha_fwd of FA2, or of FA3 (``hopper``): out, lse and two more tensors."""
-    check_inputs(a, hopper)
-    out = a.q.new_empty(a.q.shape) if hopper else torch.empty_like(a.q)  # keeps strides
-    lse = torch.zeros(out.transpose(1, 2).shape[:3])
-    if a.k.shape[1] == 0:
-        out.zero_(), lse.fill_(torch.inf)
-    elif out.numel() or not hopper:
-        launch(hopper, out.numel() > 0, a.q, a.k, a.v, out)
-        found = exact_attention(a, out)
-        # FA2 src/softmax.h, FA3 softmax.h: a row that sees nothing, or whose sum is nan.
-        unseen = -torch.inf if hopper else torch.inf
-        lse.copy_(found.masked_fill(found.isneginf() | found.isnan(), unseen))
-    return out, lse, lse.new_empty(0), torch.zeros(2).long()
-
-
-def exact_gradients(a, lse: torch.Tensor, dlse: torch.Tensor | None = None):
-    """rowsum(dout * out) and dq, dk, dv (b, h, m, d), of the softmax that lse is of."""
-    scores, scale, q, k, v, dout, out = scores_of(a, a.dout, a.out)
-    # FA2 src/softmax.h, scale_apply_exp2; FA3 flash_bwd_preprocess_kernel.h; FA4
-    # flash_bwd_preprocess.py.
-    lse = lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)
-    p = (scores - lse).exp()
-    total = (dout * out).sum(-1, keepdim=True)
-    less = total if dlse is None else total - dlse.double().unsqueeze(-1)
-    ds = scale * p * (dout @ v.mT - less)
-    return total, ds @ k, ds.mT @ q, p.mT @ dout
-
-
-def backward(a, hopper: bool):
-    """mha_bwd of FA2, or of FA3: softmax_d, dq, dk, dv. Nothing checks the lse."""
-    given = ((a.dq, a.q), (a.dk, a.k), (a.dv, a.v))
-    dq, dk, dv = (torch.empty_like(like) if t is None else t for t, like in given)
-    check_inputs(a, hopper, out=a.out, dout=a.dout, dq=dq, dk=dk, dv=dv)
-    (b, m, h, d), n = a.q.shape, a.k.shape[1]
-    rounded = not hopper or d <= 192 or not a.deterministic
-    check(rounded, "Deterministic backward not supported for hdim 256.")
-    softmax_d = torch.zeros(b, h, -(-m // 128) * 128)
-    if b * m == 0 or (hopper and n == 0):
-        return softmax_d, dq.zero_(), dk.zero_(), dv.zero_()
-    grid = h * (n or a.deterministic) > 0
-    launch(hopper, grid, a.dout, a.q, a.k, a.v, a.out, dq, dk, dv)
-    # FA2 src/flash_bwd_kernel.h, row_offset_lse; FA3 flash_bwd_launch_template.h.
-    lse = raw(a.softmax_lse, torch.float32, (b, h, m), (h * m, m, 1))
-    total, *grads = exact_gradients(a, lse)
-    dq.copy_(grads[0].transpose(1, 2))
-    for into, grad in zip((dk, dv), grads[1:]):
-        # FA2 rounds the gradients of shared heads before it sums them (dk_expanded).
-        grad = grad if hopper else grad.to(into.dtype).double()
-        into.copy_(grad.unflatten(1, (into.shape[2], -1)).sum(2).transpose(1, 2))
-    softmax_d[:, :, :m] = total.squeeze(-1)
-    return softmax_d, dq, dk, dv
-
-
-# Arguments of the Python functions (_FORWARD, _BACKWARD) and of the compiled ones.
-SAVED = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-GRADS = "Tensor(dq!)? dq, Tensor(dk!)? dk, Tensor(dv!)? dv, "
-REST = """float dropout_p, float softmax_scale, bool causal, SymInt window_size_left,
-SymInt window_size_right, float softcap, Tensor? alibi_slopes, """
-FA2_FORWARD = f"Tensor q, Tensor k, Tensor v, {REST}bool return_softmax"
-FA2_BACKWARD = f"{SAVED}{GRADS}{REST}bool deterministic, Tensor? rng_state=None"
+# Arguments of the compiled functions, which xformers calls, and of flash-attn 3.
 REST = "softmax_scale, is_causal, window_size_left, window_size_right, softcap"
 FA2_FWD = f"q, k, v, out_, alibi, p, {REST}, return_softmax, gen"
 FA2_BWD = f"{SAVED}{GRADS}alibi, p, {REST}, deterministic, gen, rng_state"
@@ -195,58 +51,26 @@ FA3_BACKWARD = SAVED + VARLEN.replace("seqused", "sequed") + GRADS + REST
 FA3_FORWARD = FA3_FWD.replace("(k_new!)", "").replace("(v_new!)", "").replace("is_", "")
 FA3_FORWARD = FA3_FORWARD.replace("q_v=", "qv=").replace("(out!)? out=", "? out_=")
 FA3_FORWARD = FA3_FORWARD.replace("num_splits=0", "num_splits=1")
-UNKNOWN = f"""dropout_p p alibi_slopes alibi gen softcap return_softmax k_new v_new q_v qv out_ pack_gqa
-cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k
-attention_chunk scheduler_metadata window_size_left window_size_right {MORE}""".split()
-
-
-def entry(run, schema: str, hopper: bool, compiled: bool):
-    """The double of a function of flash_attn_interface.py, or a ``compiled`` one."""
-    declared = [part.split()[-1].partition("=") for part in schema.split(",")]
-    default = {name: ast.literal_eval(text or "None") for name, _, text in declared}
-
-    def function(*args, **kwargs):
-        given = default | dict(zip(default, args)) | kwargs
-        if any(given.get(name) not in (None, 0, -1) for name in UNKNOWN):
-            raise NotImplementedError(f"not part of these doubles: one of {UNKNOWN}")
-        a = SimpleNamespace(**{"is_causal": given.get("causal")} | given)
-        for name in () if compiled else ("dout", "q", "k", "v", "out"):
-            t = given.get(name)  # maybe_contiguous, which leaves lse alone
-            fp8 = hopper and run is forward and name == "v" and t.stride(-3) == 1
-            if t is not None and t.stride(-1) != 1 and not fp8:
-                vars(a)[name] = t.contiguous()
-        found = run(a, hopper)
-        if run is forward or not compiled:
-            return found if run is forward else found[0]
-        return (found[0], *torch.zeros(4, 0)) if hopper else (*found[1:], found[0])
-
-    return function
 
 
 def flash_attn(space: str) -> dict[str, dict]:
-    """The modules of flash-attn 2 or 3. xformers calls the compiled functions."""
-    hopper, functions, compiled = space == "flash_attn_3", {}, {}
-    schemas = ((FA2_FORWARD, FA2_FWD), (FA2_BACKWARD, FA2_BWD))
-    if hopper:
-        schemas = ((FA3_FORWARD, FA3_FWD), (FA3_BACKWARD, FA3_BWD))
-    for run, (schema, below) in zip((forward, backward), schemas):
-        name = f"_flash_attn_{run.__name__}"
-        returns, short, mutated = "(Tensor, Tensor, Tensor, Tensor)", "fwd", ()
-        if run is backward:
-            returns, short, mutated = "Tensor", "bwd", ("dq", "dk", "dv")
-        options = {"schema": f"({schema}) -> {returns}", "device_types": "cpu"}
-        make = custom_op(f"{space}::{name}", mutates_args=mutated, **options)
-        functions[name] = make(entry(run, schema, hopper, False))
-        compiled[short] = entry(run, below, hopper, True)
-    if not hopper:
-        functions["flash_attn_gpu"] = SimpleNamespace(**compiled)
-        inner = {"flash_attn.flash_attn_interface": functions}
-        return {"flash_attn": {"__version__": "2.8.3"}} | inner
+    """The modules of flash-attn 2 or 3, with the compiled functions."""
+    if space == "flash_attn":
+        made = flash_doubles.flash_attn_2()
+        short = {"fwd": (forward, FA2_FWD), "bwd": (backward, FA2_BWD)}
+        compiled = {n: entry(*how, False, True) for n, how in short.items()}
+        inner = made["flash_attn.flash_attn_interface"]
+        return made | {
+            "flash_attn.flash_attn_interface": inner
+            | {"flash_attn_gpu": SimpleNamespace(**compiled)}
+        }
+    schemas = {forward: FA3_FORWARD, backward: FA3_BACKWARD}
+    functions = flash_doubles.operators(space, schemas, True)
     library = Library(space, "FRAGMENT")
     library.define(f"fwd({FA3_FWD}) -> (Tensor(out!), Tensor, Tensor, Tensor)")
     library.define(f"bwd({FA3_BWD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-    for name, function in compiled.items():
-        library.impl(name, function, "CPU")
+    for name, run, schema in (("fwd", forward, FA3_FWD), ("bwd", backward, FA3_BWD)):
+        library.impl(name, entry(run, schema, True, True), "CPU")
     made = {space: {"undo": library._destroy}, f"{space}._C": {}}
     return made | {"flash_attn_interface": functions}
 
@@ -443,28 +267,15 @@ def installed(
 ):
     """Within, these packages are there, as on a device of this compute capability."""
     fmha = "xformers" in packages and import_module("xformers.ops.fmha")
-    made, operators = {}, torch._library.custom_ops.OPDEF_TO_LIB
-    get, own = "torch.cuda.get_device_capability", ("flash_attn", "xformers_flash")
+    made = {}
+    get = "torch.cuda.get_device_capability"
     with mock.patch(get, lambda *_: capability), ExitStack() as stack:
-        try:
-            if "flash_attn_4" in packages:
-                made |= flash_attn_4()
-                stack.enter_context(
-                    mock.patch("importlib.metadata.distribution", known)
-                )
-            for space in set(packages) - {"xformers", "flash_attn_4"}:
-                made |= flash_attn(space)
-            for name, contents in made.items():
-                sys.modules[name] = module = ModuleType(name)
-                stack.callback(sys.modules.pop, name)
-                vars(module).update(contents, __path__=[])
-                module.__spec__ = ModuleSpec(name, None, is_package=True)
-                outer, _, inner = name.rpartition(".")
-                vars(sys.modules[outer or name])[inner] = module
-                stack.callback(contents.get("undo", int))
-            if fmha:
-                stack.enter_context(xformers_on_cuda(fmha))
-            yield
-        finally:
-            for name in [n for n in operators if n.startswith(own)]:
-                operators.pop(name)._destroy()
+        if "flash_attn_4" in packages:
+            made |= flash_attn_4()
+            stack.enter_context(mock.patch("importlib.metadata.distribution", known))
+        for space in set(packages) - {"xformers", "flash_attn_4"}:
+            made |= flash_attn(space)
+        stack.enter_context(flash_doubles.placed(made))
+        if fmha:
+            stack.enter_context(xformers_on_cuda(fmha))
+        yield

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import package_doubles as flash
 import torch
-from package_doubles import GARBAGE, raw
+from flash_doubles import GARBAGE, raw
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -100,6 +100,6 @@ def test_the_vocabulary_is_there_and_documented():
         report.nothing  # noqa: B018
 
 
-def test_no_module_stands_beside_a_notebook_but_for_the_trainings():
+def test_no_module_stands_beside_a_notebook_but_for_trainings_and_the_judge():
     modules = {p.relative_to(ROOT).parts[1] for p in (ROOT / "notebooks").rglob("*.py")}
-    assert modules == {"quality", "tutorials"}
+    assert modules == {"judge", "quality", "tutorials"}

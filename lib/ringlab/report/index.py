@@ -52,6 +52,7 @@ def write_index(reports: Path) -> list[Path]:
         "table on the pages with their titles.",
         "explained": "For other lengths, shapes, needs and GPUs ask "
         f"`.venv/bin/python -m ringlab advise`, or {explorer} in `make lab`.",
+        "judge": (reports / "judge" / "judge.html").is_file(),
         "columns": ("Report", "Answer", "Files"),
         "css": css(),
     }
