@@ -456,7 +456,8 @@ RUNG_LONGER = (262_144, 1_048_576)
 RUNG_MASK = a_tenth(128, RUNG_TOKENS)
 # Each way of this library by the options of the system "ringlab"; the notebook
 # optimization_results describes each.
-LISTS, MERGED = {"backend": "triton"}, {"backend": "sdpa"}
+LISTS = {"backend": "triton"}
+MERGED = {"backend": "sdpa"}
 RUNG_WAYS = {}, LISTS, MERGED, MERGED | {"merge": "eager"}
 RUNG_PASSES: dict[str, dict] = {
     "forward": {},
@@ -533,7 +534,8 @@ def _beside_fa4(first: Point) -> list[Group]:
     groups = []
     dense_calls = []
     patterns = {"branches": RUNG_PATTERN, "a ladder": ladder(RUNG_TOKENS)}
-    cudnn, fa4 = {"backend": "cudnn"}, {"backend": "flash_attn_4"}
+    cudnn = {"backend": "cudnn"}
+    fa4 = {"backend": "flash_attn_4"}
     for head_dim, (name, passes) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
         call = first.but(head_dim=head_dim, **passes)
         for kind, pattern in patterns.items():
