@@ -327,14 +327,21 @@ class Study:
         """The rows that are not shown."""
         return [row for row in self.results if not shown(row)]
 
-    def rows(self, **fields) -> list:
-        """Results but for the A/A controls whose point has these fields; ``options``
-        are matched one by one, and a list means any of its values.
+    def rows(self, *, options=(), **fields) -> list:
+        """Results but for the A/A controls whose point has these fields, and these
+        options among others; a list means any of its values.
         """
+        options = dict(options).items()
         return [
             row
             for row in self.results
-            if not row.option("twin") and _matches(row, fields)
+            if not row.option("twin")
+            and options <= dict(row.point.options).items()
+            and all(
+                getattr(row.point, name, getattr(row, name, None))
+                in (value if isinstance(value, list) else [value])
+                for name, value in fields.items()
+            )
         ]
 
     def same_calls(self, *, options=(), **fields) -> list:
@@ -502,13 +509,3 @@ def _flat(result) -> dict:
         "device": device_of(origin),
         **{name: origin.get(name) for name in ("others_cores", "commit", "machine")},
     }
-
-
-def _matches(result, fields: dict) -> bool:
-    def fits(name: str, value) -> bool:
-        if name == "options":
-            return value.items() <= dict(result.point.options).items()
-        own = getattr(result.point, name, getattr(result, name, None))
-        return own in value if isinstance(value, list) else own == value
-
-    return all(fits(*field) for field in fields.items())
