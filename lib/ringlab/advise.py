@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from textwrap import wrap
 
@@ -257,7 +257,8 @@ class Advice:
     @property
     def takes(self) -> str:
         """One line on its time: of a layer, and of all."""
-        x, layers = self.advised, self.layers
+        x = self.advised
+        layers = self.layers
         if layers == 1 or not x.seconds:
             return x.takes
         total = layers * x.seconds
@@ -312,8 +313,11 @@ class Advice:
         Ranks are simulated in the one process; a comment says what changes under
         torchrun.
         """
-        c, kept, backward = self.call, self["checkpointing"], self.call.backward
-        pattern, dense_every = self.advised.pattern, self.advised.dense_every
+        c = self.call
+        kept = self["checkpointing"]
+        backward = self.call.backward
+        pattern = self.advised.pattern
+        dense_every = self.advised.dense_every
         comments = [self.title, f"{self.advised.name}: {self.why}"]
         comments += [f"{x.name} {x.shown}: {x.why}" for x in self.choices.values()]
         comments += [f"memory: {self.memory}"]
@@ -514,13 +518,15 @@ def advise(
 
 @dataclass
 class Candidate:
-    """A pattern with the settings it runs with; ``sent`` is the bytes of a call by
-    (from rank, to rank).
-    """
+    """A pattern with the settings it runs with."""
 
     call: CallSpec
     across: tuple[Decision, ...] = ()  # scheme and layout
-    sent: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @cached_property
+    def sent(self) -> dict[tuple[int, int], int]:
+        """Bytes of a call by (from rank, to rank)."""
+        return self.call.sent()
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -641,8 +647,10 @@ class _Advisor:
         return options
 
     def _option(self, need: str, name: str, pattern: Pattern, kind: str) -> Option:
-        c, n = self.call, self.call.seq_len
-        placed, e = self.place(pattern), self._bounded(pattern)
+        c = self.call
+        n = self.call.seq_len
+        placed = self.place(pattern)
+        e = self._bounded(pattern)
         every = c.batch * c.heads * (n * (n + 1) // 2 if c.causal else n * n)
         far = far_queries(pattern, n, c.heads, c.kv_heads, c.causal)
         return Option(
@@ -662,7 +670,8 @@ class _Advisor:
         peaks = near.peak_bytes, dense.peak_bytes
 
         def mean(name: str) -> float:
-            one, others = getattr(dense, name), getattr(near, name)
+            one = getattr(dense, name)
+            others = getattr(near, name)
             return (one + (DENSE_LAYER - 1) * others) / DENSE_LAYER
 
         return replace(
@@ -685,7 +694,8 @@ class _Advisor:
         shape, then the next longer one; or the roofline alone. Never less than a shorter
         call of its kind took: short calls on a GPU wait for the host.
         """
-        c, n = self.call, self.call.seq_len
+        c = self.call
+        n = self.call.seq_len
         kind = type(pattern), c.dtype, c.passes
         similar = [e for e in self.rows if (type(e.pattern), e.dtype, e.passes) == kind]
         if c.ranks > 1 or not similar:
@@ -856,8 +866,8 @@ class _Advisor:
         if best != least:
             why += f"; {least} needs {format_bytes(self._need(placed[least].estimate))} on a rank, more than there is"
         why = "; ".join([why, *problem.refusals().values()])
-        chosen, busiest = placed[best], unevenness(problem, best)
-        chosen.sent = chosen.call.sent()
+        chosen = placed[best]
+        busiest = unevenness(problem, best)
         chosen.across = (
             Decision("scheme", best, why),
             Decision(

@@ -179,6 +179,8 @@ class CallSpec:
 
     def sent(self) -> dict[tuple[int, int], int]:
         """Bytes of one call by (from rank, to rank)."""
+        if self.ranks == 1:
+            return {}
         problem, scheme = self.problem()
         options = self.options("batch", "head_dim", "dtype", "passes")
         return {

@@ -377,7 +377,8 @@ def _check(args) -> int:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
     from .report import compare
 
-    reports, first = args.reports or reports_folder(), args.against
+    reports = args.reports or reports_folder()
+    first = args.against
     if first == "auto":
         first = hardware.match(hardware.detect())
     sides = (compare.read_side(name, reports) for name in (first, args.BASE))

@@ -135,7 +135,8 @@ def _checked(
 
 def estimate_call(call: CallSpec) -> Estimate:
     """The Estimate of a call."""
-    run, work = meta_run.run(call), call.cost()
+    run = meta_run.run(call)
+    work = call.cost()
     cached = None
     if call.causal:
         names = "batch", "heads", "kv_heads", "head_dim", "dtype", "ranks"
@@ -151,7 +152,7 @@ def estimate_call(call: CallSpec) -> Estimate:
         run.scheme,
         run.parts(),
         run.peak_bytes,
-        call.sent() if call.ranks > 1 else {},
+        call.sent(),
         cache_bytes=cached,
     )
     return estimated.bounded(rates_of(call, work)) if call.profile else estimated

@@ -300,10 +300,12 @@ def ranks_to_run(problem: Problem) -> set[int]:
 
     One of these holds most, to within the few rows by which shards and messages differ.
     """
-    sizes, moved = problem.layout.sizes, rows_moved(problem)
+    sizes = problem.layout.sizes
+    moved = rows_moved(problem)
     if len(sizes) <= FEW_RANKS or max(sizes) - min(sizes) > 1:
         return set(range(len(sizes)))
-    received, sent = list(map(sum, moved)), list(map(sum, zip(*moved)))
+    received = list(map(sum, moved))
+    sent = list(map(sum, zip(*moved)))
     both = list(map(sum, zip(received, sent)))
     # The last but one of a causal ring holds messages to pass on, the last one none.
     return {
@@ -355,7 +357,8 @@ def run(call: CallSpec) -> MetaRun:
 
 def run_rank(call: CallSpec, problem: Problem, scheme: str, number: int) -> MetaRun:
     """Run one rank of several, alone."""
-    run, kernel = MetaRun(), kernel_of(call)
+    run = MetaRun()
+    kernel = kernel_of(call)
     execution = ColdExecution.of(call.execution, run)
     forward, backward = algorithms(scheme)
     with torch.no_grad(), run.on(kernel, call.device):
@@ -364,7 +367,9 @@ def run_rank(call: CallSpec, problem: Problem, scheme: str, number: int) -> Meta
         held = run.drive(forward(rank, q, k, v))
         for part, t in zip(("out", "lse", *["received"] * len(held)), held):
             run.name(part, t)
-        out, lse, saved = held[0].contiguous(), held[1].contiguous(), held[2:]
+        out = held[0].contiguous()
+        lse = held[1].contiguous()
+        saved = held[2:]
         del held, t  # what was copied is freed here
         run.name("out", out)
         run.name("lse", lse)
@@ -398,7 +403,9 @@ def kernel_of(call: CallSpec):
     head_dim (``kernels.expected``); all else is eager. Raises as ``kernels.choose``
     does, for a GPU ValueError for an unknown name alone.
     """
-    device, dtype, head_dim = call.device, call.dtype, call.head_dim
+    device = call.device
+    dtype = call.dtype
+    head_dim = call.head_dim
     if device.type == "cpu":
         options = call.options("causal", "backward", "backend")
         return kernels.choose("cpu", dtype, head_dim, **options).kernel
@@ -424,7 +431,8 @@ def kernel_of(call: CallSpec):
 
 def _stand_in(call: CallSpec, for_gradients: bool):
     """The kernel that stands for a pass without data."""
-    kernel, by_name = kernel_of(call), call.backend == kernels.LISTS
+    kernel = kernel_of(call)
+    by_name = call.backend == kernels.LISTS
     free = call.execution.plain and call.execution.merge == "auto"
     known = call.device.type == "cuda" and call.profile.capability is not None
     if known and free and (by_name or call.backend == "auto"):

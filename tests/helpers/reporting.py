@@ -336,7 +336,8 @@ def study_of(
     results, profile: str = "cpu", computed: bool = False, suite: str = ""
 ) -> Study:
     about, folder = hardware.get_profile(profile), Path(profile, "data")
-    return Study(about, list(results), folder, suite=suite, computed=computed)
+    groups = suites.SUITES.get(suite, suites.every_group)(about)
+    return Study(about, list(results), folder, groups=groups, computed=computed)
 
 
 @functools.cache

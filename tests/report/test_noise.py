@@ -183,7 +183,7 @@ def test_a_row_that_an_earlier_run_found_otherwise_is_unstable_and_does_not_excu
     assert not any(r.unstable for r in rows) and {r.run for r in found.results} == {
         "two"
     }
-    assert found.repeats[0] == count and found.noise.apart < 0.05
+    assert len(found.reproduced) == count and found.noise.apart < 0.05
     marked = [r.point.seq_len for r in found.results if r.unstable]
     assert 64 in marked and len(marked) <= 1 + count // 5
     side = compare.read_side(str(tmp_path), tmp_path)

@@ -114,13 +114,11 @@ def test_a_call_makes_the_problem_across_its_ranks():
 def test_the_scheme_of_auto_depends_on_the_passes_and_is_the_runs():
     run = meta_run.run(CALL)
     assert run.scheme == CALL.problem()[1] != "auto"
-    assert run.traffic.sent == CALL.sent()
-    one = meta_run.run(replace(CALL, ranks=1, layout="contiguous", hosts=()))
-    assert one.scheme is None and not one.traffic.sent
+    call = replace(CALL, ranks=1, layout="contiguous", hosts=())
+    one = meta_run.run(call)
+    assert one.scheme is None and not call.sent()
     backward = one.parts()["gradients"]
-    forward = meta_run.run(
-        replace(CALL, ranks=1, layout="contiguous", hosts=(), passes="fwd")
-    )
+    forward = meta_run.run(replace(call, passes="fwd"))
     assert backward > forward.parts()["gradients"] == 0
 
 

@@ -109,9 +109,10 @@ def longnet(model: nn.Module, *, padding: str = "zeros") -> nn.Module:
     check_choice("padding", padding, ("zeros", "none"))
     if not isinstance(model, nn.Module):
         raise TypeError(f"longnet takes a model, got {short_repr(model)}")
-    layers = [layer for layer in model.modules() if hasattr(layer, "sparse_to_dense")]
-    layers += [
-        layer for layer in model.modules() if isinstance(layer, LongNetAttention)
+    layers = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, LongNetAttention) or hasattr(layer, "sparse_to_dense")
     ]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no torchscale DilatedAttention")

@@ -290,10 +290,9 @@ def _refuse(name: str):
 
 
 for _name in (
-    "getitem len iter bool eq ne lt le gt ge add radd sub rsub mul rmul truediv".split()
-):
-    setattr(Mask, f"__{_name}__", lambda self, *args, name=_name: _refuse(name))
-for _name in "and rand or ror xor rxor invert neg float int".split():
+    "getitem len iter bool eq ne lt le gt ge add radd sub rsub mul rmul truediv "
+    "and rand or ror xor rxor invert neg float int"
+).split():
     setattr(Mask, f"__{_name}__", lambda self, *args, name=_name: _refuse(name))
 Mask.__hash__ = object.__hash__
 
@@ -761,7 +760,8 @@ class LiveCache(Cache):
             raise NotImplementedError(
                 "this model has more layers than its config says: leave past_key_values out"
             )
-        layer, n = self.layers[layer_idx], key_states.shape[2]
+        layer = self.layers[layer_idx]
+        n = key_states.shape[2]
         if self.prompt is not None and isinstance(layer, _Layer) and not layer.seen:
             layer.max_length = self.max_cache_len + max(0, n - self.prompt)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -771,6 +771,13 @@ class LiveCache(Cache):
         """The bytes of all layers of attention."""
         ours = (layer for layer in self.layers if isinstance(layer, _Layer))
         return sum(layer.live.nbytes for layer in ours if layer.live)
+
+
+def _hiding(real: Tensor | None, part: slice) -> Tensor | None:
+    """A part of ``real`` (b, keys); None where it hides no token."""
+    if real is None or real[:, part].all():
+        return None
+    return real[:, part]
 
 
 def _layers_of(config) -> list[CacheLayerMixin]:
@@ -828,8 +835,7 @@ class _Layer(CacheLayerMixin):
             raise NotImplementedError(
                 "a LiveCache is for causal attention to all tokens before"
             )
-        old = None if mask.real is None else mask.real[:, : self.seen]
-        old = None if old is None or old.all() else old
+        old = _hiding(mask.real, slice(self.seen))
         other = (old is None) != (self.real is None)
         if self.seen and (other or old is not None and not torch.equal(old, self.real)):
             raise NotImplementedError(
@@ -838,14 +844,9 @@ class _Layer(CacheLayerMixin):
         if self.live is None:
             sizes = {"batch": b, "heads": heads, "kv_heads": k.shape[2]}
             sizes |= {"max_seq_len": self.max_length, "max_crop": self.max_crop}
-            made = {
-                "head_dim": max(d, v.shape[3]),
-                "dtype": k.dtype,
-                "device": k.device,
-            }
-            self.live = KVCache(pattern, **sizes, **made)
-        real = None if mask.real is None else mask.real[:, self.seen :]
-        real = None if real is None or real.all() else real
+            sizes |= {"head_dim": max(d, v.shape[3])}
+            self.live = KVCache(pattern, **sizes, dtype=k.dtype, device=k.device)
+        real = _hiding(mask.real, slice(self.seen, None))
         options = options | {"cache": self.live}
         if real is None:
             out = attention(q, k, v, pattern, **options)

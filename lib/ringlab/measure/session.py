@@ -206,53 +206,43 @@ def _count(todo: list[tuple[Group, list[Point]]]) -> int:
     return sum(len(points) for _, points in todo)
 
 
+@dataclass
 class Session:
     """The state that all groups of a run share; arguments as ``run``. ``workers``
     starts the processes of a point.
     """
 
-    def __init__(
-        self,
-        folder,
-        *,
-        profile,
-        timeout_s=TIMEOUT_S,
-        progress=False,
-        after: Callable[[Group | None, int], None] = lambda group, left: None,
-        workers: Callable[..., Workers] = Workers,
-        contention: type[CpuContention] = CpuContention,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
-        name = getattr(profile, "name", profile)
-        device = hardware.get_profile(name).kind
-        if device == "cuda" and not torch.cuda.is_available():
+    folder: Path | str
+    profile: hardware.Profile | str
+    timeout_s: float = TIMEOUT_S
+    progress: bool = False
+    after: Callable[[Group | None, int], None] = lambda group, left: None
+    workers: Callable[..., Workers] = Workers
+    contention: type[CpuContention] = CpuContention
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self):
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s!r}")
+        name = getattr(self.profile, "name", self.profile)
+        self.device = hardware.get_profile(name).kind
+        on_cpu = self.device == "cpu"
+        if not on_cpu and not torch.cuda.is_available():
             raise ValueError(
                 f"profile {name!r} is of a GPU, and torch drives none here"
             )
-        self.here = provenance.collect(device) | {"profile": name}
-        self.folder = folder
-        self.device = device
-        self.anchors = ANCHORS_ON_GPU if device == "cuda" else ANCHORS
-        self.timeout_s = timeout_s
+        self.here = provenance.collect(self.device) | {"profile": name}
+        self.anchors = ANCHORS if on_cpu else ANCHORS_ON_GPU
         self.threads = self.here["threads"]
-        self.show = progress
-        self.after = after
+        ram_bytes = hardware.detect().ram_bytes
         self.settings = {
-            "device": device,
+            "device": self.device,
             "threads": self.threads,
-            "timeout_s": timeout_s,
-            "memory_bytes": available_bytes(hardware.detect().ram_bytes)
-            if device == "cpu"
-            else None,
+            "timeout_s": self.timeout_s,
+            "memory_bytes": available_bytes(ram_bytes) if on_cpu else None,
         }
-        self.start = workers
-        self.contention = contention
-        self.clock = clock
-        self.bounds = Bounds(device, name, self.probe)
+        self.bounds = Bounds(self.device, name, self.probe)
         self.results: list[Result] = []
-        self.more_s = MORE_S  # left for points that are unstable
         # By shape and dtype: of half precision they take seconds.
         self.tolerances: dict[tuple, dict] = {}
 
@@ -284,10 +274,10 @@ class Session:
             todo = missing_points(groups, kept)
             count = _count(todo)
             requested = {key for g in groups for key in g.keys}
-            if self.show:
+            if self.progress:
                 self._say_what_counts(stored, kept, count, len(requested))
             seconds = {r.id: r.duration for r in everything if r.duration}
-            self.progress = Progress(todo, seconds, self.show, self.clock)
+            self.lines = Progress(todo, seconds, self.progress, self.clock)
             try:
                 self.after(None, count)
                 while todo:
@@ -347,8 +337,8 @@ class Session:
         stopped, to go on with.
         """
         turns = ", taking turns" if group.interleave and len(points) > 1 else ""
-        self.progress.say(
-            f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self.progress.left()})"
+        self.lines.say(
+            f"{group.name}: {len(points)} point{'s' * (len(points) > 1)}{turns} ({self.lines.left()})"
         )
         if run is None:
             run = Run(uuid4().hex[:12])
@@ -387,10 +377,10 @@ class Session:
         threads = max(1, self.threads // group.ranks)
         early = self.device == "cuda" and ranks == 1
         own = {"point": point.to_dict(), "early": early, "threads": threads}
-        workers = self.start(self.settings | own, ranks)
+        workers = self.workers(self.settings | own, ranks)
         timed = group.timed and ranks <= self.threads  # with a core for each rank
         samples = run.samples.setdefault(point.id, {})
-        expected_s = self.progress.expected.get((group.name, point.id), 0.0)
+        expected_s = self.lines.expected.get((group.name, point.id), 0.0)
         return Member(point, samples, timed, threads, expected_s, workers)
 
     def _run_together(
@@ -487,7 +477,7 @@ class Session:
         member.spent += self.clock() - start
         member.row |= reply
         text = text or f"{command} {member.point.label()}"
-        self.progress.did(text, share * member.expected_s)
+        self.lines.did(text, share * member.expected_s)
         if not member.alive:
             member.workers.close()
         return reply
@@ -501,7 +491,7 @@ class Session:
         """
         others = self.contention(self.threads)
         reply = {"cpu_s": 0.0}
-        with closing(self.start(self.settings | {"memory_bytes": None})) as worker:
+        with closing(self.workers(self.settings | {"memory_bytes": None})) as worker:
             with others.watched(lambda: reply["cpu_s"]):
                 reply |= worker.ask("probe", self.timeout_s, dtypes=names)
         why = reply["reason"]
@@ -561,7 +551,7 @@ class Session:
             self.store.append(**result_row(result))
             if point not in self.anchors:
                 self.results.append(result)
-                self.progress.result(result)
+                self.lines.result(result)
 
     def _statistics(self, member: Member, crowded: bool) -> dict:
         """Of the samples of a point, with its roofline."""

@@ -239,7 +239,6 @@ MILLION = 2**20  # tokens
 ONE_HEAD = {"heads": 1, "kv_heads": 1}
 V2_COLLECTIVE = "RingDilatedAttentionV2Collective"
 ROBUST = "RingDilatedAttentionV2Robust"
-HYBRID = "RingDilatedAttentionHybrid"
 
 
 def benchmark_pattern(seq_len: int) -> Dilated:
@@ -311,7 +310,7 @@ def hybrid_summary(profile: hardware.Profile) -> list[Group]:
     """Document 004: the hybrid over n and p, the two shortest with batch 2 as there.
     ``long``: 32K and 64K, which it leaves for the future.
     """
-    first = Point(HYBRID, RING_DOCUMENT, world_size=2)
+    first = Point("RingDilatedAttentionHybrid", RING_DOCUMENT, world_size=2)
     points = grid(first, seq_len=doubled(16384))
     points[:2] = [point.but(batch=2) for point in points[:2]]
     first_point, *_, last = points
@@ -337,7 +336,6 @@ BLOCK_PATTERNS = "block patterns"
 ORIGINAL = "BlockSparseRingDilatedAttention"
 OPTIMIZED = "BlockSparseOptimized"
 TORCH_SPARSE = "BlockSparseTorchSparse"
-RING_SYSTEMS = ("RingDilatedAttentionV2", "RingDilatedAttentionProduction")
 
 # The document has batch 1, 8 heads of 64, blocks of 64 and a window of 256 positions,
 # two blocks each way.
@@ -437,7 +435,8 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
     if not cpu:
         how = {"pattern": RING_SEGMENTS, "dtype": first.dtype}
     ring = ours.but(options={"ring_size": 16}, **how)
-    ring = grid(ring, system=RING_SYSTEMS, seq_len=EXTREME_TOKENS[1:])
+    names = "RingDilatedAttentionV2", "RingDilatedAttentionProduction"
+    ring = grid(ring, system=names, seq_len=EXTREME_TOKENS[1:])
     ring.append(ring[0].but(system="ImprovedDilatedAttention", options={}))
     return [*groups, efficiency, extreme, Group(RING, ring)]
 
@@ -456,7 +455,8 @@ RUNG_LONGER = (262_144, 1_048_576)
 RUNG_MASK = a_tenth(128, RUNG_TOKENS)
 # Each way of this library by the options of the system "ringlab"; the notebook
 # optimization_results describes each.
-LISTS, MERGED = {"backend": "triton"}, {"backend": "sdpa"}
+LISTS = {"backend": "triton"}
+MERGED = {"backend": "sdpa"}
 RUNG_WAYS = {}, LISTS, MERGED, MERGED | {"merge": "eager"}
 RUNG_PASSES: dict[str, dict] = {
     "forward": {},
@@ -533,7 +533,8 @@ def _beside_fa4(first: Point) -> list[Group]:
     groups = []
     dense_calls = []
     patterns = {"branches": RUNG_PATTERN, "a ladder": ladder(RUNG_TOKENS)}
-    cudnn, fa4 = {"backend": "cudnn"}, {"backend": "flash_attn_4"}
+    cudnn = {"backend": "cudnn"}
+    fa4 = {"backend": "flash_attn_4"}
     for head_dim, (name, passes) in product(RUNG_HEAD_DIMS, RUNG_PASSES.items()):
         call = first.but(head_dim=head_dim, **passes)
         for kind, pattern in patterns.items():
@@ -595,8 +596,6 @@ def landscape_systems() -> dict[str, tuple[str, Callable[[int], Pattern]]]:
     }
 
 
-BESIDE = "beside"
-BESIDE_CAUSAL = "beside, causal"
 BRANCHES = (
     [512, 1024, 2048],
     [1, 2, 4],
@@ -627,18 +626,16 @@ def peer_groups(point: Point, half: int) -> list[Group]:
         if version := peers.installed(name):
             ours = grid(point.but(pattern=pattern), seq_len=[half * x for x in times])
             ours.append(ours[0].but(passes="fwd+bwd"))
-            options = {"version": version}
-            theirs = [p.but(system=name, options=options) for p in ours]
-            points = [p for pair in zip(theirs, ours) for p in pair]
-            groups.append(Group(f"{BESIDE} {peers.PEERS[name].package}", points))
-            causal.append(theirs[-1].but(causal=True))
+            other = {"system": name, "options": {"version": version}}
+            points = [q for p in ours for q in (p.but(**other), p)]
+            groups.append(Group(f"beside {peers.PEERS[name].package}", points))
+            causal.append(points[-2].but(causal=True))
     if causal:
-        groups.append(Group(BESIDE_CAUSAL, causal, timed=False))
+        groups.append(Group("beside, causal", causal, timed=False))
     return groups
 
 
 GENERATION = "generation"
-PACKED = "packed documents"
 
 
 def model_groups(point: Point, cpu: bool) -> list[Group]:
@@ -656,7 +653,7 @@ def model_groups(point: Point, cpu: bool) -> list[Group]:
     ways = {"documents": count}, {"documents": count, "equal": True}
     return [
         Group(GENERATION, (*steps, aa_control(steps[0]))),
-        Group(PACKED, grid(one, pattern=kinds, options=ways), rounds=6),
+        Group("packed documents", grid(one, pattern=kinds, options=ways), rounds=6),
     ]
 
 

@@ -6,6 +6,7 @@ its own tensors, no speed-up on p ranks beyond 1.1 p. A row that was computed is
 such; it is never timed and enters no ratio.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -51,14 +52,12 @@ def mark_superlinear(results: Iterable) -> list:
     can quote one by oversight.
     """
     results = list(results)
-    alone: dict[str, list] = {}
+    alone: dict[str, list] = defaultdict(list)
     for r in results:
         if r.point.world_size == 1 and r.median and not why_not_quotable(r):
-            alone.setdefault(_on_one(r.point), []).append(r)
+            alone[_on_one(r.point)].append(r)
     return [
-        _superlinear(r, alone.get(_on_one(r.point), ()))
-        if r.point.world_size > 1
-        else r
+        r if r.point.world_size == 1 else _superlinear(r, alone[_on_one(r.point)])
         for r in results
     ]
 

@@ -119,7 +119,9 @@ def seen(call: CallSpec, head: int, position: int) -> Figure:
     """Return which keys one head sees: of the whole sequence by samples, and of the
     positions from ``position`` on one by one. Raises ValueError for no such head.
     """
-    n, heads, pattern = call.seq_len, call.heads, call.pattern
+    n = call.seq_len
+    heads = call.heads
+    pattern = call.pattern
     if head >= heads:
         raise ValueError(f"head {head} is none of the {heads}, which count from 0")
     shape = {"n": n, "head": head, "heads": heads}

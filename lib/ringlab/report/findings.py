@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from ..estimate import longest
-from ..measure import suites
 from ..measure.peers import PEERS
 from ..measure.validity import reason, status, why_not_quotable
 from .rows import label
@@ -75,13 +74,14 @@ def facts(study: Study) -> dict:
     """What is known of checks, noise and repetition, in counts of rows."""
     ran = [row for row in study.measured if status(row) != "unsupported"]
     timed = [row for row in study.good if row.median]
-    repeated, agreed = study.repeats
+    agreed = [study.reproduced.get(row.id) for row in study.results]
+    again = [each for each in agreed if each is not None]
     return {
         "checked": [len(study.good), len(ran)],
         "rejected": Counter(map(rejected, filter(why_not_quotable, ran))),
         "noise": number(study.noise_floor) if study.controls else None,
         "unstable": [sum(row.unstable for row in timed), len(timed)],
-        "again": [agreed, repeated],
+        "again": [sum(again), len(again)],
     }
 
 
@@ -151,20 +151,14 @@ def limits(study: Study, *more: str) -> Text:
     return Text(lines or ["Nothing that was asked for is missing."], bullets=True)
 
 
-def suite_points(study: Study) -> list:
-    """(group, point) of all that is asked for on this profile."""
-    names = [study.suite] if study.suite else suites.SUITES
-    groups = study.groups or [
-        group for name in names for group in study.groups_of(name)
-    ]
-    return [(group.name, point) for group in groups for point in group.points]
-
-
 def missing_points(study: Study) -> list:
-    """Points of the suite without a result."""
+    """Points that a page asked for without a result."""
     known = {row.id for row in study.measured}
     return [
-        point for group, point in suite_points(study) if (group, point.id) not in known
+        point
+        for group in study.groups
+        for point in group.points
+        if (group.name, point.id) not in known
     ]
 
 
@@ -228,7 +222,7 @@ def provenance(study: Study) -> Table:
         values[name] = _states([each.get(key) or {} for each in origins])
     times = sorted(str(each["utc"]) for each in origins if each.get("utc"))
     missing = len(missing_points(study))
-    points = len(suite_points(study))
+    points = sum(len(group.points) for group in study.groups)
     counts = sorted({len(row.seconds) for row in study.good if row.seconds})
     samples = " to ".join(map(str, dict.fromkeys(counts[:1] + counts[-1:])))
     values |= {

@@ -114,10 +114,7 @@ def measured(here: RunTarget, points: Iterable) -> Study:
         elif missing:
             note(f"{len(rows)} rows are of another machine or engine: measuring all")
             missing = requested
-        # A point of an interleaved group needs the others beside it.
-        compositions = {name[:2] for name in missing}
-        incomplete = [g for g in groups if compositions & {name[:2] for name in g.keys}]
-        if incomplete:
+        if incomplete := [g for g in groups if missing & {*g.keys}]:
             _measure(here, incomplete)
             beside, everything = stored()
             rows = newest_origin(everything)
@@ -228,9 +225,8 @@ def newest_origin(results: Sequence) -> list:
 class Study:
     """Everything a document's tables are filled from.
 
-    ``suite``: the one that these rows answer; empty: all that lie in the ``folder``.
-    ``all_suites``: all rows of the folder, where these are some of them. ``groups``: of
-    points that a page asked for; empty: those of its suite. ``excluded``: how many rows
+    ``all_suites``: all rows of the ``folder``, where these are some of them. ``groups``:
+    of points that a page asked for. ``excluded``: how many rows
     there are of another machine, device or engine. ``noise``: what times of the same
     work differ by, in the intervals of all times already. ``reproduced``: by the ``id`` of
     a row, whether it agreed with an earlier run. ``computed``: nothing was measured,
@@ -241,7 +237,6 @@ class Study:
     results: Sequence
     folder: Path
     excluded: int = 0
-    suite: str = ""
     noise: Noise = Noise()
     all_suites: Study | None = None
     groups: Sequence = ()
@@ -263,19 +258,12 @@ class Study:
 
     def of(self, suite: str) -> Study:
         """The rows of one suite: all but those of groups that belong to another."""
-        groups = {
-            name: {group.name for group in self.groups_of(name)}
-            for name in suites.SUITES
-        }
-        foreign = set().union(*groups.values()) - groups[suite]
-        kept = [row for row in self.results if row.group not in foreign]
-        return replace(self, results=kept, suite=suite, all_suites=self)
-
-    def groups_of(self, suite: str) -> list:
-        """The groups of points that a suite asks for on the machine that these rows
-        come from.
-        """
-        return suites.SUITES[suite](self.sized_profile)
+        profile = self.sized_profile
+        groups = {name: make(profile) for name, make in suites.SUITES.items()}
+        own = {group.name for group in groups[suite]}
+        listed = {group.name for each in groups.values() for group in each}
+        kept = [row for row in self.results if row.group not in listed - own]
+        return replace(self, results=kept, groups=groups[suite], all_suites=self)
 
     @property
     def sized_profile(self) -> hardware.Profile:
@@ -339,14 +327,21 @@ class Study:
         """The rows that are not shown."""
         return [row for row in self.results if not shown(row)]
 
-    def rows(self, **fields) -> list:
-        """Results but for the A/A controls whose point has these fields; ``options``
-        are matched one by one, and a list means any of its values.
+    def rows(self, *, options=(), **fields) -> list:
+        """Results but for the A/A controls whose point has these fields, and these
+        options among others; a list means any of its values.
         """
+        options = dict(options).items()
         return [
             row
             for row in self.results
-            if not row.option("twin") and _matches(row, fields)
+            if not row.option("twin")
+            and options <= dict(row.point.options).items()
+            and all(
+                getattr(row.point, name, getattr(row, name, None))
+                in (value if isinstance(value, list) else [value])
+                for name, value in fields.items()
+            )
         ]
 
     def same_calls(self, *, options=(), **fields) -> list:
@@ -386,16 +381,6 @@ class Study:
         """
         factors = (max(x.value, 1 / x.value) for x in self.controls)
         return max(factors, default=1.0)
-
-    @property
-    def repeats(self) -> tuple[int, int]:
-        """How many of these rows an earlier run of the same code measured too, and how
-        many of them it agrees with.
-        """
-        agreed = [
-            self.reproduced[row.id] for row in self.results if row.id in self.reproduced
-        ]
-        return len(agreed), sum(agreed)
 
     def frame(self, systems: Mapping | None = None):
         """Every row as a pandas DataFrame, for hands and ``summary.csv``: one row a point
@@ -524,13 +509,3 @@ def _flat(result) -> dict:
         "device": device_of(origin),
         **{name: origin.get(name) for name in ("others_cores", "commit", "machine")},
     }
-
-
-def _matches(result, fields: dict) -> bool:
-    def fits(name: str, value) -> bool:
-        if name == "options":
-            return value.items() <= dict(result.point.options).items()
-        own = getattr(result.point, name, getattr(result, name, None))
-        return own in value if isinstance(value, list) else own == value
-
-    return all(fits(*field) for field in fields.items())
