@@ -129,6 +129,7 @@ def _figure(advised: Sequence[Advice]) -> Figure | None:
         xlabel="Tokens",
         colors=palette([*NAMES.values(), ADVISED, LIMIT]),
         dashed=[LIMIT],
+        height=2.6,
     )
     return Figure.of(fig, "advised", caption, caption)
 

@@ -46,10 +46,9 @@ def write_index(reports: Path) -> list[Path]:
         explorer = f"[{EXPLORER}](../{EXPLORER})"
     ENVIRONMENT.globals |= {
         "title": "ringlab: which attention for a long sequence",
-        "lead": "For each device: the attention that is advised, how long a sequence fits and how fast it is, measured "
-        "there or computed from its data sheet. A layer's forward call may take 1 s: a model of 32 layers then "
-        "reads its prompt in half a minute. Five published benchmark documents, 000 to 004, are answered table by "
-        "table on the pages with their titles.",
+        "lead": "For each device: the attention that is advised, how long a sequence fits and how fast it is. "
+        "The limit of 1 s for a layer's call lets a model of 32 layers read its prompt in half a minute. "
+        "Documents 000 to 004 are answered on the pages with their titles.",
         "explained": "For other lengths, shapes, needs and GPUs ask "
         f"`.venv/bin/python -m ringlab advise`, or {explorer} in `make lab`.",
         "judge": (reports / "judge" / "judge.html").is_file(),
