@@ -179,7 +179,7 @@ STATEMENTS = {
         Statement(
             "GQA",
             "Llama 3, Qwen, Mistral: 2 query heads share a K/V head",
-            kv_heads=2,
+            heads=8,
         ),
         Statement(
             "one K/V head",

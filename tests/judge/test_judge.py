@@ -11,8 +11,10 @@ import flash_doubles
 import judge
 import pytest
 import torch
+from reporting import run_in_this_process
 from ringlab import Dense, cli, reference
 from ringlab.blocks import from_mask
+from ringlab.report import index
 from statements import STATEMENTS
 
 PLANTED = """
@@ -177,3 +179,36 @@ def test_packed_documents_of_the_double_stand_alone(a100):
     call.cu_seqlens_q = limits.long()
     with pytest.raises(RuntimeError, match="must have dtype int32"):
         flash_doubles.varlen_forward(call, False)
+
+
+def test_the_tutorial_finds_its_fault():
+    names = {}
+    run_in_this_process(judge.HERE / "your-own.ipynb", None, {}, names=names)
+    (row,) = judge.read(names["folder"])
+    assert row["status"] == "silently wrong"
+
+
+def test_the_page_of_the_stored_cells_is_fair():
+    """Each red cell has a cause, each control its fault, and ringlab none; enough ran."""
+    shown = {}
+    run_in_this_process(judge.HERE / "judge.ipynb", None, {}, names=shown)
+    cells, wrong, adapter = (shown[x] for x in ("cells", "wrong", "adapter"))
+    assert all(
+        adapter[x].cause(s) for x, s in zip(wrong.implementation, wrong.statement)
+    )
+    assert not (wrong.title == "ringlab").any()
+    controls = {a.name for a in adapters.ADAPTERS if a.control}
+    assert len(controls) >= 3 and controls <= {*wrong.implementation}
+    ran = shown["ran"][~shown["ran"].title.isin(["ringlab"])]
+    counts = ran.groupby("title").size()
+    assert counts.sum() >= 150 and (counts >= 6).sum() >= 10
+    assert len(cells) > 1000
+
+
+def test_the_index_links_to_the_page_and_takes_it_for_no_profile(tmp_path):
+    (tmp_path / "judge" / "data").mkdir(parents=True)
+    for name in ("judge.html", "judge.md", "data/cells.jsonl"):
+        (tmp_path / "judge" / name).write_text("")
+    page, text = (path.read_text() for path in index.write_index(tmp_path))
+    assert 'href="judge/judge.html"' in page and "(judge/judge.md)" in text
+    assert "<h2" not in page
