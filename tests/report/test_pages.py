@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from reporting import ROOT, Shown, shown, study_of
-from ringlab import advise, longest, patterns, report
-from ringlab.advise import local, rounded
+from ringlab import advise, patterns, report
+from ringlab.advise import rounded
 from ringlab.report import render
 from ringlab.report.places import read_manifest
 from ringlab.report.published import DOCUMENTS
@@ -114,9 +114,3 @@ def test_one_question_has_one_value_on_all_pages(profile):
     readme = (ROOT / "README.md").read_text()
     printed = re.findall(r"at least ([\d.]+ s)", readme)
     assert printed == [takes[x].removeprefix("≥ ") for x in ("exact", "far")]
-    for passes, most in facts["longest"].items():
-        held = [
-            longest(p, advice.budget_bytes, passes=passes, profile=profile)
-            for p in (patterns.Dense(), local(2**20))
-        ]
-        assert most == min(held)

@@ -96,9 +96,6 @@ def test_integers_of_every_kind_are_taken_as_pythons(kind):
     ) == "Simulated(ranks=4, machines=2)" and Dilated([kind(4)], [kind(2)]) == Dilated(
         [4], [2]
     )
-    assert ringlab.OOMBackoff((kind(8), kind(4))).tiles == (8, 4)
-    assert str(ring.hilbert(kind(4), kind(8), kind(2)).grid) == "(4, 8)"
-    assert repr(ring.uneven([kind(3), kind(4)])) == repr(ring.uneven([3, 4]))
     for layout in (ring.contiguous, ring.zigzag, ring.striped):
         assert str(layout(kind(12), kind(2))) == str(layout(12, 2))
         assert layout(kind(12), kind(2)).ranges(kind(1)) == layout(12, 2).ranges(1)
@@ -108,23 +105,13 @@ def test_integers_of_every_kind_are_taken_as_pythons(kind):
     assert (
         ring.plan_rank(problem, kind(1)).received == ring.plan_rank(problem, 1).received
     )
-    assert ringlab.Adaptive(kind(8), kind(2)).pairs(kind(64)) == ringlab.Adaptive(
-        8, 2
-    ).pairs(64)
     found, want = (
         estimate(Dense(), seq_len=of(64), heads=of(2), head_dim=of(8), ranks=of(2))
         for of in (kind, int)
     )
     assert repr(found) == repr(want)
-    assert (
-        MultiheadAttention(
-            kind(32), kind(4), PATTERN, num_kv_heads=kind(2)
-        ).num_kv_heads
-        == 2
-    )
-    assert ringlab.RingDilatedAttentionV2(
-        [4], [2], ring_size=kind(2)
-    ).group == Simulated(2)
+    module = ringlab.RingDilatedAttentionV2([4], [2], ring_size=kind(2))
+    assert module.group == Simulated(2)
 
 
 Q, X = torch.zeros(1, 32, 4, 8), torch.zeros(1, 16, 32)
