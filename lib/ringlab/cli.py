@@ -315,7 +315,9 @@ JUDGE = {
         "only this statement; may be repeated (default: all)", action="append"
     ),
     "--again": _flag("ask again what is answered already"),
-    "--data": _directory("where rows go (default: reports/judge/data)"),
+    "--data": _directory(
+        "where rows go (default: reports/judge/data; of single statements nowhere)"
+    ),
 }
 
 

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -78,43 +79,29 @@ def packed_rows(call: Call, layout: str) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def with_ring_flash_attn(call: Call, scheme: str) -> Result:
+def with_ring_flash_attn(call: Call, name: str, layout: str = "contiguous") -> Result:
     # Its adapters to Hugging Face import names of an older transformers.
     names = dict.fromkeys(("substitute_hf_flash_attn", "update_ring_flash_attn_params"))
     sys.modules["ring_flash_attn.adapters"] = SimpleNamespace(**names)
     import ring_flash_attn as package
 
-    options, s = flash_options(call), call.statement
-    layout = {"zigzag": "zigzag", "stripe": "striped"}.get(scheme, "contiguous")
-    limits = call.limits
-    if scheme == "llama3":
-        rows = call.rows()
+    options, s, limits = flash_options(call), call.statement, call.limits
+    rows, gathers = call.rows(layout), name == "llama3_flash_attn"
+    packed = gathers or s.documents
+    if gathers:
         about = package.llama3_flash_attn_prepare_cu_seqlens(
             limits, s.causal, call.rank, call.ranks
         )
         names = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k local_k_slice"
         options |= dict(zip(names.split(), about)) | {"heads_k_stride": 1}
-    elif s.documents:
+    elif packed:
         rows = packed_rows(call, layout)
-        lengths = limits.diff() // call.ranks
         options["cu_seqlens"] = (limits // call.ranks).int()
-        options["max_seqlen"] = int(lengths.max())
-    else:
-        rows = call.rows(layout)
-    name = {
-        "llama3": "llama3_flash_attn_varlen_func",
-        "stripe": "stripe_flash_attn_func",
-    }
-    prefix = "zigzag_ring" if scheme == "zigzag" else "ring"
-    varlen = "varlen_" if s.documents else ""
-    function = getattr(package, name.get(scheme, f"{prefix}_flash_attn_{varlen}func"))
-    q, k, v = call.shards(rows)
-    if "cu_seqlens" in options or scheme == "llama3":
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        out, lse, _ = function(q, k, v, return_attn_probs=True, **options)
-        return out[None], rows, lse[None]
-    out, lse, _ = function(q, k, v, return_attn_probs=True, **options)
-    return out, rows, lse
+        options["max_seqlen"] = max(s.documents) // call.ranks
+    function = getattr(package, f"{name}_{'varlen_' if packed else ''}func")
+    shards = (x[0] if packed else x for x in call.shards(rows))
+    out, lse, _ = function(*shards, return_attn_probs=True, **options)
+    return (out[None], rows, lse[None]) if packed else (out, rows, lse)
 
 
 # --------------------------------------------------------------------------------------
@@ -194,10 +181,7 @@ def with_diffusers(call: Call, kind: str) -> Result:
     config = ParallelConfig(ContextParallelConfig(**options))
     config.setup(call.rank, call.ranks, torch.device("cpu"), mesh=mesh)
     rows = call.rows()
-    padded = None
-    if s.lengths:
-        keys = torch.arange(s.n) if kind == "ulysses" else rows
-        padded = keys < torch.tensor(s.lengths)[:, None]
+    padded = rows < torch.tensor(s.lengths)[:, None] if s.lengths else None
     out = dispatch_attention_fn(
         *call.shards(rows),
         attn_mask=padded,
@@ -433,23 +417,26 @@ def with_flex_attention(call: Call) -> Result:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     s, rows = call.statement, call.rows()
-    pattern = s.pattern_of(s.n) if s.pattern else None
-    if pattern is None:
-        seen = dense_mask(call, rows)[:, 0]  # (batch, n, n)
-    else:
-        about = {"head": 0, "heads": s.heads, "n": s.n}
-        seen = pattern.multiplicity(rows, rows, **about).reshape(-1, s.n, s.n) > 0
-        seen = seen & (rows[None] <= rows[:, None]) if s.causal else seen
-    sizes = s.batch, None, s.n, s.n
-    mask = create_block_mask(lambda b, h, i, j: seen[b, i, j], *sizes, device="cpu")
-    cap = s.softcap
+    seen = dense_mask(call, rows).expand(-1, s.heads, -1, -1)  # (batch, heads, n, n)
+    if s.pattern:
+        about = {"heads": s.heads, "n": s.n}
+        pattern = s.pattern_of(s.n)
+        each = [
+            pattern.multiplicity(rows, rows, head=head, **about).reshape(s.n, s.n)
+            for head in range(s.heads)
+        ]
+        seen = seen * torch.stack(each)[None]
+    sizes = s.batch, s.heads, s.n, s.n
+    mask = create_block_mask(lambda b, h, i, j: seen[b, h, i, j] > 0, *sizes, "cpu")
+    weight, cap = seen.double().log(), s.softcap
 
-    def capped(score, b, h, i, j):
-        return cap * torch.tanh(score / cap)
+    def changed(score, b, h, i, j):
+        score = cap * torch.tanh(score / cap) if cap else score
+        return score + weight[b, h, i, j]  # keys that count twice
 
     q, k, v = (x.transpose(1, 2) for x in call.shards(rows))
     options = {"scale": s.scale, "enable_gqa": s.kv_heads < s.heads, "block_mask": mask}
-    options["score_mod"] = capped if cap else None
+    options["score_mod"] = changed
     out, lse = flex_attention(q, k, v, return_lse=True, **options)
     out = out.transpose(1, 2)
     if s.sinks:  # as its documentation does it: by lse
@@ -517,6 +504,8 @@ def read(path: Path) -> tuple[Adapter, ...]:
     for title, facts in tomllib.loads(path.read_text(encoding="utf-8")).items():
         for call in facts.pop("calls"):
             own = facts | call
+            if (package := facts.get("package", "==")) and "==" not in package:
+                own["package"] = f"{package} {version(package)}"
             lacks = spread(facts.get("lacks", {})) | spread(call.get("lacks", {}))
             attend = partial(globals()[own.pop("function")], **own.pop("how", {}))
             name = ": ".join(filter(None, (title.strip(), own.pop("name"))))

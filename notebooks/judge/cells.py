@@ -175,7 +175,8 @@ def judged(adapter: Adapter, source: str, statement: Statement, folder: str) -> 
             break
     if outcome.status == WRONG and lacking:
         off = max(outcome.errors.values())
-        said = f"{why}; taken without an error, off by {off:.2g}"
+        far = f"off by {off:.2g}" if off < float("inf") else "not finite"
+        said = f"{why}; taken without an error, {far}"
         return replace(outcome, status=NOT_OFFERED, reason=said)
     return outcome
 

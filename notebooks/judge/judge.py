@@ -4,7 +4,8 @@
 
 asks every implementation whose name begins with a NAME (default: all) every statement,
 each cell in processes of its own, and appends what has no row yet to
-``reports/judge/data/cells.jsonl``. A run that was stopped goes on.
+``reports/judge/data/cells.jsonl``. A run that was stopped goes on. With statements, the
+cells run now, and their rows go to a temporary folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -144,7 +146,10 @@ def ask(
     or those of a file; 1 where one is silently wrong. All of them: write the page, 0.
     """
     source = Path(adapter).resolve() if adapter else ADAPTERS
-    data = (data or home() / "reports" / "judge" / "data").resolve()
+    if data is None and statements:  # to be seen now, not to be stored
+        folder = tempfile.TemporaryDirectory(prefix="ringlab-")  # until this returns
+        data = folder.name
+    data = Path(data or home() / "reports" / "judge" / "data").resolve()
     if not source.is_file():
         raise UsageError(f"no such file: {adapter}")
     known = all_of(source)
