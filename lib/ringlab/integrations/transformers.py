@@ -438,8 +438,9 @@ def attend(
     q, k, v = as_autocast(*(t.transpose(1, 2) for t in (query, key, value)))
     b, n, seen = *q.shape[:2], layer.seen if layer else 0
     mask = attention_mask
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if mask is None:
-        mask = _plain_mask(module, q, k, is_causal)
+        mask = _plain_mask(module, q, k, causal)
     elif not isinstance(mask, Mask):
         raise NotImplementedError(
             "ringlab's attention takes a mask of padding (batch, tokens), no mask of pairs"
@@ -448,16 +449,22 @@ def attend(
         raise NotImplementedError(
             f"the mask is (batch, 1, queries, keys) {mask.shape}, the attention {shape}"
         )
-    _check_causal(mask, module, is_causal)
+    if causal and not mask.causal and n > 1:
+        raise NotImplementedError(
+            f"the mask shows later keys, and {type(module).__name__} is causal"
+        )
+    if mask.causal and is_causal is False:
+        raise NotImplementedError("the mask is causal, and is_causal is False")
     documents = None
+    partial = layer or mask.real is not None or n != mask.keys
     if ringlab_group is None:
         documents = _documents(mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
-        if documents is not None and (layer or mask.real is not None or n != mask.keys):
+        if documents is not None and partial:
             raise NotImplementedError(
                 "documents of a packed batch take no padding and no cache: use_cache=False"
             )
     else:
-        if layer or mask.real is not None or n != mask.keys:
+        if partial:
             raise NotImplementedError(
                 "a ringlab_group takes whole documents, without a mask of padding and a cache"
             )
@@ -510,28 +517,16 @@ def attend(
     return out, None
 
 
-def _plain_mask(module, q: Tensor, k: Tensor, is_causal: bool | None) -> Mask:
+def _plain_mask(module, q: Tensor, k: Tensor, causal: bool | None) -> Mask:
     """The mask of a model that makes none: causal, or all keys, as its module says."""
     n = q.shape[1]
     keys = k.shape[1]
-    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if causal is None or causal and n != keys:
         raise NotImplementedError(
             f"this model gives no mask, and {type(module).__name__} does not say which keys are seen"
         )
     kind = causal_mask_function if causal else bidirectional_mask_function
     return mask_of(len(q), n, keys, mask_function=kind, device=q.device)
-
-
-def _check_causal(mask: Mask, module, is_causal: bool | None) -> None:
-    """Raise NotImplementedError if a mask and its attention disagree."""
-    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-    if causal and not mask.causal and mask.shape[2] > 1:
-        raise NotImplementedError(
-            f"the mask shows later keys, and {type(module).__name__} is causal"
-        )
-    if mask.causal and is_causal is False:
-        raise NotImplementedError("the mask is causal, and is_causal is False")
 
 
 def _documents(

@@ -224,7 +224,7 @@ class Result:
     for what cannot be true, or "computed" for a row of a device that is not here.
     ``seconds`` has one time per sample and ``rounds`` their numbers (by default 0, 1,
     ...); results of one ``run`` and an interleaved group are paired by round.
-    ``final`` is false if trying again may help. ``ranks``, in a group with points on
+    ``ranks``, in a group with points on
     several: ``threads`` of each, ``oversubscribed`` (more ranks than cores: no time is
     taken), the ``scheme`` and, by rank, ``bytes_sent`` in a call, ``planned`` bytes,
     ``messages`` and ``tracked_peak_bytes``. Times are those of the slowest rank,
@@ -252,7 +252,6 @@ class Result:
     run: str = ""
     composition: str = ""
     interleaved: bool = False
-    final: bool = True
     rounds: tuple[int, ...] = ()
     ranks: dict = field(default_factory=dict)
     duration: float = 0.0

@@ -8,7 +8,7 @@ round. A process that dies costs its point alone.
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -106,32 +106,25 @@ PRIOR_S = 60.0  # of points at the pace of earlier rows, until this run's own is
 PREPARED = 0.2  # of a point is done once it is built and checked
 
 
+@dataclass
 class Progress:
     """What a run prints to stderr: a line for each group and point, and every ten
     seconds what is at work.
 
-    The time left is what the missing points took when they were last measured, in
-    ``seconds`` by (group, point id), on this machine or another, times how much longer
+    The time left is what the missing points took when they were last measured,
+    ``expected`` by (group, point id), on this machine or another, times how much longer
     those of this run take.
     """
 
-    def __init__(
-        self,
-        todo: list[tuple[Group, list[Point]]],
-        seconds: Mapping[tuple[str, str], float],
-        show: bool,
-        clock: Callable[[], float],
-    ):
-        self.expected = {
-            (group.name, point.id): seconds.get((group.name, point.id), POINT_TAKES_S)
-            for group, points in todo
-            for point in points
-        }
-        self.show = show
-        self.clock = clock
-        self.count = 0
-        self.finished = self.done = 0.0  # seconds of whole points, and of parts too
-        self.start = self.last_line = clock()
+    expected: dict[tuple[str, str], float]
+    show: bool
+    clock: Callable[[], float]
+    count: int = 0
+    finished: float = 0.0  # seconds of whole points
+    done: float = 0.0  # of parts too
+
+    def __post_init__(self):
+        self.start = self.last_line = self.clock()
 
     def say(self, text: str) -> None:
         if self.show:
@@ -188,22 +181,6 @@ class Member:
 # Of GPU memory that each waiting process holds, with its libraries' workspaces.
 CONTEXT_BYTES = 700 << 20
 PASSING = "cpu_s", "known", "estimate"  # parts of a reply that no row keeps
-
-
-def missing_points(
-    groups: Iterable[Group], results: Iterable[Result]
-) -> list[tuple[Group, list[Point]]]:
-    """The groups, each with those of its points that no result is of, if there are any."""
-    done = {row.key for row in results}
-    missing = (
-        (g, [point for point, key in zip(g.points, g.keys) if key not in done])
-        for g in groups
-    )
-    return [(group, points) for group, points in missing if points]
-
-
-def _count(todo: list[tuple[Group, list[Point]]]) -> int:
-    return sum(len(points) for _, points in todo)
 
 
 @dataclass
@@ -271,25 +248,31 @@ class Session:
             if crowded and not self._busy_now():
                 disturbed = {r.group for r in crowded}
                 kept = [r for r in kept if not r.provenance.get("crowded")]
-            todo = missing_points(groups, kept)
-            count = _count(todo)
             requested = {key for g in groups for key in g.keys}
+            missing = requested - {row.key for row in kept}
+            count = len(missing)
             if self.progress:
                 self._say_what_counts(stored, kept, count, len(requested))
-            seconds = {r.id: r.duration for r in everything if r.duration}
-            self.lines = Progress(todo, seconds, self.progress, self.clock)
+            took = {r.id: r.duration for r in everything if r.duration}
+            ids = ((name, point) for name, _, point in missing)
+            expected = {each: took.get(each, POINT_TAKES_S) for each in ids}
+            self.lines = Progress(expected, self.progress, self.clock)
+            todo = [group for group in groups if missing & {*group.keys}]
             try:
                 self.after(None, count)
                 while todo:
-                    group, points = todo.pop(0)
+                    group = todo.pop(0)
+                    each = zip(group.points, group.keys)
+                    points = [point for point, key in each if key in missing]
                     anew = force or group.name in disturbed
                     run = None if anew else unfinished(runs, group, self.here)
                     self._run_group(group, points, run)
-                    self.after(group, _count(todo))
+                    missing -= {*group.keys}
+                    self.after(group, len(missing))
                     if todo and self.clock() >= until:
-                        names = "; ".join(g.name for g, _ in todo)
+                        names = "; ".join(g.name for g in todo)
                         warn(
-                            f"{minutes:g} minutes are over: {_count(todo)} points are left, of {names}; "
+                            f"{minutes:g} minutes are over: {len(missing)} points are left, of {names}; "
                             "run again to go on"
                         )
                         break
@@ -320,7 +303,8 @@ class Session:
         """
         same = not provenance.differs(result.provenance, self.here)
         less_time = result.provenance.get("timeout_s", self.timeout_s) < self.timeout_s
-        return result.final and same and not (result.status == "timeout" and less_time)
+        again = {"crashed", "timeout"} if less_time else {"crashed"}
+        return same and result.status not in again
 
     def _busy_now(self) -> bool:
         """Whether other work takes cores that our threads need."""
@@ -540,7 +524,6 @@ class Session:
                 run=run.name,
                 composition=group.composition(point),
                 interleaved=group.interleave,
-                final=row["status"] != "crashed",
                 duration=round(member.spent, 3),
                 provenance=origin | {"seed": point.id},
                 **{name: x for name, x in row.items() if name not in PASSING},

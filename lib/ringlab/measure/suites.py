@@ -12,7 +12,7 @@ from itertools import product
 
 from .. import block_patterns, hardware, kernels
 from ..advise import WINDOW as NEIGHBOURS
-from ..advise import local
+from ..advise import dtype_name, local
 from ..block_patterns import (
     BlockSparse,
     bigbird,
@@ -33,7 +33,7 @@ def own_dtype(profile: hardware.Profile) -> str:
     """The dtype that the profile's policy chooses; float32 on a CPU."""
     if profile.kind == "cpu":
         return "float32"
-    return str(profile.default_dtype()).removeprefix("torch.")
+    return dtype_name(profile.default_dtype())
 
 
 def half_dtype(profile: hardware.Profile) -> str:
@@ -100,9 +100,10 @@ def vary(groups: list[Group], *, longest: int = 0, **fields) -> list[Group]:
     varied = []
     for group in groups:
         points = [
-            point for point in group.points if not longest or point.seq_len <= longest
+            point.but(**fields)
+            for point in group.points
+            if not longest or point.seq_len <= longest
         ]
-        points = [point.but(**fields) for point in points]
         if points:
             varied.append(replace(group, points=dict.fromkeys(points)))
     return varied
@@ -447,7 +448,7 @@ def session_summary(profile: hardware.Profile) -> list[Group]:
 # One shape: 16 heads in the GPU's half precision, three branches that fold.
 RUNGS = "rungs"
 RUNGS_BESIDE_FA4 = "rungs beside FlashAttention-4"
-RUNG_PATTERN = Dilated([2048, 4096, 8192], [1, 2, 4])
+RUNG_PATTERN = THREE
 RUNG_TOKENS = 65536
 RUNG_HEADS = 16
 RUNG_HEAD_DIMS = (128, 64)

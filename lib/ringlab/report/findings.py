@@ -42,7 +42,7 @@ def finding(study: Study, *lines: str, computed: Sequence[str] = ()) -> Finding:
     """
     if not study.computed:
         computed = *lines, *trust_lines(study)
-    elif study.all_suites and study.all_suites.results:
+    elif study.all_suites:
         none = "**Nothing of this page was measured yet**: its numbers are computed, as bounds (≥)."
         computed = *computed, none
     return Finding([*filter(None, computed)], kind="answer", bullets=True)

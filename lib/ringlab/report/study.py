@@ -88,10 +88,6 @@ def measured(here: RunTarget, points: Iterable) -> Study:
     groups = in_groups(points)
     from .predicted import rows_of  # which needs this module
 
-    if here.computed:
-        return Study(
-            here.profile, rows_of(here.profile, groups), here.data, groups=groups
-        )
     requested = {name for g in groups for name in g.keys}
 
     def stored() -> tuple[list, list]:
@@ -107,10 +103,11 @@ def measured(here: RunTarget, points: Iterable) -> Study:
         now = key(provenance.collect(here.profile.kind))
         if all(key(row.provenance) == now for row in rows):
             # Whether to try again is for the run to say.
-            disturbed = (
-                row for row in rows if not row.final or row.provenance.get("crowded")
-            )
-            missing |= {row.key for row in disturbed}
+            missing |= {
+                row.key
+                for row in rows
+                if row.status == "crashed" or row.provenance.get("crowded")
+            }
         elif missing:
             note(f"{len(rows)} rows are of another machine or engine: measuring all")
             missing = requested
@@ -128,7 +125,7 @@ def measured(here: RunTarget, points: Iterable) -> Study:
         here.profile,
         here.data,
         groups=groups,
-        all_suites=study_of(beside, here.profile, here.data),
+        all_suites=study_of(beside, here.profile, here.data) if beside else None,
     )
     excluded = len({row.key for row in everything}) - len(study.results)
     extra = []
