@@ -114,8 +114,8 @@ def told(row: dict) -> str:
     text = f"{row['implementation']} | {row['statement']}: {row['status']}"
     if row["status"] == WRONG:
         wrong = row["reason"].split(", ")
-        pairs = [(x, float(row["errors"][x]), row["allowed"][x]) for x in wrong]
-        each = [f"{x} {error:.2g} > {allowed:.2g}" for x, error, allowed in pairs]
+        errors, allowed = row["errors"], row["allowed"]
+        each = [f"{x} {float(errors[x]):.2g} > {allowed[x]:.2g}" for x in wrong]
         return f"{text}: {', '.join(each)} on {row['ranks']} ranks"
     return f"{text}: {row['reason']}" if row["reason"] else text
 
@@ -130,7 +130,7 @@ def write_page(data: Path) -> None:
     notebook = render.execute(HERE / "judge.ipynb", parameters, reports, failed)
     commit = index.short_commit(dict(zip(("commit", "dirty"), provenance.git_state())))
     made = f"Page made {provenance.utc()[:10]} of commit {commit}, torch {torch.__version__}."
-    page = render.Page("judge", "on this machine's CPU", made=made)
+    page = render.Page("judge", "on this machine's CPU", made=made, data=(NAME,))
     render.render(notebook, page, data.parent)
     index.write_index(reports)
 

@@ -60,6 +60,7 @@ class Page:
     note: str = ""  # of where the rows come from, if not from here and now
     computed: bool = False
     made: str = ""  # when and of which commit the page was made
+    data: tuple[str, ...] = DATA  # files of the folder data/ that it leads to
 
 
 # --------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Pa
         # The contents go before the first section.
         cell.metadata["first_section"] = bool(sections and not contents)
         contents += [(text, slug(text)) for text in sections]
-    data = DATA[-1:] if page.computed else DATA
+    data = DATA[-1:] if page.computed else page.data
     resources = {
         "output_files_dir": "figures",
         "unique_key": page.name,
