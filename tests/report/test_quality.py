@@ -10,8 +10,9 @@ import analysis
 import pytest
 import trainings
 from reporting import CPU, run_in_this_process, write_two_rows
-from ringlab import measure
-from ringlab.report import driver
+from ringlab import hardware, measure
+from ringlab.measure import suites
+from ringlab.report import driver, theme
 from tasks import distances
 from train import SIZES, Run
 
@@ -275,3 +276,9 @@ def test_the_page_is_made_only_where_models_were_trained(tmp_path, monkeypatch):
         driver.run("cpu", reports=tmp_path, machine=CPU)
         stems = [source.stem for source in asked.pop().notebooks]
         assert ("quality" in stems) == there
+
+
+def test_a_pattern_has_one_color_on_all_pages():
+    methods = suites.selecting_systems(hardware.get_profile("cpu"))
+    names = {*suites.landscape_systems(), *methods, *analysis.PATTERNS}
+    assert names <= {*theme.PATTERNS} and {*theme.PATTERNS.values()} <= {*theme.SERIES}

