@@ -13,6 +13,7 @@ from functools import partial
 from pandas import DataFrame
 
 from ..advise import (
+    AT_LEAST,
     SECONDS,
     WINDOW,
     Advice,
@@ -113,11 +114,12 @@ def _figure(advised: Sequence[Advice]) -> Figure | None:
     # The shortest length at which not all layers are dense: the surest number.
     at = next((a for a in known if a.advised.share < 1), known[-1])
     dense = at.options[0]
-    factor = number(dense.seconds / at.advised.seconds, 2)
+    less = f", {number(dense.seconds / at.advised.seconds, 2)} times less"
+    if at.advised.time == AT_LEAST:
+        less = ": two lower bounds"
     caption = (
-        f"At {at.seq_len:,} tokens a layer takes {dense.takes} dense and {at.advised.takes} as advised, "
-        f"{factor} times less. The price: in three layers of four a token sees about the {WINDOW:,} around it. "
-        "Both axes are logarithmic."
+        f"At {at.seq_len:,} tokens a layer takes {dense.takes} dense and {at.advised.takes} as advised{less}. "
+        f"The price: in three layers of four a token sees about the {WINDOW:,} around it. Both axes are logarithmic."
     )
     rows = [(*key, y) for key, y in seconds.items()]
     fig = lines(

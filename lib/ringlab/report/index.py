@@ -52,7 +52,6 @@ def write_index(reports: Path) -> list[Path]:
         "explained": "For other lengths, shapes, needs and GPUs ask "
         f"`.venv/bin/python -m ringlab advise`, or {explorer} in `make lab`.",
         "judge": (reports / "judge" / "judge.html").is_file(),
-        "columns": ("Report", "Answer", "Files"),
         "css": css(),
     }
     with locked(reports, wait=True):  # runs of two profiles may end at once
