@@ -32,16 +32,7 @@ MODULES = (
     *(
         f"RingDilatedAttention{name}([16, 32, 64, 128], [1, 2, 4, 8], ring_size=3{how})"
         for name, how in product(
-            (
-                "V2",
-                "V2Collective",
-                "V2Robust",
-                "V2Flash",
-                "Production",
-                "Hybrid",
-                "SDPA",
-                "Correct",
-            ),
+            "V2 V2Collective V2Robust V2Flash Production Hybrid SDPA Correct".split(),
             (", use_flash_attention=False", ""),
         )
     ),

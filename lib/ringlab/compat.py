@@ -433,8 +433,8 @@ class ProjectedAttention(PublishedAttention):
 
 
 class RingDilatedAttentionSDPA(ProjectedAttention):
-    """The ring on torch's own SDPA kernels alone. Also a layer, with ``embed_dim, num_heads``: see
-    ``help(ringlab.compat.ProjectedAttention)``.
+    """The ring on torch's own SDPA kernels alone. Also a layer, with ``embed_dim`` and
+    ``num_heads``: see ``help(ringlab.compat.ProjectedAttention)``.
     """
 
     _scheme = "ring"
@@ -443,8 +443,8 @@ class RingDilatedAttentionSDPA(ProjectedAttention):
 
 class RingDilatedAttentionCorrect(ProjectedAttention):
     """The ring on the plain eager kernel, with the right split of the sequence: the
-    reference of the ring systems. Also a layer, with ``embed_dim, num_heads``: see
-    ``help(ringlab.compat.ProjectedAttention)``.
+    reference of the ring systems. Also a layer, with ``embed_dim`` and ``num_heads``:
+    see ``help(ringlab.compat.ProjectedAttention)``.
     """
 
     _scheme = "ring"
@@ -456,7 +456,9 @@ class RingDilatedAttentionHilbertGPUOptimized(ProjectedAttention):
     are the sequence, row by row.
 
     On one device, or a ``ring_size`` simulated on it. Raises ValueError for
-    ``is_causal=True``: steps of the curve are not in time order. Also a layer, with ``embed_dim, num_heads``: see
+    ``is_causal=True``: steps of the curve are not in time order.
+
+    Also a layer, with ``embed_dim`` and ``num_heads``: see
     ``help(ringlab.compat.ProjectedAttention)``.
     """
 

@@ -21,16 +21,7 @@ from ringlab import (
 )
 from ringlab.ring.launch import launch
 
-RINGS = [
-    "V2",
-    "V2Collective",
-    "V2Robust",
-    "V2Flash",
-    "Production",
-    "Hybrid",
-    "SDPA",
-    "Correct",
-]
+RINGS = "V2 V2Collective V2Robust V2Flash Production Hybrid SDPA Correct".split()
 
 
 def worst_error(module, n, pattern, causal=False, layout=None) -> float:

@@ -9,6 +9,7 @@ it is measured again, and then writes its new hash here.
 import hashlib
 import re
 from importlib.metadata import version
+from itertools import product
 
 import pytest
 from compiled import fed, fits, resources, used
@@ -20,20 +21,13 @@ pytestmark = pytest.mark.slow
 
 TRITON = "3.7.1"  # which made the PTX of these hashes
 # By pass, head_dim and causal, in bfloat16.
-KERNELS = {
-    ("forward", 64, False): "6917b3342834",
-    ("forward", 64, True): "896a89f3e00f",
-    ("forward", 128, False): "4a154fbbdae4",
-    ("forward", 128, True): "0e57f72633fd",
-    ("backward_q", 64, False): "804e71ad92df",
-    ("backward_q", 64, True): "cf30587830d8",
-    ("backward_q", 128, False): "1e7df6a46598",
-    ("backward_q", 128, True): "976ac84d1b85",
-    ("backward_kv", 64, False): "dc253457d1fa",
-    ("backward_kv", 64, True): "476f33a0b3b0",
-    ("backward_kv", 128, False): "8bdb5521074c",
-    ("backward_kv", 128, True): "7a7e12c6cc4e",
-}
+CALLS = product(("forward", "backward_q", "backward_kv"), (64, 128), (False, True))
+HASHES = """
+6917b3342834 896a89f3e00f 4a154fbbdae4 0e57f72633fd
+804e71ad92df cf30587830d8 1e7df6a46598 976ac84d1b85
+dc253457d1fa 476f33a0b3b0 8bdb5521074c 7a7e12c6cc4e
+"""
+KERNELS = dict(zip(CALLS, HASHES.split(), strict=True))
 # By head_dim, and whether results are weighed, as in a forward, or summed.
 MERGES = {
     (64, True): "e703650770c8",

@@ -50,21 +50,21 @@ FAMILIES = WINDOWS | {
     "WhisperForConditionalGeneration": {},
 }
 CAUSAL = [name for name in FAMILIES if "Causal" in name or "GPT2" in name]
-SAMPLE = [
-    "BloomForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "DistilBertForMaskedLM",
-    "FalconH1ForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "GPTBigCodeForCausalLM",
-    "GptOssForCausalLM",
-    "MarianMTModel",
-    "NllbMoeForConditionalGeneration",
-    "PhimoeForCausalLM",
-    "T5ForConditionalGeneration",
-    "ViTModel",
-]
+SAMPLE = """
+BloomForCausalLM
+DeepseekV3ForCausalLM
+DistilBertForMaskedLM
+FalconH1ForCausalLM
+Gemma2ForCausalLM
+Gemma3ForCausalLM
+GPTBigCodeForCausalLM
+GptOssForCausalLM
+MarianMTModel
+NllbMoeForConditionalGeneration
+PhimoeForCausalLM
+T5ForConditionalGeneration
+ViTModel
+""".split()
 
 
 def pair(name: str, **sizes):

@@ -414,20 +414,8 @@ def test_every_module_is_on_a_side(tmp_path):
     be named here or there.
     """
     outside = {
-        "__init__",
-        "__main__",
-        "advise",
-        "blocks",
-        "call",
-        "checks",
-        "cli",
-        "estimate",
-        "integrations",
-        "measure",
-        "meta_run",
-        "nn",
-        "presets",
-        "report",
+        *"__init__ __main__ advise blocks call checks cli estimate "
+        "integrations measure meta_run nn presets report".split()
     }
     sides = [
         {name.split("/")[0] for name in names}

@@ -25,16 +25,11 @@ from ringlab.ring.layout import zigzag
 from ringlab.ring.volume import sent_bytes
 
 LADDER = Dilated([32, 96], [1, 3])
+WORK = {"batch": 2, "seq_len": 384, "heads": 6, "kv_heads": 3, "head_dim": 40}
+WORK |= {"dtype": torch.bfloat16, "causal": True, "passes": "fwd+bwd"}
 CALL = CallSpec(
     LADDER,
-    384,
-    batch=2,
-    heads=6,
-    kv_heads=3,
-    head_dim=40,
-    dtype=torch.bfloat16,
-    causal=True,
-    passes="fwd+bwd",
+    **WORK,
     ranks=4,
     layout="zigzag",
     hosts=(0, 0, 7, 7),
@@ -71,17 +66,7 @@ def test_what_no_call_can_have_is_refused_in_one_line(wrong, error, why):
 
 
 def test_a_call_costs_what_its_fields_cost():
-    assert CALL.cost() == cost.count(
-        LADDER,
-        batch=2,
-        seq_len=384,
-        heads=6,
-        kv_heads=3,
-        head_dim=40,
-        dtype=torch.bfloat16,
-        causal=True,
-        passes="fwd+bwd",
-    )
+    assert CALL.cost() == cost.count(LADDER, **WORK)
     assert CallSpec("dense", 8, heads=2) == CallSpec(Dense(), 8, heads=2, kv_heads=2)
 
 

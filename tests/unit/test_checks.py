@@ -1,7 +1,6 @@
 """Argument checks: what each function takes, and one clear line for everything else."""
 
 import inspect
-import json
 import re
 import traceback
 from functools import partial
@@ -72,35 +71,48 @@ def test_wrong_values_are_one_line(value):
         assert said.startswith("dtype must be float64, float32, bfloat16 or float16")
 
 
-@pytest.mark.parametrize("kind", [int, np.int64, np.uint8, torch.tensor])
-def test_integers_of_every_kind_are_taken_as_pythons(kind):
-    assert (
-        type(checks.check_int("n", kind(3))) is int
-        and checks.check_int("seed", kind(0), 0) == 0
-    )
-    assert checks.is_int(kind(1)) and not checks.is_int(kind(0))
-    pattern = ringlab.BlockSparse(
-        [blocks.Window(kind(1)), blocks.Random(kind(2), kind(0))], kind(8)
-    )
-    assert json.loads(json.dumps(pattern.to_dict()))["block_size"] == 8
-    assert str(Simulated(kind(4), kind(2))) == "Simulated(ranks=4, machines=2)"
-    problem = ring.Problem(
-        Dilated([6], [2]), ring.zigzag(kind(12), kind(2)), False, 2, 2
-    )
-    assert (
-        ring.plan_rank(problem, kind(1)).received == ring.plan_rank(problem, 1).received
-    )
-    found, want = (
-        estimate(Dense(), seq_len=of(64), heads=of(2), head_dim=of(8), ranks=of(2))
-        for of in (kind, int)
-    )
-    assert repr(found) == repr(want)
-    module = ringlab.RingDilatedAttentionV2([4], [2], ring_size=kind(2))
-    assert module.group == Simulated(2)
-
-
 Q, X = torch.zeros(1, 32, 4, 8), torch.zeros(1, 16, 32)
 PATTERN, BLOCKS = Dilated([8, 16], [1, 2]), blocks.sliding_window(1, block_size=8)
+
+
+def layouts(of) -> list:
+    return [x(of(12), of(2)) for x in (ring.contiguous, ring.zigzag, ring.striped)]
+
+
+TAKE_INTEGERS = [
+    lambda of: checks.check_int("n", of(3)),
+    lambda of: checks.check_int("seed", of(0), 0),
+    lambda of: (checks.is_int(of(1)), checks.is_int(of(0))),
+    lambda of: blocks.BlockSparse([blocks.Random(of(2), of(0))], of(8)).to_dict(),
+    lambda of: blocks.BlockSparse([blocks.Window(of(1))], 8).density(of(64)),
+    lambda of: Simulated(of(4), of(2)),
+    lambda of: Dilated([of(4)], [of(2)]),
+    lambda of: ringlab.OOMBackoff((of(8), of(4))),
+    lambda of: ring.hilbert(of(4), of(8), of(2)),
+    lambda of: ring.uneven([of(3), of(4)]),
+    layouts,
+    lambda of: [layout.ranges(of(1)) for layout in layouts(of)],
+    lambda of: (
+        ring.plan_rank(
+            ring.Problem(Dilated([6], [2]), layouts(of)[1], False, 2, 2), of(1)
+        ).received
+    ),
+    lambda of: ringlab.Adaptive(of(8), of(2)).pairs(of(64)),
+    lambda of: estimate(
+        Dense(), seq_len=of(64), heads=of(2), head_dim=of(8), ranks=of(2)
+    ),
+    lambda of: MultiheadAttention(of(32), of(4), PATTERN, num_kv_heads=of(2)),
+    lambda of: ringlab.RingDilatedAttentionV2([4], [2], ring_size=of(2)).group,
+]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+def test_integers_of_every_kind_are_taken_as_pythons(kind):
+    for call in TAKE_INTEGERS:
+        assert repr(call(kind)) == repr(call(int))
+    assert checks.is_real(-1.5) and not checks.is_real(True)
+
+
 WRONG = [
     None,
     "x",
