@@ -375,10 +375,11 @@ class ProjectedAttention(PublishedAttention):
     segment_lengths, dilation_rates, dropout=0.0, bias=True``, the others by name, they
     are layers here too.
 
-    ``forward(x, is_causal=False)`` then takes x (b, n, embed_dim), over a ``group`` this
-    rank's shard, and returns as much in x's dtype. The weights ``qkv_proj`` and
-    ``out_proj`` have the original's names, so that its state dictionaries load. Over a
-    group they are replicated, and their gradients are this rank's part, as of
+    ``forward(x, is_causal=False)`` then takes x (b, n, embed_dim) in the dtype of the
+    weights (ValueError for another one without autocast), over a ``group`` this rank's
+    shard, and returns as much. The weights ``qkv_proj`` and ``out_proj`` have the
+    original's names, so that its state dictionaries load. Over a group they are
+    replicated, and their gradients are this rank's part, as of
     ``ringlab.nn.MultiheadAttention``.
 
     >>> layer = RingDilatedAttentionSDPA(64, 8, [16, 32], [1, 2])
@@ -425,7 +426,7 @@ class ProjectedAttention(PublishedAttention):
                 f"{type(self).__name__} with projections takes x, the others by name, as is_causal=True"
             )
         (x,) = tensors
-        check_x(x, self.embed_dim)
+        check_x(x, self.embed_dim, self.qkv_proj.weight)
         qkv = self.qkv_proj(self._taken(x))  # (b, n, 3 embed_dim)
         qkv = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)  # (b, n, h, d) each
         out = super().forward(*qkv, **options)

@@ -300,16 +300,7 @@ class MultiheadAttention(NotTorchsAttention, Module):
                 "MultiheadAttention cannot honour need_weights=True: it computes no weights"
             )
         check_bool("is_causal", is_causal)
-        check_x(x, self.embed_dim)
-        weight = _weight(self.q_proj)
-        if (
-            weight is not None
-            and x.dtype != weight.dtype
-            and not torch.is_autocast_enabled(x.device.type)
-        ):
-            raise ValueError(
-                f"x is {x.dtype}, the layer {weight.dtype}: convert one, or use autocast"
-            )
+        check_x(x, self.embed_dim, _weight(self.q_proj))
         if key_padding_mask is not None:
             if lengths is not None or self.options["group"] is not None:
                 raise ValueError(
@@ -703,14 +694,24 @@ class DecoderBlock(Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-def check_x(x: Tensor, embed_dim: int) -> None:
-    """Raise TypeError or ValueError unless x is a floating-point tensor (b, n, embed_dim)."""
+def check_x(x: Tensor, embed_dim: int, weight: Tensor | None) -> None:
+    """Raise TypeError or ValueError unless x is a floating-point tensor (b, n,
+    embed_dim), without autocast of the dtype of ``weight``.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     check_float_dtype(x.dtype)
     if x.dim() != 3 or x.shape[2] != embed_dim:
         raise ValueError(
             f"x must be (batch, seq, {embed_dim}), got shape {tuple(x.shape)}"
+        )
+    if (
+        weight is not None
+        and x.dtype != weight.dtype
+        and not torch.is_autocast_enabled(x.device.type)
+    ):
+        raise ValueError(
+            f"x is {x.dtype}, the layer {weight.dtype}: convert one, or use autocast"
         )
 
 

@@ -556,6 +556,8 @@ REFUSED = {
             "not in time order",
         ),
         (lambda: PROJECTED(X.int()), "dtype must be float64, .*, got torch.int32"),
+        (lambda: PROJECTED(X.half()), "x is torch.float16, the layer torch.float32"),
+        (lambda: PROJECTED(X.double()), "x is torch.float64, the layer"),
         (lambda: published(device=3.5), "device must be a torch.device or its name"),
         (
             lambda: published(dtype=torch.float32)(*[T.double()] * 3),
