@@ -196,13 +196,20 @@ def check_backend(value) -> Backend:
     return value[0] if len(value) == 1 else tuple(value)
 
 
-def check_device(device: Device) -> torch.device:
-    """``torch.device(device)``, which torch can use here; else ValueError in one line."""
+def as_device(device: Device) -> torch.device:
+    """``torch.device(device)``, whether it is here or not; ValueError in one line for
+    what names none.
+    """
     try:
-        result = torch.device(device)
+        return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         expected = "device must be a torch.device or its name, as 'cpu' or 'cuda:0'"
         raise ValueError(f"{expected}, got {short_repr(device)}") from None
+
+
+def check_device(device: Device) -> torch.device:
+    """``torch.device(device)``, which torch can use here; else ValueError in one line."""
+    result = as_device(device)
     if result.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device is {str(result)!r}, but torch finds no GPU here")

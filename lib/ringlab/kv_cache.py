@@ -15,6 +15,7 @@ from . import kernels
 from .checks import (
     LARGEST,
     Device,
+    as_device,
     as_int,
     check_float_dtype,
     check_int,
@@ -535,7 +536,7 @@ def cache_bytes(
     """
     sizes = pattern, heads, kv_heads, max_seq_len, max_crop
     ranks = check_int("ranks", ranks, most=2**12)
-    launches = _launches(torch.device(device))
+    launches = _launches(as_device(device))
     policies = [_policy(*sizes, rank, ranks, launches) for rank in range(ranks)]
     policy = max(policies, key=lambda policy: policy.slots)
     check_float_dtype(dtype)
