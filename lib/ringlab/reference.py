@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .patterns import AnyPattern, Dense, Pattern
+from .patterns import AnyPattern, Dense, Pattern, as_pattern
 from .selected import Selected
 
 PART = 1 << 27  # elements that are converted to float64 at a time
@@ -22,7 +22,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: AnyPattern,
+    pattern: AnyPattern | str,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -30,8 +30,8 @@ def attention(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense float64 ``softmax(scale * q k^T + log M) v``: out (b, n, h, d), lse (b, h,
-    n); differentiable. ``sinks``, (h,) or (h, n): the score of one more key, whose
-    value is 0.
+    n); differentiable. ``pattern`` may be a name, as "window". ``sinks``, (h,) or (h,
+    n): the score of one more key, whose value is 0.
     ``softcap``: scores s are ``softcap * tanh(s / softcap)``.
 
     q is (b, n, h, d); k, v are (b, n, h_kv, d) with h a multiple of h_kv; for ``Dense``
@@ -45,6 +45,8 @@ def attention(
     [0.0, 1.0, 1.0, 2.0, 2.0, 3.0]
     """
     n, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+    if isinstance(pattern, str):
+        pattern = as_pattern(pattern, AnyPattern, n, heads)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     queries, keys = (torch.arange(t.shape[1], device=q.device) for t in (q, k))
     if causal:  # queries are the last positions, all of them in self-attention
@@ -72,7 +74,7 @@ def attention(
 def weights(
     q: Tensor,
     k: Tensor,
-    pattern: AnyPattern,
+    pattern: AnyPattern | str,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -147,7 +149,7 @@ def tolerance(
     v: Tensor,
     dout: Tensor | None = None,
     *,
-    pattern: Pattern | Selected | None = None,
+    pattern: Pattern | Selected | str | None = None,
     causal: bool = False,
     scale: float | None = None,
 ) -> dict[str, float]:
@@ -163,6 +165,8 @@ def tolerance(
         return dict.fromkeys(names, EXACT[q.dtype])
     n, heads = q.shape[1], q.shape[2]
     sizes = {min(n, 1024)}
+    if isinstance(pattern, str):
+        pattern = as_pattern(pattern, AnyPattern, n, heads)
     if pattern is not None:
         sizes.add(min(n, pattern.fewest_keys(n, heads, k.shape[2])))
     calls = [

@@ -551,6 +551,8 @@ def test_what_the_command_line_takes_as_text_python_takes_too():
                 pattern = named(name, 100, 2)
                 want = attention(q, q, q, pattern)
                 assert torch.equal(attention(q, q, q, name), want)
+                exact = [reference.attention(q, q, q, p)[0] for p in (name, pattern)]
+                assert torch.equal(*exact)
                 sizes = {"heads": 2, "max_seq_len": 100}
                 assert cache_bytes(name, **sizes) == cache_bytes(pattern, **sizes)
                 assert show(name, 100) == show(named(name, 100, 1), 100)
