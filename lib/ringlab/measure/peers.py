@@ -18,6 +18,7 @@ import torch
 
 from .. import patterns
 from ..block_patterns import sliding_window
+from ..kernels.external import missing
 from .points import Point
 from .systems import Refused, System, parse_options, require_pattern
 
@@ -124,6 +125,7 @@ def dilated_attention_pytorch(point: Point, device) -> System:
 
     On the CPU torch's kernel replaces that of xformers.
     """
+    missing("xformers.ops", "xformers")  # loads it without its warnings
     module = _module(point, "dilated_attention_pytorch.dilated_attention")
     pattern = _dilated(point, "head_groups", "branch")
     if rest := [w for w in pattern.segment_lengths if point.seq_len % w]:
