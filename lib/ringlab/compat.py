@@ -10,7 +10,8 @@ and the others of its output are zero: 25 % of all rows for rates 1 and 2, 37.5 
 2 and 4. ``ringlab.attention`` over ``Dilated(..., mixing="lse")`` leaves none at zero
 where a rate is 1: there every head runs every branch. They differ in how ranks share the
 work, and in kernels and memory. ``RingDilatedAttentionV2``, ``V2Robust`` and ``Hybrid``
-are one class under three names; on one device ``V2Collective`` makes the same call. The
+are one class under three names; on one device ``V2Collective`` makes the same call.
+``ring_size=2`` alone simulates two ranks in this process; real ones take a ``group``. The
 published ``ring_communication_fix`` is not needed: a rank posts its sends and receives
 at once. The block-sparse ones differ in how one device computes them. ``longnet`` lets a
 LongNet of torchscale, as Prov-GigaPath's, run on the engine.
@@ -106,7 +107,7 @@ class PublishedAttention(nn.Module):
     any. The others work in place: they warn once that the pool is idle.
 
     The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this
-    rank's shards), or a ``ring_size``, which is simulated on one device.
+    rank's shards), or a ``ring_size``, which is simulated on one device, in one process.
 
     Raises TypeError, with the reason, for an argument that this system does not have, as
     configs of the originals, ValueError for bad values, NotImplementedError for several
@@ -138,6 +139,10 @@ class PublishedAttention(nn.Module):
         group: AnyGroup = None,
         **refused: object,
     ):
+        """Of the ring systems ``ring_size`` without a ``group`` is simulated: this one
+        process computes the parts of all ranks in turn, on one device. Processes and
+        GPUs take a ``group``.
+        """
         super().__init__()
         name = type(self).__name__
         *known, _ = inspect.signature(PublishedAttention).parameters
