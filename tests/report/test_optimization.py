@@ -66,7 +66,7 @@ def test_every_table_is_filled_and_times_stand_beside_rooflines(profile):
         assert t.rows and text(t.rows[0][0]) != "not measured", t.caption
         names = " ".join(t.columns)
         assert "Time (ms)" not in names or "Roofline" in names, t.caption
-    assert found.drawn and len(finding(found)) == 4
+    assert found.drawn and len(finding(found)) == 5
 
 
 # --------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def without(name: str, factor: float):
     [
         (
             None,
-            "The gain comes from: strided views instead of gathered copies, fused kernel "
+            "**The gain comes from**: strided views instead of gathered copies, fused kernel "
             "instead of eager. No gain beyond noise: pattern cache on, memory pool on.",
         ),
         (without("cache", 2), "eager, pattern cache on. No gain beyond noise: memory"),
@@ -170,7 +170,7 @@ def without(name: str, factor: float):
     ],
 )
 def test_the_finding_says_which_switches_gain_and_which_do_not(change, said):
-    found = finding(shown("000", change))[0]
+    found = str(finding(shown("000", change)))
     assert said in re.sub(r" \([\d.]+×\)", "", found)
 
 
