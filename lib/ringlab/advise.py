@@ -155,9 +155,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 TORCHRUN = (
     '# Under torchrun: group=mesh["sequence"], and q, k, v are this rank\'s shards.\n'
 )
+WHOLE = f"A window of {WINDOW:,} is of whole blocks: a token sees up to"
 HEADER = (
-    *("need", "use", "pairs", "reach n/2"),
-    *("a layer takes", "peak", "a layer sends", "evidence"),
+    "need",
+    "use",
+    "pairs",
+    "reach n/2",
+    "a layer takes",
+    "peak",
+    "a layer sends",
+    "evidence",
 )
 
 
@@ -288,6 +295,8 @@ class Advice:
             "",
             *columns([HEADER, *map(self._figures, self.options)]),
         ]
+        if self.options[-1].need == "local":
+            lines += ["", f"{WHOLE} {keys_of(self.seq_len):,} keys."]
         if self.choosing:
             lines += ["", "keys chosen by content:", *self.choosing]
         return "\n".join(lines)
@@ -384,17 +393,27 @@ def columns(rows: Sequence[Sequence[str]], sides: Sequence[str] = "") -> list[st
 
 
 def local(seq_len: int, causal: bool = False, width: int = WINDOW) -> BlockSparse:
-    """A sliding window in which a query sees about ``width`` positions: on either side,
-    or before it if ``causal``.
+    """A sliding window in which a query sees at least ``width`` positions beside itself:
+    half of them on either side, or all before it if ``causal``. Blocks are whole, so
+    that it may see more (``keys_of``).
 
-    >>> str(local(10000)), str(local(10000, causal=True))
-    ('blocks of 128: window 8', 'blocks of 128: window 16')
+    >>> str(local(10000)), str(local(10000, causal=True)), str(local(2**20))
+    ('blocks of 128: window 8', 'blocks of 128: window 16', 'blocks of 512: window 2')
     """
     most = max(BLOCK, 1 << (seq_len // MOST_BLOCKS).bit_length())
     block = min(most, seq_len, width // 2)
     return sliding_window(
         max(1, width // (block if causal else 2 * block)), block_size=block
     )
+
+
+def keys_of(seq_len: int) -> int:
+    """The keys that a query of ``local`` sees at most.
+
+    >>> keys_of(131072), keys_of(2**20)
+    (2176, 2560)
+    """
+    return WINDOW + local(seq_len).block_size
 
 
 def advise(

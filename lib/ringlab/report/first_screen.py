@@ -15,11 +15,13 @@ from pandas import DataFrame
 from ..advise import (
     AT_LEAST,
     SECONDS,
+    WHOLE,
     WINDOW,
     Advice,
     Option,
     advise,
     dtype_name,
+    keys_of,
     local,
 )
 from ..cost import format_seconds
@@ -119,7 +121,8 @@ def _figure(advised: Sequence[Advice]) -> Figure | None:
         less = ": two lower bounds"
     caption = (
         f"At {at.seq_len:,} tokens a layer takes {dense.takes} dense and {at.advised.takes} as advised{less}. "
-        f"The price: in three layers of four a token sees about the {WINDOW:,} around it. Both axes are logarithmic."
+        "The price: in three layers of four a token sees only the "
+        f"{keys_of(at.seq_len):,} around it. Both axes are logarithmic."
     )
     rows = [(*key, y) for key, y in seconds.items()]
     fig = lines(
@@ -234,6 +237,7 @@ def _decisions(advised: Mapping, profile: str, trained: str) -> Table:
         lines,
         note="A call of one layer, 8 heads of 64, not causal; of mixed layers the average. Without a sign: measured. "
         "About: scaled from a measured call of another length. ≥: a computed lower bound. "
+        f"{WHOLE} {keys_of(LENGTHS[0]):,} keys, at {LENGTHS[-1]:,} tokens {keys_of(LENGTHS[-1]):,}. "
         f"{f'One layer in 4 dense: {trained}. ' if trained else ''}Other lengths, shapes and needs: "
         f"`.venv/bin/python -m ringlab advise --profile {profile} --seq-len N`.",
         cards=True,
