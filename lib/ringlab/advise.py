@@ -32,15 +32,12 @@ from .checks import (
 from .cost import far_queries, format_bytes, format_seconds
 from .estimate import Estimate, estimate_call, longest_call, rates_of
 from .meta_run import check_size
-from .patterns import Dense, Pattern
-from .presets import named
+from .patterns import Dense, Pattern, as_pattern
 from .ring import bytes_by_scheme
 from .ring.volume import unevenness
 
-WINDOW = 2048  # positions that a query of a window sees, itself among them
-BLOCK = (
-    128  # positions of a block; longer ones where there would be more than MOST_BLOCKS
-)
+WINDOW = 2048  # positions around a query that a window shows; whole blocks show more
+BLOCK = 128  # positions of a block; more where blocks would be more than MOST_BLOCKS
 MOST_BLOCKS = 4096
 DENSE_LAYER = 4  # of so many layers with windows one is dense, the first
 SECONDS = 1.0  # what a call of one layer may take
@@ -49,42 +46,22 @@ SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its bac
 START, STEPS = 65536, 4  # of the search for a length that takes so long
 ROOM = 0.5  # of the memory: checkpointing leaves more where layers would take it
 NEEDS = ("exact", "far", "local")
-MEASURED, ABOUT, AT_LEAST = "measured", "about", "at least"  # a time, surest first
-
-Shape = tuple[int, int, int, int, bool]
+TIMES = MEASURED, ABOUT, AT_LEAST = "measured", "about", "at least"  # surest first
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A measured call on the hardware that is asked about: its time, and how many times
-    its roofline that is.
+    """A measured call on the hardware that is asked about, and its time. A call of the
+    same kind of pattern, dtype and passes takes about as many times its own roofline.
 
-    ``shape`` is that of ``CallSpec``. A call of the same kind of
-    pattern, dtype and passes takes about as many times its own roofline.
+    Of a ``method`` that chooses its keys by content its name, and its time as a part of
+    dense attention's, measured beside it.
     """
 
-    pattern: Pattern
-    seq_len: int
-    shape: Shape
-    dtype: torch.dtype
-    passes: str
+    call: CallSpec
     seconds: float
-    over_roofline: float
-
-
-@dataclass(frozen=True)
-class Choosing:
-    """A measured call of a method that chooses its keys by content: its ``name``, and
-    its time as a part of dense attention's, measured beside it. The others are those of
-    an ``Evidence``.
-    """
-
-    name: str
-    seq_len: int
-    shape: Shape
-    dtype: torch.dtype
-    passes: str
-    of_dense: float
+    method: str = ""
+    of_dense: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -112,10 +89,10 @@ class Option:
     With ``dense_every``, one layer of so many is dense and the others have ``pattern``;
     figures are then the average layer's, ``peak_bytes`` the larger one. ``share``: of
     the pairs of dense attention. ``reach``: the share of queries that see a key at
-    least half the sequence away (causal: half of all at most). ``seconds`` of one call:
-    ``time`` says whether "measured", "about" (from measured calls of the kind) or "at
-    least" (the roofline); 0 where no rate is known. ``trained``: what is known of small
-    models that learned with it.
+    least half the sequence away (causal: half of all at most). ``seconds`` of a layer: a
+    call, with checkpointing one more forward. ``time`` says whether "measured", "about"
+    (from measured calls of the kind) or "at least" (the roofline); 0 where no rate is
+    known. ``trained``: what is known of small models that learned with it.
     """
 
     need: str
@@ -214,14 +191,12 @@ class Advice:
     @property
     def title(self) -> str:
         c = self.call
-        heads = f"{c.heads} heads" + (
-            "" if c.kv_heads == c.heads else f" over {c.kv_heads} of K/V"
-        )
+        fewer = "" if c.kv_heads == c.heads else f" over {c.kv_heads} of K/V"
         parts = [
             c.profile.title,
             "one rank" if c.ranks == 1 else f"{c.ranks} ranks",
             f"{self.seq_len:,} tokens",
-            f"{heads} of {c.head_dim}",
+            f"{c.heads} heads{fewer} of {c.head_dim}",
             "causal" if c.causal else "not causal",
             "forward and backward" if c.backward else "forward",
             f"batch {c.batch}" if c.batch > 1 else "",
@@ -323,8 +298,6 @@ class Advice:
         torchrun.
         """
         c = self.call
-        kept = self["checkpointing"]
-        backward = self.call.backward
         pattern = self.advised.pattern
         dense_every = self.advised.dense_every
         comments = [self.title, f"{self.advised.name}: {self.why}"]
@@ -335,23 +308,22 @@ class Advice:
             for text in comments
             for x in wrap(text, 88, subsequent_indent="  ")
         )
-        options = [f"causal={c.causal}"]
+        options = f"causal={c.causal}"
         if c.ranks > 1:
             scheme = "auto" if dense_every else self["scheme"]
-            options += [f"group=ringlab.Simulated({c.ranks})", f"scheme={scheme!r}"]
-            options += [f"layout={str(self['layout'])!r}"]
+            options += f", group=ringlab.Simulated({c.ranks}), scheme={scheme!r}"
+            options += f", layout={str(self['layout'])!r}"
         names = set(re.findall(r"\b([A-Z]\w*)\(", repr(pattern)))
         module = "blocks" if isinstance(pattern, BlockSparse) else "patterns"
         imports = f"from ringlab.{module} import {', '.join(sorted(names))}\n"
         layers = "[pattern]"
         if dense_every:
             layers = f"[ringlab.Dense()] + {layers} * {dense_every - 1}"
-        attend = "attend(q, k, v, pattern)"
-        if kept:
-            attend = "checkpoint(attend, q, k, v, pattern, use_reentrant=False)"
+        attend = "attend(out, pattern)"
+        if self["checkpointing"]:
+            attend = "checkpoint(attend, out, pattern, use_reentrant=False)"
             imports += "from torch.utils.checkpoint import checkpoint\n"
-        heads = [c.heads, c.kv_heads, c.kv_heads]
-        ends = "out.sum().backward()\n" if backward else ""
+        ends = "out.sum().backward()\n" if c.backward else ""
         device = '"cpu"'
         if c.profile.kind == "cuda":
             device = '"cuda" if torch.cuda.is_available() else "cpu"'
@@ -367,14 +339,17 @@ pattern = {pattern!r}
 layers = {layers}
 {TORCHRUN if c.ranks > 1 else ""}
 
-def attend(q, k, v, pattern):
-    return ringlab.attention(q, k, v, pattern, {", ".join(options)})
+def attend(x, pattern):
+    # In place of a layer's projections of x.
+    q, k, v = (x[:, :, :heads].clone() for heads in {(c.heads, c.kv_heads, c.kv_heads)})
+    return ringlab.attention(q, k, v, pattern, {options})
 
 
 print("{self.seq_len:,} tokens", flush=True)
-made = {{'dtype': {self["dtype"]}, 'device': device, 'requires_grad': {backward}}}
-q, k, v = (torch.randn({c.batch}, seq_len, heads, {c.head_dim}, **made) for heads in {heads})
-for pattern in layers:
+made = {{'dtype': {self["dtype"]}, 'device': device, 'requires_grad': {c.backward}}}
+x = out = torch.randn({c.batch}, seq_len, {c.heads}, {c.head_dim}, **made)
+for i in range({max(self.layers, dense_every)}):
+    pattern = layers[i % len(layers)]
     out = {attend}
 {ends}print(tuple(out.shape))
 """
@@ -435,7 +410,6 @@ def advise(
     memory_bytes: int | str | None = None,
     estimates: bool = True,
     rows: Iterable[Evidence] = (),
-    choosing: Iterable[Choosing] = (),
     trained: Mapping[str, str] | None = None,
 ) -> Advice:
     """Advise an attention for ``seq_len`` tokens on ``ranks`` of a profile, and the
@@ -449,11 +423,12 @@ def advise(
     instead of a choice by need, or its name, as "ladder" for who has a LongNet. Sizes
     may be texts of the command line, as "128K" and "8GiB".
 
-    ``layers``: how many hold their tensors from forward to backward. ``memory_bytes``:
+    ``layers``: how many hold their tensors from forward to backward, or with
+    checkpointing their inputs, and then make each forward twice. ``memory_bytes``:
     of a rank (None: the profile's). ``rows``: measured calls on this hardware, which
-    make times of rooflines, on one rank; on several, times stay lower bounds.
-    ``choosing``: measured calls of methods that choose their keys by content; those of
-    this shape that were faster than dense attention are named beside the advice.
+    make times of rooflines, on one rank; on several, times stay lower bounds. Methods
+    among them that choose their keys by content, and were faster than dense attention
+    in this shape, are named beside the advice.
     ``trained``: what small models learned with "dense", "far", "local" and with such
     methods by name, in words. A
     ``dtype`` that is given is kept. ``estimates=False``: memory, which takes seconds to
@@ -477,9 +452,6 @@ def advise(
         machine = hardware.detect()
         profile = hardware.resolve(profile, machine).on(machine)
     check_choice("need", need, NEEDS)
-    if not isinstance(pattern, str | Pattern):
-        known = 'a ringlab pattern, the name of one or "auto"'
-        raise ValueError(f"pattern must be {known}, got {short_repr(pattern)}")
     layers = check_int("layers", layers, most=LARGEST)
     chosen = Decision("dtype", dtype, "a dtype that is given is kept")
     if dtype is None:
@@ -502,8 +474,8 @@ def advise(
         raise ValueError(
             f"{short_repr(call.ranks)} ranks are more than {seq_len} tokens"
         )
-    if isinstance(pattern, str) and pattern != "auto":
-        pattern = named(pattern, call.seq_len, call.heads)
+    if str(pattern) != "auto":
+        pattern = as_pattern(pattern, Pattern, call.seq_len, call.heads)
     if isinstance(memory_bytes, str):
         memory_bytes = parse_bytes(memory_bytes)
     memory = 1 if memory_bytes is None else memory_bytes
@@ -513,21 +485,15 @@ def advise(
                 f"{name} must be a positive number, got {short_repr(value)}"
             )
     check_bool("estimates", estimates)
-    rows, choosing = tuple(rows), tuple(choosing)
-    for name, given, kind in (
-        ("rows", rows, Evidence),
-        ("choosing", choosing, Choosing),
-    ):
-        if not all(isinstance(row, kind) for row in given):
-            got = short_repr(given)
-            raise TypeError(f"{name} must be {kind.__name__} objects, got {got}")
+    rows = tuple(rows)
+    if not all(isinstance(row, Evidence) for row in rows):
+        raise TypeError(f"rows must be Evidence objects, got {short_repr(rows)}")
     budget = profile.memory_bytes if memory_bytes is None else int(memory_bytes)
     return _Advisor(
         call,
         layers,
         budget,
         rows,
-        choosing,
         trained or {},
         chosen,
         estimates,
@@ -548,6 +514,14 @@ class Candidate:
         return self.call.sent()
 
     @cached_property
+    def bounded(self) -> Estimate:
+        """The work and its lower bounds alone: nothing is run, and memory is not known."""
+        c = self.call
+        work = c.cost()
+        rates = rates_of(c, work)
+        return Estimate(work, c.ranks, None, {}, 0, self.sent).bounded(rates)
+
+    @cached_property
     def estimate(self) -> Estimate:
         return estimate_call(self.call)
 
@@ -562,7 +536,6 @@ class _Advisor:
     layers: int
     budget: int | None
     rows: tuple[Evidence, ...]
-    choosing: tuple[Choosing, ...]
     trained: Mapping[str, str]
     dtype: Decision
     estimates: bool
@@ -580,13 +553,9 @@ class _Advisor:
         rows = c.batch * -(-c.seq_len // c.ranks)  # of a rank
         least = rows * (c.heads + 2 * c.kv_heads) * c.head_dim * c.dtype.itemsize
         if self.budget is not None and least > self.budget:
-            few = (
-                f"q, k and v of a rank are {format_bytes(least)}"
-                if least < 2**60
-                else "q, k and v are far larger"
-            )
+            need = f"q, k and v of a rank are {format_bytes(least)}"
             raise ValueError(
-                f"{format_bytes(self.budget)} cannot hold the inputs: {few}"
+                f"{format_bytes(self.budget)} cannot hold the inputs: {need}"
             )
         if self.estimates:
             check_size(c)
@@ -604,7 +573,7 @@ class _Advisor:
             *placed.across,
             kept,
         )
-        memory: dict = {}
+        memory = {}
         if self.estimates:
             memory["need_bytes"] = need = self._need(placed.estimate, kept.value)
             if c.causal:
@@ -667,18 +636,24 @@ class _Advisor:
 
     def _option(self, need: str, name: str, pattern: Pattern, kind: str) -> Option:
         c = self.call
-        n = self.call.seq_len
+        n = c.seq_len
         placed = self.place(pattern)
-        e = self._bounded(pattern)
         every = c.batch * c.heads * (n * (n + 1) // 2 if c.causal else n * n)
         far = far_queries(pattern, n, c.heads, c.kv_heads, c.causal)
+        seconds, time = self._time(placed)
+        if self._checkpointing(placed).value:
+            forward = Candidate(replace(placed.call, passes="fwd"))
+            again, other = self._time(forward)
+            seconds += again
+            time = max(time, other, key=TIMES.index)
         return Option(
             need,
             name,
             pattern,
-            e.cost.distinct_pairs / every,
+            placed.bounded.cost.distinct_pairs / every,
             far / n,
-            *self._time(pattern, e.bound_s),
+            seconds,
+            time,
             self._least(placed) if self.estimates else None,
             sum(placed.sent.values()),
             trained=self.trained.get(kind, ""),
@@ -700,60 +675,69 @@ class _Advisor:
             share=mean("share"),
             reach=dense.reach,
             seconds=mean("seconds"),
-            time=max(dense.time, near.time, key=(MEASURED, ABOUT, AT_LEAST).index),
+            time=max(dense.time, near.time, key=TIMES.index),
             peak_bytes=None if None in peaks else max(peaks),
             sent_bytes=int(mean("sent_bytes")),
             dense_every=DENSE_LAYER,
             trained=self.trained.get("far", ""),
         )
 
-    def _time(self, pattern: Pattern, bound: float) -> tuple[float, str]:
-        """Seconds of a call, and what they are: as measured; else its roofline as many
-        times as the measured call took that is most like it: in its pattern, then its
-        shape, then the next longer one; or the roofline alone. Never less than a shorter
-        call of its kind took: short calls on a GPU wait for the host.
+    def _time(self, placed: Candidate) -> tuple[float, str]:
+        """Seconds of a call, and what they are: as measured; else those of the measured
+        call that is most like it (in its pattern, then its shape, then the next longer
+        one), times the quotient of the two rooflines; or the roofline alone. Never less
+        than a shorter call of its kind took: short calls on a GPU wait for the host.
         """
-        c = self.call
-        n = self.call.seq_len
-        kind = type(pattern), c.dtype, c.passes
-        similar = [e for e in self.rows if (type(e.pattern), e.dtype, e.passes) == kind]
-        if c.ranks > 1 or not similar:
+        c = placed.call
+        n = c.seq_len
+        bound = placed.bounded.bound_s
+
+        def kind(x: CallSpec) -> tuple:
+            return type(x.pattern), x.dtype, x.passes, x.ranks
+
+        similar = [e for e in self.rows if not e.method and kind(e.call) == kind(c)]
+        if not similar or not bound:
             return bound, AT_LEAST
-        window = pattern == local(n, c.causal)
+        window = c.pattern == local(n, c.causal)
 
         def unlike(e: Evidence) -> tuple:
-            causal = e.shape[-1]
+            x = e.call
             # Longer sequences have the same window in larger blocks.
-            same = pattern, local(e.seq_len, causal) if window else pattern
-            other = e.pattern not in same, causal != c.causal, e.shape != c.shape
-            return *other, e.seq_len < n, abs(e.seq_len - n)
+            same = c.pattern, local(x.seq_len, x.causal) if window else c.pattern
+            other = x.pattern not in same, x.causal != c.causal, x.shape != c.shape
+            return *other, x.seq_len < n, abs(x.seq_len - n)
 
         nearest = min(similar, key=unlike)
         if not any(unlike(nearest)):
             return nearest.seconds, MEASURED
-        same = [e for e in similar if (e.pattern, e.shape) == (pattern, c.shape)]
-        shorter = [e.seconds for e in same if e.seq_len < n]
-        return max([bound * nearest.over_roofline, *shorter]), ABOUT
+        # Both rooflines are by the profile's rates: a GPU may have been measured at a
+        # higher clock.
+        its = Candidate(replace(nearest.call, profile=c.profile)).bounded.bound_s
+        shorter = [
+            e.seconds for e in similar if e.call.seq_len < n and not any(unlike(e)[:3])
+        ]
+        return max([nearest.seconds * bound / its, *shorter]), ABOUT
 
     def _choosing(self) -> tuple[str, ...]:
         """Methods that choose keys by content and are faster than dense attention in
         calls of this shape, at the longest measured length up to this one.
         """
         c = self.call
-        asked = c.shape, c.dtype, c.passes
+
+        def kind(x: CallSpec) -> tuple:
+            return x.shape, x.dtype, x.passes, x.ranks
+
         alike = [
-            x
-            for x in self.choosing
-            if c.ranks == 1
-            and (x.shape, x.dtype, x.passes) == asked
-            and x.seq_len <= c.seq_len
+            e
+            for e in self.rows
+            if e.method and kind(e.call) == kind(c) and e.call.seq_len <= c.seq_len
         ]
-        longest = max((x.seq_len for x in alike), default=0)
-        faster = [x for x in alike if x.seq_len == longest and x.of_dense < 1]
+        longest = max((x.call.seq_len for x in alike), default=0)
+        faster = [x for x in alike if x.call.seq_len == longest and x.of_dense < 1]
         unknown = "whether models learn with it is unknown"
         return tuple(
-            f"{x.name}: {x.of_dense:.2g} of the time of dense attention at {longest:,}"
-            f" tokens, measured; {self.trained.get(x.name, unknown)}"
+            f"{x.method}: {x.of_dense:.2g} of the time of dense attention at {longest:,}"
+            f" tokens, measured; {self.trained.get(x.method, unknown)}"
             for x in sorted(faster, key=lambda x: x.of_dense)
         )
 
@@ -782,7 +766,7 @@ class _Advisor:
         for _ in range(STEPS):
             call = replace(self.call, seq_len=n, ranks=min(self.call.ranks, n))
             other = replace(self, call=call)
-            takes, _ = other._time(Dense(), other._bounded(Dense()).bound_s)
+            takes, _ = other._time(other.place(Dense()))
             n = min(max(int(n * math.sqrt(seconds / takes)), 1), LARGEST)
         return n
 
@@ -812,7 +796,7 @@ class _Advisor:
         if need == "local":
             seen = f"{100 * options['local'].share:.2g} % of the pairs"
             return "local", f"neighbours alone, as asked: {seen}; {until}"
-        if dense.seconds <= self.seconds:
+        if self._time(self.place(Dense()))[0] <= self.seconds:
             takes = (
                 f"a layer takes {dense.takes}"
                 if dense.seconds
@@ -825,28 +809,13 @@ class _Advisor:
     # ----------------------------------------------------------------------------------
     # by estimate
 
-    def _bounded(self, pattern: Pattern) -> Estimate:
-        """The work of a call and its lower bounds alone: nothing is run, and memory is
-        not known.
-        """
-        placed = self.place(pattern)
-        work = placed.call.cost()
-        return Estimate(work, self.call.ranks, None, {}, 0, placed.sent).bounded(
-            rates_of(placed.call, work)
-        )
-
     def _need(self, estimated: Estimate, checkpointing: bool = False) -> int:
         """Bytes of the rank that needs most: one layer at its peak, the others with
         what they save.
         """
-        saved = (
-            estimated.parts["q"]
-            if checkpointing
-            else sum(estimated.parts[name] for name in SAVED)
-        )
-        return estimated.peak_bytes + (
-            saved * (self.layers - 1) if self.call.backward else 0
-        )
+        others = self.layers - 1 if self.call.backward else 0
+        saved = ("q",) if checkpointing else SAVED
+        return estimated.peak_bytes + others * sum(map(estimated.parts.get, saved))
 
     def _least(self, placed: Candidate) -> int:
         """Bytes of the rank that needs most, with checkpointing if that is chosen."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from . import __version__, hardware, measure
-from .advise import NEEDS, SECONDS, advise, columns, dtype_name
+from .advise import NEEDS, SECONDS, columns, dtype_name
 from .checks import check_choice, parse_bytes, parse_count, parse_counts, parse_dtype
 from .cost import PASSES, format_bytes
 from .estimate import SHAPE, estimate, longest
@@ -27,7 +27,7 @@ from .measure import suites
 from .patterns import Pattern, from_dict
 from .presets import DEFAULTS, NAMED, named
 from .report import templates
-from .report.evidence import learned, stored
+from .report.evidence import advised
 from .report.places import (
     ReportError,
     UsageError,
@@ -513,19 +513,14 @@ def _estimate(args) -> None:
 
 def _advise(args) -> None:
     """Say what to run for a length, on what evidence, with code (torch alone)."""
-    profile, rows, choosing = stored(
-        hardware.resolve(args.profile).on(hardware.detect())
-    )
+    profile = hardware.resolve(args.profile).on(hardware.detect())
     if args.seq_len is None:
         raise ValueError("advise needs --seq-len")
-    advice = advise(
+    advice = advised(
         profile,
         args.seq_len,
         pattern=_pattern_of(args),
         memory_bytes=args.memory,
-        rows=rows,
-        choosing=choosing,
-        trained=learned(),
         **_options(args, "layers", "dtype", "need", "seconds"),
     )
     print(

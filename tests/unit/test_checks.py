@@ -154,7 +154,6 @@ PARTS = {
 }
 CHOICE = {"device": "cpu", "dtype": torch.float32, "head_dim": 8, "causal": False}
 CHOICE["backward"] = False
-BY_REPORTS = {"choosing", "trained"}  # given to ``advise`` by other code alone
 
 
 def block_sparse(part):
@@ -164,11 +163,12 @@ def block_sparse(part):
 def fitting(call, *others: dict, **given):
     """A call, and a value that fits for each argument: its default, or a given one."""
     arguments = inspect.signature(call).parameters.values()
-    # Rows of measurements are given to ``advise`` by other code alone.
+    # Rows of measurements, and what they say, ``advise`` gets from other code alone.
     values = {x.name: x.default for x in arguments if x.default not in (x.empty, ())}
     for more in (*others, given):
         values |= more
-    return call, {x: values[x] for x in values.keys() - BY_REPORTS}
+    values.pop("trained", None)
+    return call, values
 
 
 FITTING = [

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from itertools import chain
 
 from .. import hardware, measure
-from ..advise import Choosing, Evidence
+from ..advise import Advice, Evidence, advise
 from ..measure.suites import selecting_systems
-from ..measure.validity import roofline_s
 from .places import read_manifest, reports_folder
 from .study import Study, read_study, with_rates
 
@@ -24,24 +23,14 @@ TRAINED = {
 def evidence(study: Study) -> tuple[Evidence, ...]:
     """Every quoted time of this library, as it is called by itself, on one rank."""
     return tuple(
-        Evidence(
-            call.pattern,
-            call.seq_len,
-            call.shape,
-            call.dtype,
-            call.passes,
-            row.median,
-            row.median / roofline_s(row),
-        )
+        Evidence(p.call(), row.median)
         for row in study.good
-        if row.median and roofline_s(row)
         for p in [row.point]
-        if p.system == "ringlab" and p.world_size == 1 and not p.options
-        for call in [p.call()]
+        if row.median and p.system == "ringlab" and p.world_size == 1 and not p.options
     )
 
 
-def choosing(study: Study) -> tuple[Choosing, ...]:
+def choosing(study: Study) -> tuple[Evidence, ...]:
     """Every quoted time of a method that chooses its keys by content beside that of
     dense attention, as it is called by itself, in one group.
     """
@@ -58,17 +47,16 @@ def choosing(study: Study) -> tuple[Choosing, ...]:
                 continue
             beside = dense.get((row.group, p.but(system="ringlab", options={}).id))
             if beside and row.median:
-                call = p.call()
-                about = call.seq_len, call.shape, call.dtype, call.passes
-                compared.append(Choosing(name, *about, row.median / beside))
+                over = row.median / beside
+                compared.append(Evidence(p.call(), row.median, name, over))
     return tuple(compared)
 
 
 def stored(
     profile: hardware.Profile,
-) -> tuple[hardware.Profile, tuple[Evidence, ...], tuple[Choosing, ...]]:
-    """A profile, the evidence of its rows and what they say of keys chosen by content;
-    none where there are none, or where they are of another CPU.
+) -> tuple[hardware.Profile, tuple[Evidence, ...]]:
+    """A profile and the evidence of its rows, methods that choose keys by content among
+    them; none where there are none, or where they are of another CPU.
 
     This machine's CPU has the rates of its rows: a probe beside other work would find
     lower ones.
@@ -78,8 +66,14 @@ def stored(
     if profile.kind == "cpu" and any(
         row.provenance.get("machine") != here for row in study.good
     ):
-        return profile, (), ()
-    return with_rates(study), evidence(study), choosing(study)
+        return profile, ()
+    return with_rates(study), (*evidence(study), *choosing(study))
+
+
+def advised(profile: hardware.Profile, seq_len: int, **asked) -> Advice:
+    """``advise`` on the stored rows of a profile, and on what small models learned."""
+    profile, rows = stored(profile)
+    return advise(profile, seq_len, rows=rows, trained=learned(), **asked)
 
 
 def learned(reports: Sequence[dict] = ()) -> dict[str, str]:

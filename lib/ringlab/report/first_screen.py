@@ -169,7 +169,8 @@ def _answers(study: Study, advised: Mapping, known: Advice) -> dict:
     advice = advised.get(FAST, [None])[0] or known
     takes = {each.need: each.takes for each in advice.options}
     same_call = known.call.shape, "fwd"
-    lengths = [e.seq_len for e in evidence(study) if (e.shape, e.passes) == same_call]
+    calls = [e.call for e in evidence(study)]
+    lengths = [x.seq_len for x in calls if (x.shape, x.passes) == same_call]
     return facts(study) | {
         "window": WINDOW,
         "dense_until": known.dense_until,
