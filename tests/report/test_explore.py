@@ -11,7 +11,6 @@ import pytest
 import torch
 from browser import browser, chromium, jupyterlab
 from reporting import run_in_this_process
-from ringlab import advise
 from ringlab.cost import format_bytes, format_seconds
 from ringlab.estimate import estimate, longest
 from ringlab.presets import NAMED
@@ -76,12 +75,6 @@ def test_what_cannot_be_is_one_line(changed, said):
     shown = unescape(explore.page(values(**changed)))
     assert said in shown and shown.count("<p") == 1 and "\n" not in shown
     assert 'role="alert"' in shown and "<figure" not in shown
-
-
-def test_advice_is_that_of_advise():
-    shown = unescape(explore.page(values(show="advice", seq_len="8K")))
-    found = advise("gtx1080", 8192, passes="fwd")
-    assert found.text() in shown and found.code() in shown
 
 
 def test_without_ipywidgets_the_advice_is_there(monkeypatch):

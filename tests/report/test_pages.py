@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from reporting import ROOT, Shown, shown, study_of
-from ringlab import advise, patterns, report
+from ringlab import cli, patterns, report
 from ringlab.advise import rounded
-from ringlab.report import render
+from ringlab.report import explore, render
 from ringlab.report.places import read_manifest
 from ringlab.report.published import DOCUMENTS
 
@@ -93,24 +93,32 @@ def test_zero_rows_are_counted_and_eight_ranks_are_shown():
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gtx1080", "h200"])
-def test_one_question_has_one_value_on_all_pages(profile):
+def test_one_question_has_one_value_on_all_pages(profile, capsys):
     """Up to which length dense attention lasts, what a layer takes and which length
-    fits: on the index, the pages and in README, as `advise` and `longest` say.
+    fits: on the index, the pages and in README, as the commands and the explorer say.
     """
     facts = read_manifest(REPORTS / profile)["first_screen"]["facts"]
     index = (REPORTS / "index.md").read_text().partition(f"## {profile}: ")[2]
     pages = [p.read_text() for p in (REPORTS / profile).glob("*.md")]
+    if profile != "cpu":  # which is another one elsewhere
+        values = explore.values_of(profile, facts["seq_len"], 1) | {"show": "advice"}
+        cli.main(["advise", "--profile", profile, "--seq-len", values["seq_len"]])
+        asked = explore.page(values), capsys.readouterr().out
+        assert all(f"takes    {facts['advised']}\n" in x for x in asked)
+        pages += asked
     text = re.sub(r"\s+#?\s*", " ", " ".join([index.partition("\n## ")[0], *pages]))
     lasts = (
         "ense attention (?:stays within 1 s a call )?up to (?:about|at most) ([0-9,]+)"
     )
     assert {*re.findall(lasts, text)} == {f"{rounded(facts['dense_until']):,}"}
     assert all(f"{most:,}" in index for most in facts["longest"].values())
-    if profile != "gtx1080":  # nothing was measured there: nothing else enters
+    if profile != "gtx1080":  # of which README speaks
         return
-    advice = advise(profile, facts["seq_len"])
-    takes = {x.need: x.takes for x in advice.options}
-    assert (advice.dense_until, takes) == (facts["dense_until"], facts["takes"])
     readme = (ROOT / "README.md").read_text()
-    printed = re.findall(r"at least ([\d.]+ s)", readme)
-    assert printed == [takes[x].removeprefix("≥ ") for x in ("exact", "far")]
+    least = re.findall(r"at least ([\d.]+ s)", readme)
+    assert [f"≥ {x}" for x in least] == [facts["takes"][x] for x in ("exact", "far")]
+    # Both of which the advice is made, and the longest that fits with both.
+    both = {"block_size": "512"}, {"pattern": "dense"}
+    calls = [explore.call_of(values | {"pattern": "window"} | x) for x in both]
+    assert f"at least {least[0]}" in explore.estimated(calls[1])
+    assert min(map(explore.fitting, calls)) == facts["longest"]["fwd"]

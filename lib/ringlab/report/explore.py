@@ -1,8 +1,8 @@
 """The explorer: controls in JupyterLab, and what follows from them at once: pictures,
 an estimate, advice.
 
-Every number is one of ``estimate``, ``longest`` or ``advise``. Only ``explorer`` needs
-ipywidgets.
+Every number is one of ``estimate``, ``longest`` or ``ringlab advise``. Only
+``explorer`` needs ipywidgets.
 """
 
 import threading
@@ -17,6 +17,7 @@ from ..call import CallSpec
 from ..checks import DTYPES, parse_count, parse_counts
 from ..estimate import MOST_BYTES, SHAPE, estimate_call, longest
 from . import theme
+from .evidence import advised
 from .figures import Figure, drawing
 from .tables import Text
 from .templates import lines_of
@@ -179,7 +180,7 @@ def page(values: dict) -> str:
     try:
         call = call_of(values)
         if values["show"] == "advice":
-            advice = advise(**call.options("profile", "seq_len", *SHAPE))
+            advice = advised(**call.options("profile", "seq_len", *SHAPE))
             return f"<pre>{escape(advice.text())}\n\n{escape(advice.code())}</pre>"
         about = call.options("profile", "seq_len", "pattern", "dtype", *SHAPE)
         # What the memory does not hold is shown too: the estimate says so.
