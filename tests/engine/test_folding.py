@@ -5,7 +5,6 @@ where they gain.
 import random
 from dataclasses import replace
 from itertools import accumulate, product
-from types import SimpleNamespace
 
 import matrix
 import pytest
@@ -17,7 +16,7 @@ from ringlab.cache import PatternCache
 from ringlab.engine import folding
 from ringlab.engine.dilated import make_plan
 from ringlab.kernels import KERNELS
-from ringlab.kernels.base import Cost
+from ringlab.kernels.base import Cost, Kernel
 from ringlab.patterns import OFFSETS
 
 LADDER = Dilated([16, 32, 64, 128], [1, 2, 4, 8])
@@ -27,7 +26,8 @@ def kernel_of(biases: float):
     """A kernel to which only pairs cost; rows with another M run together where biases
     cost no more than ``bias``.
     """
-    price = Cost(
+    kernel = Kernel()
+    kernel.cost = Cost(
         lambda rows, keys: rows * keys,
         call=0,
         merge=0,
@@ -37,7 +37,7 @@ def kernel_of(biases: float):
         block=1,
         gain=1,
     )
-    return SimpleNamespace(cost=price)
+    return kernel
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from doubles import gpu
 from refusals import refused
 from ringlab import Dense, attention, kernels, native, reference
 from ringlab.kernels import KERNELS, Eager, forget_probes, probe, rules
-from ringlab.kernels.base import DeviceSpec, supports_lower_right_causal
+from ringlab.kernels.base import DeviceSpec
 from ringlab.kernels.compiled import Compiled
 from ringlab.kernels.torch_kernels import CpuFlash
 
@@ -61,7 +61,7 @@ def test_kernel_equals_the_oracle(kernel, dtype, m):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "kernel",
-    [Eager(tile_bytes=1 << 14), *filter(supports_lower_right_causal, KERNELS.values())],
+    [Eager(tile_bytes=1 << 14), *(k for k in KERNELS.values() if k.lower_right)],
 )
 @pytest.mark.parametrize("m, more", [(1, 1), (1, 40), (30, 1), (64, 130), (129, 70)])
 def test_the_last_queries_of_causal_attention_by_all_keys(kernel, dtype, m, more):

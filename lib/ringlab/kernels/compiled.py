@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import native
 from ..torch_private import refuse_recording
-from .base import HALF, Cost, wants_dtype
+from .base import HALF, Cost, Kernel, wants_dtype
 
 DTYPES = (torch.float32, *HALF)  # by their numbers in native.cpp
 ABSENT = (0,) * 5  # of a tensor: its address and strides
@@ -30,23 +30,19 @@ COST = Cost(
 )
 
 
-class Compiled:
+class Compiled(Kernel):
     """Online softmax in blocks; bf16 is multiplied as such where the CPU can.
     ``forward``, ``backward`` return fp32.
     """
 
     name = "compiled"
-    lower_right = True
-    gathers = True
+    lower_right = takes_bias = in_place = True
     cost = COST
 
     def refuses(self, device, dtype, head_dim):
         if device.type != "cpu":
             return f"needs a CPU tensor, this is {device.type}"
         return wants_dtype(dtype, DTYPES) or native.library()[1]
-
-    def takes_bias(self, dtype):
-        return dtype in DTYPES
 
     def forward(self, q, k, v, causal, scale, bias=None, index=None):
         b, m, h, _ = q.shape
@@ -70,12 +66,6 @@ class Compiled:
         merge: bool,
         rows=None,
     ):
-        """Write out (b, m, h, d), in fp32 or q's dtype, and fp32 lse (b, h, m).
-
-        ``merge``: join the results with those of other keys that are there, in fp32.
-        ``rows`` (b, h, queries), int64: query i is row ``rows[i]`` of q, out and lse;
-        none below 0.
-        """
         tensors = q, k, v, bias, out, lse, index, rows
         _run("forward", tensors, causal, scale, merge)
 
@@ -106,9 +96,6 @@ class Compiled:
         add,
         rows=None,
     ):
-        """Write fp32 dq, dk, dv; ``add``: whether to add to what is there, of dq, and of
-        dk and dv. ``rows`` as of ``forward_into``.
-        """
         dout, out = dout.to(q.dtype), out.to(q.dtype)
         if dout.stride(3) != 1:
             dout = dout.contiguous()
