@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,13 +82,26 @@ class Kernel:
     """One attention kernel, which defines ``forward`` and ``backward``. Instances hold
     no state of a call.
 
-    What more it does is declared, and asked by these names. ``lower_right``: causal
-    calls may have more keys than queries; the last query then sees all keys, as with
-    the mask ``torch.nn.attention.bias.causal_lower_right``. ``takes_bias``: forward and
-    backward take a last argument ``bias`` (b, m or 1, h, m_k), which is added to the
-    scores. ``in_place``: ``forward_into`` and ``backward_into``, and forward takes an
-    ``index`` after the bias. ``takes_softcap``: ``with_softcap``. ``whole_patterns``:
-    ``attend`` and ``gradients``.
+    What more it does is declared by these names:
+
+    ``lower_right``: causal calls may have more keys than queries; the last query then
+    sees all keys, as with the mask ``torch.nn.attention.bias.causal_lower_right``.
+    ``takes_bias``: ``forward`` and ``backward`` take a last argument ``bias`` (b, m or
+    1, h, m_k), which is added to the scores.
+    ``takes_softcap``: ``with_softcap(softcap)`` gives the kernel that makes
+    ``softcap * tanh(s / softcap)`` of a score s.
+    ``in_place``: ``forward`` takes after the bias an ``index`` (b, h, m_k) of the rows
+    of k and v that are the keys, and reads them where they lie, for one query too.
+    ``forward_into(out, lse, q, k, v, causal, scale, bias, index, *, merge)`` writes into
+    strided rows of fp32 or q's dtype, or merges with fp32 ones that are there.
+    ``backward_into(dq, dk, dv, dout, q, k, v, out, lse, causal, scale, bias, *, add)``
+    writes fp32 gradients, or adds to them: to dq if ``add[0]``, to dk and dv if
+    ``add[1]``.
+    ``whole_patterns``: ``attend(q, k, v, pattern, causal, scale, cached)`` gives out (b,
+    n, h, d) in q's dtype and lse (b, h, n); a query that sees nothing has out 0 and lse
+    -inf. ``gradients(dout, dlse, q, k, v, out, lse, pattern, causal, scale, cached)``
+    gives dq, dk, dv in q's dtype for cotangents of out and, if not None, of lse. k and v
+    may have fewer heads; ``cached(key, build)`` caches plans.
     """
 
     name = "any"
@@ -106,10 +120,6 @@ class Kernel:
     def takes_bias_in(self, dtype: torch.dtype) -> bool:
         """Return whether a bias is added without rounding it, in a call of ``dtype``."""
         return self.takes_bias
-
-    def with_softcap(self, softcap: float) -> Kernel:
-        """Return the kernel that makes ``softcap * tanh(s / softcap)`` of a score s."""
-        raise NotImplementedError(f"{self.name} takes no softcap")
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -137,70 +147,15 @@ class Kernel:
         """
         raise NotImplementedError
 
-    def forward_into(
-        self,
-        out,
-        lse,
-        q,
-        k,
-        v,
-        causal,
-        scale,
-        bias=None,
-        index=None,
-        *,
-        merge,
-        rows=None,
-    ) -> None:
-        """Write out (b, m, h, d), in fp32 or q's dtype, and fp32 lse (b, h, m), both
-        strided.
+    def not_offered(self, *call: Any, **options: Any) -> Any:
+        """Raise NotImplementedError, in place of what the kernel does not declare."""
+        raise NotImplementedError(f"the kernel {self.name} does not offer this")
 
-        ``merge``: join the results with those of other keys that are there, in fp32.
-        ``index`` (b, h, m_k), int64: the rows of k and v that are the keys, read where
-        they lie. ``rows`` (b, h, queries), int64: query i is row ``rows[i]`` of q, out
-        and lse; none below 0.
-        """
-        raise NotImplementedError(f"{self.name} writes no results in place")
-
-    def backward_into(
-        self,
-        dq,
-        dk,
-        dv,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        causal,
-        scale,
-        bias=None,
-        *,
-        add,
-        rows=None,
-    ) -> None:
-        """Write fp32 dq, dk, dv; ``add``: whether to add to what is there, of dq, and of
-        dk and dv. ``rows`` as of ``forward_into``.
-        """
-        raise NotImplementedError(f"{self.name} writes no results in place")
-
-    def attend(
-        self, q, k, v, pattern, causal: bool, scale: float, cached
-    ) -> tuple[Tensor, Tensor]:
-        """Return out (b, n, h, d) in q's dtype and lse (b, h, n) of a whole pattern; k
-        and v may have fewer heads. A query that sees nothing has out 0 and lse -inf.
-        ``cached(key, build)`` caches plans.
-        """
-        raise NotImplementedError(f"{self.name} runs no whole patterns")
-
-    def gradients(
-        self, dout, dlse, q, k, v, out, lse, pattern, causal: bool, scale: float, cached
-    ) -> Sequence[Tensor]:
-        """Return dq, dk, dv in q's dtype for cotangents of out and, if not None, of lse
-        (b, h, n).
-        """
-        raise NotImplementedError(f"{self.name} runs no whole patterns")
+    with_softcap = not_offered
+    forward_into = not_offered
+    backward_into = not_offered
+    attend = not_offered
+    gradients = not_offered
 
 
 PLAIN = Kernel()  # declares nothing: any kernel runs a plan for it

@@ -66,6 +66,12 @@ class Compiled(Kernel):
         merge: bool,
         rows=None,
     ):
+        """Write out (b, m, h, d), in fp32 or q's dtype, and fp32 lse (b, h, m).
+
+        ``merge``: join the results with those of other keys that are there, in fp32.
+        ``rows`` (b, h, queries), int64: query i is row ``rows[i]`` of q, out and lse;
+        none below 0.
+        """
         tensors = q, k, v, bias, out, lse, index, rows
         _run("forward", tensors, causal, scale, merge)
 
@@ -96,6 +102,9 @@ class Compiled(Kernel):
         add,
         rows=None,
     ):
+        """Write fp32 dq, dk, dv; ``add``: whether to add to what is there, of dq, and of
+        dk and dv. ``rows`` as of ``forward_into``.
+        """
         dout, out = dout.to(q.dtype), out.to(q.dtype)
         if dout.stride(3) != 1:
             dout = dout.contiguous()
