@@ -177,9 +177,7 @@ def test_flash_attention_4_takes_the_heads_that_it_has_kernels_for(
     kernel, device = KERNELS["flash_attn_4"], DeviceSpec("cuda", have)
     with gpu(have, "flash_attn_4"):
         for head_dim in takes:
-            assert (
-                probe(kernel.name, device, torch.bfloat16, head_dim, True, True) is None
-            )
+            assert not probe(kernel.name, device, torch.bfloat16, head_dim, True, True)
         for head_dim in refuses:
             assert "head_dim" in kernel.refuses(device, torch.bfloat16, head_dim)
         assert "not float32" in kernel.refuses(device, torch.float32, 64)
