@@ -235,20 +235,17 @@ def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
-class FusedMeta:
+class FusedMeta(kernels.Kernel):
     """The memory of a fused GPU kernel, without arithmetic: out and lse; in a backward
     dq, dk, dv, rowsum(dO * O).
 
     Half precision also has dq in fp32, as FlashAttention-2 allocates it (Dao 2023,
     arXiv 2307.08691). The log-sum-exp is padded to 32 rows, as CUTLASS's is. What else
-    a library holds inside is not counted.
+    a library holds inside is not counted. Nothing is refused: ``kernel_of`` knows which
+    dtypes such a kernel serves.
     """
 
     name = "fused"
-
-    def refuses(self, device, dtype, head_dim) -> str | None:
-        """Never: ``kernel_of`` knows which dtypes such a kernel serves."""
-        return None
 
     def forward(self, q, k, v, causal, scale):
         """out (b, m, h, d) in q's dtype and lse (b, h, m), uninitialised."""
@@ -271,6 +268,7 @@ class ListsMeta(FusedMeta):
     """
 
     name = kernels.LISTS
+    whole_patterns = True
 
     def __init__(self, several: bool):
         self.several = several

@@ -5,7 +5,6 @@ where they gain.
 import random
 from dataclasses import replace
 from itertools import accumulate, product
-from types import SimpleNamespace
 
 import matrix
 import pytest
@@ -17,27 +16,30 @@ from ringlab.cache import PatternCache
 from ringlab.engine import folding
 from ringlab.engine.dilated import make_plan
 from ringlab.kernels import KERNELS
-from ringlab.kernels.base import Cost
+from ringlab.kernels.base import Cost, Kernel
 from ringlab.patterns import OFFSETS
 
 LADDER = Dilated([16, 32, 64, 128], [1, 2, 4, 8])
 
 
-def kernel_of(biases: float):
+def kernel_of(biases=1.2):
     """A kernel to which only pairs cost; rows with another M run together where biases
     cost no more than ``bias``.
     """
-    price = Cost(
-        lambda rows, keys: rows * keys,
-        call=0,
-        merge=0,
-        copied=1,
-        bias=1,
-        biases=biases,
-        block=1,
-        gain=1,
-    )
-    return SimpleNamespace(cost=price)
+
+    class Priced(Kernel):
+        cost = Cost(
+            lambda rows, keys: rows * keys,
+            call=0,
+            merge=0,
+            copied=1,
+            bias=1,
+            biases=biases,
+            block=1,
+            gain=1,
+        )
+
+    return Priced()
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_half_precision(folded, causal):
 )
 def test_every_visible_pair_is_computed_once(pattern):
     for n in (128, 512, 320):
-        plan = folding.fold(pattern, n, 8, 8, False, F32, kernel_of(1.2))
+        plan = folding.fold(pattern, n, 8, 8, False, F32, kernel_of())
         assert (
             plan.pairs()
             == cost.count_pairs(pattern, n, 8)[1]
@@ -128,7 +130,7 @@ def test_every_visible_pair_is_computed_once(pattern):
 
 def test_causal_calls_compute_little_that_is_hidden():
     pattern = Dilated([2048, 4096], [1, 2])
-    plan = folding.fold(pattern, 16384, 8, 8, True, F32, kernel_of(1.2))
+    plan = folding.fold(pattern, 16384, 8, 8, True, F32, kernel_of())
     assert plan.pairs() <= 1.13 * cost.count_pairs(pattern, 16384, 8, 8, True)[1]
 
 
@@ -139,7 +141,7 @@ def test_calls_do_not_grow_with_the_sequence():
         assert (
             len(
                 folding.fold(
-                    Dilated([64, 128], [1, 2]), n, 8, 8, True, F32, kernel_of(1.2)
+                    Dilated([64, 128], [1, 2]), n, 8, 8, True, F32, kernel_of()
                 ).calls
             )
             < 10
@@ -156,7 +158,7 @@ def test_those_branches_are_folded_that_make_the_calls_cheapest():
     )
     chosen, all_folded = (
         folding.fold(pattern, 16384, 8, 8, False, F32, kernel)
-        for kernel in (ours, kernel_of(1.2))
+        for kernel in (ours, kernel_of())
     )
     apart = make_plan(pattern, 16384, 8, 8)
     assert all_folded.pairs() < chosen.pairs() < apart.pairs() and len(
@@ -197,7 +199,7 @@ def test_the_error_is_that_of_branch_by_branch(monkeypatch):
     inputs, dout, dlse, want, _ = matrix.judged(case)
     found = []
     monkeypatch.setattr(
-        folding, "faster", lambda *given: folding.fold(*given[:-2], kernel_of(1.2))
+        folding, "faster", lambda *given: folding.fold(*given[:-2], kernel_of())
     )
     for merge in ("auto", "eager"):
         got = replace(case, execution=Execution(cache=False, merge=merge)).run(

@@ -7,13 +7,12 @@ import torch
 from doubles import gpu
 from refusals import refused
 from ringlab import Dense, attention, kernels, native, reference
-from ringlab.kernels import KERNELS, Eager, forget_probes, probe, rules
-from ringlab.kernels.base import DeviceSpec, supports_lower_right_causal
-from ringlab.kernels.compiled import Compiled
-from ringlab.kernels.torch_kernels import CpuFlash
+from ringlab.kernels import KERNELS, Eager, choose, forget_probes, probe, rules
+from ringlab.kernels.base import DeviceSpec
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+ON_CPU = [Eager(tile_bytes=1 << 14), *(k for k in KERNELS.values() if k.lower_right)]
 
 
 def check(kernel, dtype, m, more, causal):
@@ -49,9 +48,7 @@ def check(kernel, dtype, m, more, causal):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "kernel", [Compiled(), CpuFlash(), Eager(), Eager(tile_bytes=1 << 14)]
-)
+@pytest.mark.parametrize("kernel", ON_CPU)
 @pytest.mark.parametrize("m", [1, 2, 64, 127, 129, 200])
 def test_kernel_equals_the_oracle(kernel, dtype, m):
     for causal in (False, True):
@@ -59,20 +56,25 @@ def test_kernel_equals_the_oracle(kernel, dtype, m):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "kernel",
-    [Eager(tile_bytes=1 << 14), *filter(supports_lower_right_causal, KERNELS.values())],
-)
+@pytest.mark.parametrize("kernel", ON_CPU)
 @pytest.mark.parametrize("m, more", [(1, 1), (1, 40), (30, 1), (64, 130), (129, 70)])
 def test_the_last_queries_of_causal_attention_by_all_keys(kernel, dtype, m, more):
     check(kernel, dtype, m, more, True)
 
 
+def test_a_kernel_offers_what_it_declares():
+    for kernel in KERNELS.values():
+        declared = kernel.takes_softcap, kernel.in_place, kernel.whole_patterns
+        operations = kernel.with_softcap, kernel.backward_into, kernel.attend
+        assert declared == tuple(x != kernel.not_offered for x in operations)
+    with refused(NotImplementedError, match="eager does not offer"):
+        Eager().attend()
+
+
 def test_every_refusal_has_a_reason():
     rows = kernels.table("cpu", torch.float32, 64)
-    assert {name for name, *_ in rows} == set(KERNELS) and rows[-1][0] == "triton", (
-        "never timed, so it is tried last"
-    )
+    # The last one was never timed.
+    assert {name for name, *_ in rows} == set(KERNELS) and rows[-1][0] == "triton"
     here = (
         {"cpu_flash", "eager"}
         if native.library()[1]
@@ -86,21 +88,21 @@ def test_every_refusal_has_a_reason():
 
 
 def test_chain_reports_what_it_passed_over():
-    choice = kernels.choose(
+    choice = choose(
         "cpu", torch.float32, 64, backend=("xformers", "efficient", "eager")
     )
     assert choice.name == "eager" and list(choice.refusals) == ["xformers", "efficient"]
-    assert kernels.choose("cpu", torch.bfloat16, 64, backend="sdpa").name == "cpu_flash"
+    assert choose("cpu", torch.bfloat16, 64, backend="sdpa").name == "cpu_flash"
 
 
 def test_a_choice_is_made_once_and_arguments_are_still_checked():
-    choice = kernels.choose(CPU, torch.float32, 64, causal=True)
-    assert kernels.choose("cpu", torch.float32, 64, causal=True) is choice
+    choice = choose(CPU, torch.float32, 64, causal=True)
+    assert choose("cpu", torch.float32, 64, causal=True) is choice
     forget_probes()
-    assert kernels.choose("cpu", torch.float32, 64, causal=True) is not choice
+    assert choose("cpu", torch.float32, 64, causal=True) is not choice
     with pytest.raises(TypeError, match="causal must be True or False, got 1"):
-        kernels.choose(CPU, torch.float32, 64, causal=1)
-    assert kernels.choose(CPU, torch.float32, 64, backend=["eager"]).name == "eager"
+        choose(CPU, torch.float32, 64, causal=1)
+    assert choose(CPU, torch.float32, 64, backend=["eager"]).name == "eager"
 
 
 def test_what_cannot_run_raises_with_the_reason():
@@ -132,14 +134,12 @@ def test_probe_finds_wrong_and_failing_kernels(monkeypatch):
     for kernel in (Broken(), Crashing()):
         monkeypatch.setitem(KERNELS, kernel.name, kernel)
     forget_probes()
+    ask = CPU, torch.float32, 16, False
     try:
-        assert probe("broken", CPU, torch.float32, 16, False, False).startswith(
-            "wrong result: lse is off by 4"
-        )
-        assert (
-            probe("crashing", CPU, torch.float32, 16, False, False) is None
-        )  # its forward is right
-        why = probe("crashing", CPU, torch.float32, 16, False, True)
+        why = probe("broken", *ask, False)
+        assert why.startswith("wrong result: lse is off by 4")
+        assert probe("crashing", *ask, False) is None  # its forward is right
+        why = probe("crashing", *ask, True)
         assert (
             why
             == "RuntimeError: no kernel image is available for execution on the device"
@@ -149,12 +149,9 @@ def test_probe_finds_wrong_and_failing_kernels(monkeypatch):
 
 
 def test_order_and_refusals_follow_the_hardware():
-    for have, first in (
-        ((6, 1), "flash_attn_2"),
-        ((8, 0), "flash_attn_2"),
-        ((9, 0), "flash_attn_4"),
-    ):
-        assert kernels.order(DeviceSpec("cuda", have))[0] == first
+    have = (6, 1), (8, 0), (9, 0)
+    first = [kernels.order(DeviceSpec("cuda", x))[0] for x in have]
+    assert first == ["flash_attn_2", "flash_attn_2", "flash_attn_4"]
     pascal = DeviceSpec("cuda", (6, 1))
     for name in ("flash", "cudnn"):
         assert "8.0 or newer, this is 6.1" in KERNELS[name].refuses(
@@ -180,8 +177,7 @@ def test_flash_attention_4_takes_the_heads_that_it_has_kernels_for(
     kernel, device = KERNELS["flash_attn_4"], DeviceSpec("cuda", have)
     with gpu(have, "flash_attn_4"):
         for head_dim in takes:
-            ask = torch.bfloat16, head_dim, True, True
-            assert kernels.probe(kernel.name, device, *ask) is None
+            assert not probe(kernel.name, device, torch.bfloat16, head_dim, True, True)
         for head_dim in refuses:
             assert "head_dim" in kernel.refuses(device, torch.bfloat16, head_dim)
         assert "not float32" in kernel.refuses(device, torch.float32, 64)
@@ -245,7 +241,7 @@ def test_auto_takes_what_was_fastest_within_five_percent(
     with gpu((9, 0), *installed):
         for i, gradients in enumerate((False, True)):
             how["for_gradients"] = gradients
-            name = kernels.choose(CPU, torch.bfloat16, head_dim, **how).name
+            name = choose(CPU, torch.bfloat16, head_dim, **how).name
             assert times[name][i] <= 1.05 * min(each[i] for each in times.values())
     if not installed:  # as a machine without a GPU predicts it
         expected = kernels.expected("cuda", (9, 0), torch.bfloat16, head_dim, **how)

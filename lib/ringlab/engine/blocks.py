@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..block_patterns import AT_ONCE, BlockSparse, Random, window_of_tokens
-from ..kernels.base import Cost, Kernel, cost_of, supports_lower_right_causal
+from ..kernels.base import PLAIN, Cost, Kernel
 from .dilated import even_runs, first_and_step
 from .execute import Call, HeadBlock, Plan, Planner, View, altered, anew
 
@@ -70,7 +70,7 @@ def make_plan(
     kv_heads: int = 1,
     causal: bool = False,
     way: str = "views",
-    kernel: Kernel | None = None,
+    kernel: Kernel = PLAIN,
     cached=anew,
 ) -> Plan:
     """The calls for ``n`` positions of queries and of keys, for any kernel or those
@@ -198,7 +198,7 @@ def plan_between(
     *,
     causal: bool,
     itself: bool,
-    kernel: Kernel | None,
+    kernel: Kernel,
     way: str = "views",
     cached=anew,
 ) -> Plan:
@@ -280,7 +280,7 @@ def window_plan(
         max(queries.start + first, keys.start - after),
         min(queries.stop, keys.stop + before),
     )
-    if not hasattr(kernel, "takes_bias"):
+    if not kernel.takes_bias:
         apart = queries.start - keys.start
         rows = seeing.start - queries.start, seeing.stop - queries.start
         sides = before - apart, after + apart
@@ -489,7 +489,7 @@ def tile(
     diagonal: Tensor | None = None,
     heads: int = 1,
     kv_heads: int = 1,
-    kernel: Kernel | None = None,
+    kernel: Kernel = PLAIN,
     *,
     alone: bool = False,
 ) -> Plan:
@@ -498,7 +498,7 @@ def tile(
     ``alone``: a call on copied keys, or a causal one, for each block of queries.
     ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
     """
-    cost = cost_of(kernel)
+    cost = kernel.cost
     entries: list[Entry] = []
     gathered: list[Call] = []
     for layer in layers:
@@ -507,7 +507,7 @@ def tile(
             entries += strided
             gathered += left
     squares = _squares(queries, keys, diagonal)
-    if supports_lower_right_causal(kernel):
+    if kernel.lower_right:
         entries, squares = _join_squares(entries, squares)
     calls = _strided_calls(
         [part for entry in entries for part in _split_queries(entry)]

@@ -94,7 +94,7 @@ class OOMBackoff:
 
 
 @dataclass(frozen=True)
-class ChunkedKernel:
+class ChunkedKernel(Kernel):
     """A kernel whose calls form at most tile x tile scores at a time, over all batch
     entries and heads.
 

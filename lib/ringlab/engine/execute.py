@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.base import HALF, Kernel, accumulation_dtype, device_type_of, gathers
+from ..kernels.base import HALF, Kernel, accumulation_dtype, device_type_of
 from ..memory import MemoryPool
 
 
@@ -468,7 +468,6 @@ def forward(
     """
     b, n, heads, _ = q.shape
     covering = None
-    writes = hasattr(kernel, "forward_into")
     if into is not None:
         out, lse = into[0], into[1].transpose(1, 2)  # (b, n, h)
         narrow = out.dtype in HALF
@@ -477,7 +476,7 @@ def forward(
             q.dtype, heads // k.shape[2], backward=False
         )
         if results is None and not narrow:
-            covering, views = _covering_views(plan, writes, q, k, v)
+            covering, views = _covering_views(plan, kernel, q, k, v)
         if covering is not None:  # its result becomes the output
             mask = causal and covering.causal
             out, lse = kernel.forward(*views, mask, scale)  # (b', m, h, d), (b', h, m)
@@ -500,7 +499,6 @@ def forward(
                 lse[:, start:stop] = -torch.inf
     limit = piece_limit(q)
     load = into is not None or bool(plan.uncovered)
-    gathering = gathers(kernel)
     steps = _steps(
         plan,
         q,
@@ -510,7 +508,7 @@ def forward(
         pool,
         load,
         covering is not None,
-        copies=not gathering,
+        copies=not kernel.in_place,
     )
     for call, repeats, (target,) in steps:
         rows = call.q
@@ -521,20 +519,24 @@ def forward(
         if rows.index is not None:
             queries = _copies(queries, call.heads, repeats)
             result = _copies(result, call.heads, repeats)
-        if keys.index is not None and gathering:
+        if keys.index is not None and kernel.in_place:
             index = _index_operand(keys, call.heads, repeats, len(q))
             keys = View(k.shape[1], head=keys.head, head_step=keys.head_step)
         read = Operand(keys, (k, v))
         if keys.index is not None:
             read = _copies(read, call.heads, repeats)
         bias = None if call.bias is None else call.bias_operand(q)
-        operands = queries, result, read, bias, index
+        operands = [queries, result, read]
+        if kernel.in_place:
+            operands += bias, index
+        elif bias is not None:
+            operands.append(bias)
         head_bytes = rows.rows * q.shape[3] * target.tensor.element_size()
         fresh = call.first and into is None  # nothing was written there yet
         shared = len(repeats) > 1 and rows.shared  # several results for the same rows
         dtype = target.tensor.dtype
         fits = dtype == torch.float32 or fresh and dtype == q.dtype
-        if in_place := writes and fits and not shared:
+        if in_place := kernel.in_place and fits and not shared:
             head_bytes = 0  # no result to be kept small
         mask = causal and call.causal
         for q_, lse_, out_, k_, v_, *more in views_of(
@@ -544,11 +546,8 @@ def forward(
                 inputs = q_, k_, v_, mask, scale, *more
                 kernel.forward_into(out_, lse_, *inputs, merge=not fresh)
                 continue
-            while more and more[-1] is None:  # not every kernel takes them
-                more.pop()
-            o, l = kernel.forward(
-                q_, k_, v_, mask, scale, *more
-            )  # (b', m, h, d), (b', h, m)
+            # (b', m, h, d), (b', h, m)
+            o, l = kernel.forward(q_, k_, v_, mask, scale, *more)
             if fresh:
                 out_.copy_(o)
                 lse_.copy_(l)
@@ -599,9 +598,8 @@ def backward(
         grads = into
     else:
         if plan.same_rows and not narrow:
-            writes = hasattr(kernel, "backward_into")
             tensors = *reads[1:4], dout, *reads[4:]
-            covering, views = _covering_views(plan, writes, *tensors)
+            covering, views = _covering_views(plan, kernel, *tensors)
         if covering is not None:  # its results become the gradients
             q_, k_, v_, dout_, out_, lse_ = views
             grads = kernel.backward(
@@ -739,7 +737,7 @@ def _call_backward(
     mask = causal and call.causal
     apart = width == rows and q_axis is None and k_axis is None
     fits = all(tile.tensor.dtype == torch.float32 for tile in targets)
-    if in_place := apart and fits and hasattr(kernel, "backward_into"):
+    if in_place := apart and fits and kernel.in_place:
         head_bytes = 0  # no result to be kept small
     for dout_, q_, out_, lse_, k_, v_, bias, dq_, *others in views_of(
         operands, repeats, call.heads, head_bytes, limit
@@ -777,11 +775,11 @@ def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
         target.narrow(axis, 0, 1).add_(grad.to(target.dtype).sum(axis, keepdim=True))
 
 
-def _covering_views(plan: Plan, writes: bool, q, k, v, *more):
+def _covering_views(plan: Plan, kernel: Kernel, q, k, v, *more):
     """(the first call, its views of q, k, v and more tensors of query rows) if its
     results may become the outputs, as no piece of it is converted; (None, None)
-    otherwise. ``writes``: the kernel can write results where they belong, so that this
-    must save the views.
+    otherwise. Of a kernel that writes results where they belong, this must save the
+    views.
     """
     b, n, heads, _ = q.shape
     on_cpu = device_type_of(q) == "cpu"
@@ -801,7 +799,7 @@ def _covering_views(plan: Plan, writes: bool, q, k, v, *more):
     # fold into no larger batch.
     if call.repeats > 1 and call.k.shared and (b > 1 or not on_cpu):
         rows, repeats = altered(rows, rows=n), range(1)
-    elif writes:
+    elif kernel.in_place:
         return None, None
     operands = Operand(rows, (q,)), Operand(call.k, (k, v)), Operand(rows, more)
     views = list(views_of(operands, repeats, heads))

@@ -18,13 +18,7 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from ..kernels.base import (
-    Cost,
-    Kernel,
-    accumulation_dtype,
-    cost_of,
-    supports_bias,
-)
+from ..kernels.base import PLAIN, Cost, Kernel, accumulation_dtype
 from ..patterns import Dilated, Pattern
 from . import dilated
 from .dilated import even_runs, first_and_step, progressions
@@ -55,7 +49,7 @@ def planner(
         and pattern.mixing == "lse"
         and len(pattern.segment_lengths) > 1
     )
-    if not several or not supports_bias(kernel, dtype):
+    if not several or not kernel.takes_bias_in(dtype):
         return dilated.planner(*shape)
     call = *shape, causal, accumulation_dtype(dtype), kernel
 
@@ -81,7 +75,7 @@ def faster(
     else that one.
     """
     apart = dilated.make_plan(pattern, n, heads, kv_heads)
-    most = cost_of(kernel).gain * cost(apart, causal, kernel)
+    most = kernel.cost.gain * cost(apart, causal, kernel)
     options = causal, dtype, kernel, most, cached
     return fold(pattern, n, heads, kv_heads, *options) or apart
 
@@ -90,7 +84,7 @@ def cost(plan: Plan, causal: bool, kernel: Kernel) -> float:
     """The predicted time of a forward pass, in pairs that ``kernel`` computes in long
     calls.
     """
-    price = cost_of(kernel)
+    price = kernel.cost
     total = 0.0
     for block in plan.blocks:
         for call in block.calls:
@@ -125,7 +119,7 @@ def fold(
     kv_heads: int,
     causal: bool,
     dtype: torch.dtype,
-    kernel: Kernel | None = None,
+    kernel: Kernel = PLAIN,
     most: float = math.inf,
     cached=anew,
 ) -> Plan | None:
@@ -150,7 +144,7 @@ def fold(
         tuple((b.length, b.rate, b.offsets[b.heads.index(head)]) for b in branches)
         for head in range(heads)
     ]
-    price = cost_of(kernel)
+    price = kernel.cost
 
     @cache
     def parts(chain: tuple[Rung, ...], first: bool) -> list[_Part]:

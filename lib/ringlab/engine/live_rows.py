@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..block_patterns import BlockSparse
 from ..kernels import KERNELS
-from ..kernels.base import HALF, Kernel, accumulation_dtype, gathers
+from ..kernels.base import HALF, Kernel, accumulation_dtype
 from ..kernels.torch_kernels import cap_
 from ..torch_private import outside_modes, refuse_recording
 from . import blocks, dilated, execute
@@ -765,7 +765,7 @@ def one_query(
     None: 0.
     """
     b, c, g, d = q.shape
-    if gathers(kernel):
+    if kernel.in_place:
         if bias is not None:
             bias = bias.transpose(1, 2).expand(-1, -1, c, -1)  # (b, g or 1, c, m)
         o, q, k, v = [t.transpose(1, 2) for t in (out, q, k, v)]  # (b, g or m, c, d)
@@ -781,7 +781,7 @@ def one_query(
     size = CONVERTED if k.dtype in HALF else k.shape[2]
     keys, values = (x.flatten(0, 1).split(size, 1) for x in (k, v))
     scores = torch.cat([torch.bmm(q, x.to(dtype).mT) for x in keys], -1)
-    scores = cap_(scores, getattr(kernel, "softcap", None))  # (b * c, g, m)
+    scores = cap_(scores, kernel.softcap)  # (b * c, g, m)
     if bias is not None:
         by_head = scores.unflatten(0, (b, c))
         by_head.add_(bias).masked_fill_(

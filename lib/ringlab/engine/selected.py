@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import kernels
-from ..kernels.base import Kernel, accumulation_dtype, cost_of, supports_bias
+from ..kernels.base import Kernel, accumulation_dtype
 from ..selected import Selected
 from ..torch_private import is_fake
 from .autograd import (
@@ -605,7 +605,7 @@ def parts(call: Call, kernel: Kernel, most: int) -> Iterator[Part]:
     pattern = call.pattern
     if call.weights is not None:
         return parts_by_queries(call, pattern.query_block, most)
-    cost = cost_of(kernel)
+    cost = kernel.cost
     slots = call.lists.shape[2]
     size = pattern.granularity
     step = pattern.query_block
@@ -650,7 +650,7 @@ def results(call: Call, q, k, v, sinks, differentiable: bool) -> tuple[Tensor, T
     any, h_kv, d), which together are those of the call. ``sinks``: (h,) or None.
     """
     kernel, masked = kernels_of(call, q, differentiable)
-    in_place = hasattr(kernel, "backward_into")  # it reads and writes rows there
+    in_place = kernel.in_place  # it reads and writes rows there
     flip, scale = positive_scale(call.options.scale)
     d = q.shape[3]
     made = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
@@ -724,7 +724,7 @@ def gradients(
             wide = (0, q.shape[3] - v.shape[3])  # the columns of lse, if there are any
             dout, k, v, out = (F.pad(t, wide) for t in (dout, k, v, out))
         kernel, masked = kernels_of(call, q, True)
-        in_place = hasattr(kernel, "backward_into")
+        in_place = kernel.in_place
         d = q.shape[3]
         made = {"dtype": lse.dtype, "device": q.device}
         reads = [t.to(q.dtype).reshape(-1, d) for t in (dout, q, out)]
@@ -806,7 +806,7 @@ def kernels_of(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Ker
         kernels.choose(q.device, q.dtype, q.shape[3], backend=backend, **options).kernel
         for backend in backends
     )
-    hides = supports_bias(kernel, q.dtype) and cost_of(kernel).biases < float("inf")
+    hides = kernel.takes_bias_in(q.dtype) and kernel.cost.biases < float("inf")
     return kernel, kernel if hides else products
 
 

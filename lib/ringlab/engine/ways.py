@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import kernels
 from ..block_patterns import BlockSparse
 from ..checks import Backend
-from ..kernels.base import PRETENDED, DeviceSpec, Kernel, PatternKernel
+from ..kernels.base import PRETENDED, DeviceSpec, Kernel
 from ..kernels.triton import interpreted
 from ..patterns import Dilated, Pattern
 from ..torch_private import outside_modes
@@ -35,7 +35,7 @@ from .execute import Planner
 class WholePattern:
     """One kernel runs the pattern as it is."""
 
-    kernel: PatternKernel
+    kernel: Kernel
     pattern: Pattern
     causal: bool
     takes_dlse = True
@@ -208,7 +208,7 @@ def way_of(
     A way is remembered until ``kernels.forget_probes``, but not on a pretended device.
     Raises what ``kernels.choose`` and ``Execution.check`` raise.
     """
-    choose = _way if PRETENDED.get() is None else _way.__wrapped__
+    choose = _kept_way if PRETENDED.get() is None else _way
     sizes = *q.shape[1:], *k.shape[1:3]
     options = call.pattern, call.causal, call.backend, call.softcap
     switches = call.execution.switches
@@ -216,7 +216,6 @@ def way_of(
     return choose(sizes, q.dtype, q.device, *options, switches, *passes)
 
 
-@kernels.until_forgotten
 def _way(
     sizes: tuple[int, ...],
     dtype: torch.dtype,
@@ -241,7 +240,7 @@ def _way(
         options["pattern_kind"] = kernels.kind_of(pattern, *shape)
         options["for_gradients"] = for_gradients
     kernel = kernels.choose(device, dtype, head_dim, **options).kernel
-    if here and switches.plain and hasattr(kernel, "attend"):
+    if here and switches.plain and kernel.whole_patterns:
         return WholePattern(kernel, pattern, causal)
     kernel = switches.tiled(kernel)
     if isinstance(pattern, BlockSparse):
@@ -260,6 +259,9 @@ def _way(
         if _merges_once(kernel, place, device, dtype):
             return MergedOnce(way, branches)
     return way
+
+
+_kept_way = kernels.until_forgotten(_way)
 
 
 def blocks_way(

@@ -33,7 +33,6 @@ from .base import (
     accumulation_dtype,
     capability,
     pretend,
-    supports_lower_right_causal,
 )
 from .compiled import Compiled
 from .external import (
@@ -125,9 +124,9 @@ def choose(
     call = causal, backward, backend, pattern_kind, for_gradients, softcap
     call = _with_index(device), dtype, head_dim, *call
     try:
-        return _choose(*call)
+        return _kept_choice(*call)
     except TypeError:  # a list of names, or another argument without a hash
-        return _choose.__wrapped__(*call)
+        return _choose(*call)
 
 
 def until_forgotten(function):
@@ -142,7 +141,6 @@ def until_forgotten(function):
 _REMEMBERED = []
 
 
-@until_forgotten
 def _choose(
     device: torch.device | DeviceSpec,
     dtype,
@@ -169,7 +167,8 @@ def _choose(
 
     def runs(name: str) -> bool:
         why = probe(name, *sizes, causal, backward, softcap)
-        refusals.update({} if why is None else {name: why})
+        if why is not None:
+            refusals[name] = why
         return why is None
 
     for name in (backend,) if isinstance(backend, str) else backend:
@@ -195,6 +194,9 @@ def _choose(
     )
 
 
+_kept_choice = until_forgotten(_choose)
+
+
 def _with_softcap(name: str, softcap: float | None) -> Kernel:
     kernel = KERNELS[name]
     return kernel if softcap is None else kernel.with_softcap(softcap)
@@ -203,7 +205,7 @@ def _with_softcap(name: str, softcap: float | None) -> Kernel:
 def _refusal(name: str, device, dtype, head_dim, softcap: float | None) -> str | None:
     """Why the rules of a kernel refuse a call, or None."""
     kernel = KERNELS[name]
-    if softcap is not None and not hasattr(kernel, "with_softcap"):
+    if softcap is not None and not kernel.takes_softcap:
         return "takes no softcap"
     return kernel.refuses(device, dtype, head_dim)
 
@@ -325,7 +327,7 @@ def probe(
         return why
     kernel = _with_softcap(name, softcap)
     calls = [(rows, rows) for rows in PROBE_ROWS]
-    if causal and supports_lower_right_causal(kernel):
+    if causal and kernel.lower_right:
         calls.append((90, 160))
     with outside_modes(), torch.no_grad():
         wrong = (
@@ -362,7 +364,7 @@ def _wrong(
         return t.to(place, dtype)[:, ::2]
 
     q, k, v, dout = draw(rows, 2), draw(keys, 1), draw(keys, 1), draw(rows, 2)
-    whole = hasattr(kernel, "attend") and rows == keys  # takes fewer heads of keys
+    whole = kernel.whole_patterns and rows == keys  # takes fewer heads of keys
     shared = [t.expand(-1, -1, 2, -1) for t in (k, v)]  # (2, keys, 2, d)
     exact_q, exact_k, exact_v, exact_dout = (
         t.double().cpu() for t in (q, *shared, dout)

@@ -1,5 +1,5 @@
-"""The protocols of a kernel, ``Kernel`` for dense calls and ``PatternKernel``; and
-helpers that the kernels share, such as rules for ``refuses``.
+"""``Kernel``, the base class of the kernels, and helpers that they share, such as rules
+for ``refuses``.
 
 All tensors are (b, m, h, d) with the same number of heads in q, k and v and a
 contiguous last dimension; other strides are free. lse is (b, h, m), natural log, fp32
@@ -10,64 +10,16 @@ except in causal calls: there the mask is square, unless the kernel sets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
-
-
-class Kernel(Protocol):
-    """One attention kernel. Instances hold no state of a call.
-
-    Optional: ``lower_right`` and ``takes_bias``, see below; ``gathers``: forward takes
-    an ``index`` (b, h, m_k) of the rows of k and v that are the keys, and reads them
-    where they lie, for one query too; ``cost``, a ``Cost``; ``forward_into(out, lse, q,
-    k, v, causal, scale, bias, index, *, merge)``, which writes into strided rows of
-    fp32 or q's dtype, or merges with fp32 ones that are there; ``backward_into(dq, dk,
-    dv, dout, q, k, v, out, lse, causal, scale, bias, *, add)``, which writes fp32
-    gradients, or adds to them: to dq if ``add[0]``, to dk and dv if ``add[1]``;
-    ``with_softcap(softcap)``, the kernel that makes ``softcap * tanh(s / softcap)`` of
-    a score s.
-    """
-
-    name: str
-
-    def refuses(
-        self, device: torch.device | DeviceSpec, dtype: torch.dtype, head_dim: int
-    ) -> str | None:
-        """Why this kernel cannot run on the device, dtype or head_dim, as far as its
-        rules say, or None.
-        """
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """out (b, m, h, d) in q's dtype or a wider one, and lse (b, h, m)."""
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv (b, m, h, d) of ``P = exp(scale * q k^T - lse)``, ``dS = P * (dout
-        v^T - rowsum(dout * out))``.
-
-        (out, lse) may be those of a softmax over more keys. The gradients are then
-        exact for that softmax. ``out`` may be in a wider dtype than q, lse have any
-        strides.
-        """
 
 
 @dataclass(frozen=True)
@@ -93,24 +45,120 @@ class Cost:
     gain: float
 
 
-class PatternKernel(Kernel, Protocol):
-    """A kernel that also runs whole patterns. k and v may have fewer heads.
-    ``cached(key, build)`` caches its plans.
+def _torch_work(rows: int, keys: Tensor | float) -> Tensor | float:
+    """torch's CPU kernel takes fewer queries at a time in calls of fewer rows, and few
+    keys cost it more.
+    """
+    slower = next(
+        factor
+        for least, factor in (
+            (768, 1.0),
+            (192, 1.06),
+            (128, 1.17),
+            (64, 1.24),
+            (0, 1.4),
+        )
+        if rows >= least
+    )
+    return rows * (keys * slower + 25 + 50 * (keys < 192))
+
+
+# On a GPU the order is the same and the differences are smaller. A bias that differs
+# from query to query is not for kernels that add it to the scores: as a mask it would
+# not hide a key that is not finite.
+TORCH = Cost(
+    _torch_work,
+    call=1 << 15,
+    merge=60,
+    copied=1.25,
+    bias=1.03,
+    biases=float("inf"),
+    block=512,
+    gain=0.91,
+)
+
+
+class Kernel:
+    """One attention kernel, which defines ``forward`` and ``backward``. Instances hold
+    no state of a call.
+
+    What more it does is declared by these names:
+
+    ``lower_right``: causal calls may have more keys than queries; the last query then
+    sees all keys, as with the mask ``torch.nn.attention.bias.causal_lower_right``.
+    ``takes_bias``: ``forward`` and ``backward`` take a last argument ``bias`` (b, m or
+    1, h, m_k), which is added to the scores.
+    ``takes_softcap``: ``with_softcap(softcap)`` gives the kernel that makes
+    ``softcap * tanh(s / softcap)`` of a score s.
+    ``in_place``: ``forward`` takes after the bias an ``index`` (b, h, m_k) of the rows
+    of k and v that are the keys, and reads them where they lie, for one query too.
+    ``forward_into(out, lse, q, k, v, causal, scale, bias, index, *, merge)`` writes into
+    strided rows of fp32 or q's dtype, or merges with fp32 ones that are there.
+    ``backward_into(dq, dk, dv, dout, q, k, v, out, lse, causal, scale, bias, *, add)``
+    writes fp32 gradients, or adds to them: to dq if ``add[0]``, to dk and dv if
+    ``add[1]``.
+    ``whole_patterns``: ``attend(q, k, v, pattern, causal, scale, cached)`` gives out (b,
+    n, h, d) in q's dtype and lse (b, h, n); a query that sees nothing has out 0 and lse
+    -inf. ``gradients(dout, dlse, q, k, v, out, lse, pattern, causal, scale, cached)``
+    gives dq, dk, dv in q's dtype for cotangents of out and, if not None, of lse. k and v
+    may have fewer heads; ``cached(key, build)`` caches plans.
     """
 
-    def attend(
-        self, q, k, v, pattern, causal: bool, scale: float, cached
-    ) -> tuple[Tensor, Tensor]:
-        """out (b, n, h, d) in q's dtype and lse (b, h, n). A query that sees nothing
-        has out 0 and lse -inf.
-        """
+    name = "any"
+    cost = TORCH
+    softcap: float | None = None
+    lower_right = takes_bias = in_place = takes_softcap = whole_patterns = False
 
-    def gradients(
-        self, dout, dlse, q, k, v, out, lse, pattern, causal: bool, scale: float, cached
-    ):
-        """dq, dk, dv in q's dtype for cotangents of out and, if not None, of lse (b, h,
-        n).
+    def refuses(
+        self, device: torch.device | DeviceSpec, dtype: torch.dtype, head_dim: int
+    ) -> str | None:
+        """Return why this kernel cannot run on the device, dtype or head_dim, as far as
+        its rules say, or None.
         """
+        return None
+
+    def takes_bias_in(self, dtype: torch.dtype) -> bool:
+        """Return whether a bias is added without rounding it, in a call of ``dtype``."""
+        return self.takes_bias
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return out (b, m, h, d) in q's dtype or a wider one, and lse (b, h, m)."""
+        raise NotImplementedError
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> Sequence[Tensor]:
+        """Return dq, dk, dv (b, m, h, d) of ``P = exp(scale * q k^T - lse)``, ``dS = P *
+        (dout v^T - rowsum(dout * out))``.
+
+        (out, lse) may be those of a softmax over more keys. The gradients are then
+        exact for that softmax. ``out`` may be in a wider dtype than q, lse have any
+        strides.
+        """
+        raise NotImplementedError
+
+    def not_offered(self, *call: Any, **options: Any) -> Any:
+        """Raise NotImplementedError, in place of what the kernel does not declare."""
+        raise NotImplementedError(f"the kernel {self.name} does not offer this")
+
+    with_softcap = not_offered
+    forward_into = not_offered
+    backward_into = not_offered
+    attend = not_offered
+    gradients = not_offered
+
+
+PLAIN = Kernel()  # declares nothing: any kernel runs a plan for it
 
 
 @dataclass(frozen=True)
@@ -206,65 +254,6 @@ def wants_dtype(dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> str | N
         names = [str(d).removeprefix("torch.") for d in (*allowed, dtype)]
         return f"takes {', '.join(names[:-1])}, not {names[-1]}"
     return None
-
-
-def supports_lower_right_causal(kernel: Kernel) -> bool:
-    """Whether causal calls may have more keys than queries: the last query then sees
-    all keys, as with the mask ``torch.nn.attention.bias.causal_lower_right``.
-    """
-    return getattr(kernel, "lower_right", False)
-
-
-def supports_bias(kernel: Kernel, dtype: torch.dtype) -> bool:
-    """Whether forward and backward take a last argument ``bias`` (b, m or 1, h, m_k),
-    which is added to the scores.
-    """
-    return hasattr(kernel, "takes_bias") and kernel.takes_bias(dtype)
-
-
-def gathers(kernel: Kernel) -> bool:
-    """Whether forward takes an ``index`` (b, h, m_k), int64, of the rows of k and v
-    that are the keys.
-    """
-    return getattr(kernel, "gathers", False)
-
-
-def _torch_work(rows: int, keys: Tensor | float) -> Tensor | float:
-    """torch's CPU kernel takes fewer queries at a time in calls of fewer rows, and few
-    keys cost it more.
-    """
-    slower = next(
-        factor
-        for least, factor in (
-            (768, 1.0),
-            (192, 1.06),
-            (128, 1.17),
-            (64, 1.24),
-            (0, 1.4),
-        )
-        if rows >= least
-    )
-    return rows * (keys * slower + 25 + 50 * (keys < 192))
-
-
-# On a GPU the order is the same and the differences are smaller. A bias that differs
-# from query to query is not for kernels that add it to the scores: as a mask it would
-# not hide a key that is not finite.
-TORCH = Cost(
-    _torch_work,
-    call=1 << 15,
-    merge=60,
-    copied=1.25,
-    bias=1.03,
-    biases=float("inf"),
-    block=512,
-    gain=0.91,
-)
-
-
-def cost_of(kernel: Kernel | None) -> Cost:
-    """What a kernel costs; that of torch's CPU kernel for one that does not say."""
-    return getattr(kernel, "cost", TORCH)
 
 
 def to_bhmd(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import native
 from ..torch_private import refuse_recording
-from .base import HALF, Cost, wants_dtype
+from .base import HALF, Cost, Kernel, wants_dtype
 
 DTYPES = (torch.float32, *HALF)  # by their numbers in native.cpp
 ABSENT = (0,) * 5  # of a tensor: its address and strides
@@ -30,23 +30,19 @@ COST = Cost(
 )
 
 
-class Compiled:
+class Compiled(Kernel):
     """Online softmax in blocks; bf16 is multiplied as such where the CPU can.
     ``forward``, ``backward`` return fp32.
     """
 
     name = "compiled"
-    lower_right = True
-    gathers = True
+    lower_right = takes_bias = in_place = True
     cost = COST
 
     def refuses(self, device, dtype, head_dim):
         if device.type != "cpu":
             return f"needs a CPU tensor, this is {device.type}"
         return wants_dtype(dtype, DTYPES) or native.library()[1]
-
-    def takes_bias(self, dtype):
-        return dtype in DTYPES
 
     def forward(self, q, k, v, causal, scale, bias=None, index=None):
         b, m, h, _ = q.shape

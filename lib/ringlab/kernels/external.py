@@ -229,6 +229,7 @@ class FlashAttn4Blocks(FlashAttn4):
     """
 
     name = "flash_attn_4_blocks"
+    whole_patterns = True
 
     def refuses(self, device, dtype, head_dim):
         return (

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from .base import (
     HALF,
+    Kernel,
     accumulation_dtype,
     needs_bf16,
     needs_cuda,
@@ -29,7 +30,7 @@ _ATEN = torch.ops.aten
 
 
 @dataclass(unsafe_hash=True)  # plans are kept by their kernel
-class Eager:
+class Eager(Kernel):
     """Scores, softmax, product, in fp32 or wider; runs everywhere, memory grows with
     m^2.
 
@@ -40,16 +41,10 @@ class Eager:
     tile_bytes: int | None = None
     softcap: float | None = None
     name = "eager"
-    lower_right = True
+    lower_right = takes_bias = takes_softcap = True
 
     def with_softcap(self, softcap: float) -> Eager:
         return replace(self, softcap=softcap)
-
-    def refuses(self, device, dtype, head_dim):
-        return None
-
-    def takes_bias(self, dtype):
-        return True
 
     def _pieces(
         self,
@@ -161,7 +156,7 @@ _CPU_FORWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-class CpuFlash:
+class CpuFlash(Kernel):
     """``aten::_scaled_dot_product_flash_attention_for_cpu``; backwards of few rows are
     tiled products.
 
@@ -170,17 +165,15 @@ class CpuFlash:
     """
 
     name = "cpu_flash"
-    lower_right = True
+    lower_right = takes_bias = True
 
     def refuses(self, device, dtype, head_dim):
         if device.type != "cpu":
             return f"needs a CPU tensor, this is {device.type}"
         return wants_dtype(dtype, (torch.float64, torch.float32, *HALF))
 
-    def takes_bias(self, dtype):
-        return dtype not in HALF or not has_half_units(
-            dtype
-        )  # half precision would round the bias
+    def takes_bias_in(self, dtype):
+        return dtype not in HALF or not has_half_units(dtype)
 
     def forward(self, q, k, v, causal, scale, bias=None):
         q, k, v, mask = _cpu_inputs(q, k, v, causal, bias)
@@ -250,7 +243,7 @@ def _finite(t: Tensor) -> bool:
 BY_PRODUCTS = Eager()  # for a GPU: calls that need no kernel
 
 
-class OperatorKernel:
+class OperatorKernel(Kernel):
     """A kernel for GPUs that calls an operator of torch or of another package.
 
     The engine hands over strided views, an fp32 ``out``, ``lse`` of any strides, and

@@ -26,7 +26,7 @@ from ..block_patterns import BlockSparse
 from ..patterns import Dense, Pattern
 from ..torch_private import refuse_recording
 from . import gluon, jit, tile_schedule, triton_config
-from .base import HALF, capability, needs_cuda, wants_dtype
+from .base import HALF, Kernel, capability, needs_cuda, wants_dtype
 from .external import missing
 from .tile_schedule import Source, TileSchedule
 from .triton_config import LOG2E, LaunchKind, Sizes, early, padded, precision
@@ -59,12 +59,13 @@ def kind_of_launch(name: str, q: Tensor, joins: bool = False) -> LaunchKind:
     return LaunchKind(name, q.shape[3], q.dtype, compute_of(q), joins)
 
 
-class TritonKernel:
+class TritonKernel(Kernel):
     """A dense kernel like the others, and whole patterns by ``attend`` and
     ``gradients``.
     """
 
     name = "triton"
+    whole_patterns = True
 
     def refuses(self, device, dtype, head_dim):
         why = None if interpreted() else needs_cuda(device, (8, 0))
