@@ -23,6 +23,7 @@ from .. import (
     Execution,
     Simulated,
     attention,
+    baselines,
     compat,
     kernels,
     memory,
@@ -31,7 +32,6 @@ from .. import (
 )
 from ..adaptive import Adaptive, adaptive_attention, best_blocks
 from ..cost import PASSES, Cost
-from ..engine import torch_sparse
 from ..ring import Traffic, comm, counting
 from ..ring.layout import Layout, layout_named
 from ..selected import Selected
@@ -326,18 +326,41 @@ class Sharded:
 TORCHS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
-SWITCHES = ("gather", "blocks", "merge", "cache", "pool", "results")  # of Execution
+SWITCHES = ("cache", "pool", "results")  # of Execution
+# Options that name a way of ``baselines``, instead of this library's own.
+WAYS = {
+    ("gather", False): None,
+    ("gather", True): "gather",
+    ("merge", "eager"): "views",
+}
+WAYS |= {("blocks", way): way for way in baselines.WAYS if way != "gather"}
 CALL = ("backend", "scheme", "layout")  # arguments of ``attention``
+
+
+def way_of(point: Point) -> str | None:
+    """Return the way of ``baselines`` that the options of a point name; None for this
+    library's own. Raises Refused for one that is unknown or does not serve the point.
+    """
+    names = {name for name, _ in WAYS}
+    ways = [WAYS.get(x, x) for x in point.options if x[0] in names]
+    ways = [way for way in ways if way is not None]
+    if not ways:
+        return None
+    if len(ways) > 1 or point.world_size > 1 or "simulated" in dict(point.options):
+        raise Refused(f"{point.system} takes one of {sorted(names)}, on one device")
+    with refusing():
+        baselines.check(pattern_of(point), ways[0])
+    return ways[0]
 
 
 def ringlab_call(point: Point) -> dict:
     """What the options of a point of this library mean for ``attention`` and for
     ``estimate``: ``backend``, ``execution``, and on several ranks scheme and layout.
     """
-    own = "pool_threshold_mb", "simulated"
+    own = "pool_threshold_mb", "simulated", "gather", "blocks", "merge"
     options = parse_options(point, *SWITCHES, *CALL, *own)
     call = {name: options.pop(name) for name in CALL if name in options}
-    threshold_mb, _ = (options.pop(name, None) for name in own)
+    threshold_mb, *_ = (options.pop(name, None) for name in own)
     if threshold_mb is not None:
         if not options.get("pool"):
             raise Refused(f"pool_threshold_mb={threshold_mb} needs pool=True")
@@ -347,12 +370,13 @@ def ringlab_call(point: Point) -> dict:
 
 
 def ringlab(point: Point, device) -> System:
-    """This library; options: those of ``Execution``, backend, and pool_threshold_mb for
-    a pool of its own.
+    """This library; options: those of ``Execution``, backend, pool_threshold_mb for a
+    pool of its own, and those of ``WAYS``.
 
     On several ranks, or ``simulated`` ones in this process, also scheme and layout.
     """
-    call = ringlab_call(point) | {"causal": point.causal, "return_lse": True}
+    way = way_of(point)
+    call = ringlab_call(point) | {"causal": point.causal}
     several = point.world_size > 1
     if (simulated := dict(point.options).get("simulated")) is not None:
         if several:
@@ -370,7 +394,10 @@ def ringlab(point: Point, device) -> System:
         for gradients in {False, point.passes == "fwd+bwd"}:
             use = {"pattern_kind": kind, "for_gradients": gradients}
             choose_kernel(point, device, backend, **use)
-    system = System(point, device, lambda *qkv: attention(*qkv, pattern, **call))
+    run = partial(attention, return_lse=True)
+    if way is not None:
+        run = partial(baselines.attend, way=way)
+    system = System(point, device, lambda *qkv: run(*qkv, pattern, **call))
     system.scheme = call.get("scheme", "auto") if several else None
     return system
 
@@ -494,7 +521,7 @@ class ContiguousSegments(System):
 
 
 def flex(point: Point, device) -> System:
-    """The kernel that ``Execution(blocks="flex")`` calls, without lse; forward only.
+    """torch's FlexAttention, without lse; forward only.
 
     It is compiled and its mask built before anything is timed; tracked memory lacks
     what it allocates inside. Raises NotImplementedError if it cannot run.
@@ -502,16 +529,14 @@ def flex(point: Point, device) -> System:
     parse_options(point)
     pattern = require_pattern(point, "block-sparse patterns", kind="block_sparse")
     if point.passes != "fwd":
-        raise NotImplementedError(
-            "flex is measured forward alone: its backward is that of views"
-        )
+        raise NotImplementedError("flex is measured forward alone")
     d = point.head_dim
     dtype = getattr(torch, point.dtype)
-    if why := torch_sparse.refusal(device, dtype, d, pattern.block_size):
+    if why := baselines.refusal(device, dtype, d, pattern.block_size):
         raise NotImplementedError(f"FlexAttention {why}")
-    mask = torch_sparse.flex_prepare(pattern, point.seq_len, point.causal, device)
+    mask = baselines.flex_prepare(pattern, point.seq_len, point.causal, device)
     system = System(
-        point, device, lambda *qkv: torch_sparse.flex_forward(*qkv, mask, d**-0.5)
+        point, device, lambda *qkv: (baselines.flex_forward(*qkv, mask, d**-0.5), None)
     )
     system.run(system.inputs())  # compiles
     return system

@@ -252,7 +252,7 @@ def _on_heads(rank: Rank, share: HeadShare, *tensors) -> tuple[Tensor, ...]:
     if isinstance(pattern, BlockSparse):  # all heads see the same blocks
         causal, scale, kernel = rank.kernel_args
         shape = q.shape[1], q.shape[2], k.shape[2]
-        way = blocks_way(pattern, *shape, causal, kernel, rank.execution.blocks)
+        way = blocks_way(pattern, *shape, causal, kernel)
         if backward:
             return way.backward(None, tensors, scale, rank.execution)
         new_memory = replace(rank.execution, results=False)
