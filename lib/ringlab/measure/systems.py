@@ -30,11 +30,9 @@ from .. import (
     patterns,
     reference,
 )
-from ..adaptive import Adaptive, adaptive_attention, best_blocks
-from ..cost import PASSES, Cost
+from ..cost import Cost
 from ..ring import Traffic, comm, counting
 from ..ring.layout import Layout, layout_named
-from ..selected import Selected
 from .points import Point, pattern_of
 
 GRADIENT_KV_HEADS = 2
@@ -517,7 +515,7 @@ class ContiguousSegments(System):
 
 
 # --------------------------------------------------------------------------------------
-# block-sparse: FlexAttention, and blocks chosen by content
+# block-sparse: FlexAttention
 
 
 def flex(point: Point, device) -> System:
@@ -542,76 +540,9 @@ def flex(point: Point, device) -> System:
     return system
 
 
-ROUNDING = 1e-4  # of the largest logit: a block that was left out may be better by this much, as means are rounded
-
-
 def without_reach(multiplicity: Callable) -> SimpleNamespace:
     """What the reference asks of a pattern whose rows may see any key."""
     return SimpleNamespace(multiplicity=multiplicity, reach=lambda _, __, n: (0, n))
-
-
-class AdaptiveBlocks(System):
-    """Each block of queries chooses its blocks by content, then attends to them;
-    options ``block_size``, ``top_k``.
-
-    The point's pattern is dense, as any block may be chosen. The check compares with
-    the oracle on the chosen blocks, and these with the best blocks in float64. Raises
-    Refused for a batch: the oracle has one choice per head.
-    """
-
-    def __init__(self, point: Point, device):
-        self.blocks = Adaptive(**parse_options(point, "block_size", "top_k"))
-        if point.batch != 1 or point.pattern["kind"] != "dense":
-            raise Refused(
-                "adaptive is measured with batch 1 and a dense pattern, of which it chooses blocks"
-            )
-        super().__init__(point, device)
-        pairs = point.heads * self.blocks.pairs(point.seq_len, point.causal)
-        flops = PASSES[point.passes] * point.head_dim * pairs
-        self.cost = Cost(pairs, pairs, flops, flops, self.cost.floor_bytes)
-
-    def forward(self, *qkv):
-        options = {"causal": self.point.causal, "return_lse": True}
-        return adaptive_attention(*qkv, self.blocks, **options)
-
-    def check(self, inputs: list[Tensor], output: Output) -> Checked:
-        q, k = (t.detach() for t in inputs[:2])
-        size = self.blocks.block_size
-        causal = self.point.causal
-        picks = best_blocks(q, k, self.blocks, causal=causal)  # (1, h, blocks, top_k)
-        self.pattern = Selected(picks, size, size)
-        heads, count = picks.shape[1:3]
-        table = picks.new_zeros(heads, count, count + 1, dtype=torch.bool)
-        # Of -1, which is none, the column before the first.
-        table = table.scatter_(2, picks[0] + 1, True)[..., 1:]
-        errors, tolerance = super().check(inputs, output)
-        best = self.are_best(table, q, k)
-        return errors if best else dict.fromkeys(errors, math.inf), tolerance
-
-    def are_best(self, table: Tensor, q: Tensor, k: Tensor) -> bool:
-        """Whether ``table`` (h, blocks, blocks) has the blocks of the largest logits in
-        float64, up to rounding.
-
-        Of q (1, n, h, d) and k (1, n, h_kv, d); a block is represented by its mean.
-        """
-        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-        mean_q, mean_k = (
-            torch.stack([x.double().mean((0, 1)) for x in blocks], 1)  # (h, blocks, d)
-            for blocks in (t.split(self.blocks.block_size, 1) for t in (q, k))
-        )
-        if self.point.causal:  # the query is the mean of the block before
-            mean_q = F.pad(mean_q, (0, 0, 1, -1))
-        z = q.shape[3] ** -0.5 * mean_q @ mean_k.mT  # (h, blocks, blocks)
-        rounding = ROUNDING * float(z.abs().max())
-        if self.point.causal:
-            # The block itself is always chosen, not by its logit; then those before it.
-            z = z.masked_fill(~torch.ones_like(table).tril(), -torch.inf)
-            z.diagonal(dim1=1, dim2=2).fill_(torch.inf)
-        best, taken = (
-            logits.topk(self.blocks.top_k).values
-            for logits in (z, z.masked_fill(~table, -torch.inf))
-        )
-        return torch.allclose(taken, best, rtol=0.0, atol=rounding)
 
 
 # --------------------------------------------------------------------------------------
@@ -691,7 +622,7 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
     "generation": "ringlab.measure.model_systems:Generation",
     "packed": "ringlab.measure.model_systems:packed",
     "flex": flex,
-    "adaptive": AdaptiveBlocks,
+    "adaptive": "ringlab.measure.selection_systems:Adapting",
     "moba": "ringlab.measure.selection_systems:Choosing",
     "nsa": "ringlab.measure.selection_systems:Native",
     "dsa": "ringlab.measure.selection_systems:Indexed",
