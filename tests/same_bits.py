@@ -50,7 +50,7 @@ MODULES = (
 def calls() -> dict:
     """By name, a function that gives the results of a call by name."""
     import matrix
-    from matrix import Case, Dense, Dilated, Execution, presets
+    from matrix import Case, Dense, Dilated, presets
 
     found, rng, some = {}, random.Random(0), random.Random(1).choice
     dtypes, no_yes = (matrix.F32, matrix.F64, matrix.BF16, matrix.F16), (False, True)
@@ -113,17 +113,7 @@ def calls() -> dict:
                 scheme=scheme,
             )
         )
-    for gather in no_yes:
-        add(
-            Case(
-                long,
-                8192,
-                matrix.F32,
-                heads=8,
-                d=64,
-                execution=Execution(gather=gather, pool=gather),
-            )
-        )
+    add(Case(long, 8192, matrix.F32, heads=8, d=64))
     add(Case(wide[0], 640, scale=3e38, causal=True))  # infinite scores
     for text, dtype in product(MODULES, ("float32", "bfloat16")):
         found[f"{len(found)} {text} {dtype}"] = partial(run_module, text, dtype)

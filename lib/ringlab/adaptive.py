@@ -56,6 +56,7 @@ from .ring.group import AnyGroup, Group, given_group, with_shared_refusals
 from .ring.layout import contiguous
 from .ring.selected import gather_means
 from .selected import Selected
+from .selection import padded_block_means
 
 
 @dataclass(frozen=True)
@@ -118,27 +119,46 @@ class Adaptive:
         return f"blocks of {self.block_size}: the best {self.top_k} by content{share}"
 
 
-@torch.no_grad()
-def best_blocks(
-    q,
-    k,
+@with_shared_refusals(given_group)
+def choose(
+    q: Tensor,
+    k: Tensor,
     pattern: Adaptive,
+    z: Tensor | None = None,
+    *,
+    causal: bool = False,
     scale: float | None = None,
-    causal=False,
-    ranks: Group | None = None,
-) -> Tensor:
-    """The blocks that ``adaptive_attention`` chooses without z, as indices (batch,
-    heads, blocks, top_k), the best first; -1 where there are fewer.
+    group: AnyGroup = None,
+) -> Selected:
+    """Return the blocks that z chooses and weighs, or that the means of q and k choose,
+    as this module says: indices (batch, heads, blocks, top_k), the best first, causal
+    the block itself; -1 where there are fewer.
 
-    Causal: the block itself comes first.
+    Arguments are those of ``adaptive_attention``. Differentiable in z, by
+    ``log_weights``.
 
     >>> x = torch.eye(4).reshape(1, 4, 1, 4)  # blocks of one position that fit themselves alone
-    >>> best_blocks(x, x, Adaptive(1, 1)).flatten().tolist()
+    >>> choose(x, x, Adaptive(1, 1)).indices.flatten().tolist()
     [0, 1, 2, 3]
     """
-    return choose_blocks(
-        logits(q, k, pattern, scale, causal, ranks), pattern, causal, ranks
-    )
+    ranks = Group.sharing(group)
+    check_tensors(q, k, k)
+    if not isinstance(pattern, Adaptive):
+        raise TypeError(
+            f"pattern must be a ringlab.Adaptive, got {type(pattern).__name__}"
+        )
+    check_bool("causal", causal)
+    if scale is not None and not (is_real(scale) and abs(scale) < float("inf")):
+        raise ValueError(f"scale must be a finite number, got {short_repr(scale)}")
+    size = pattern.block_size
+    if z is None:
+        with torch.no_grad():
+            z = logits(q, k, pattern, scale, causal, ranks)
+        return Selected(choose_blocks(z, pattern, causal, ranks), size, size)
+    outside_graphs(check_blocks)(q, k, z, pattern, causal, ranks)
+    picks = choose_blocks(z.detach(), pattern, causal, ranks)
+    z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
+    return Selected(picks, size, size, log_weights=log_multiplicity(z, picks))
 
 
 def check_blocks(
@@ -174,21 +194,13 @@ def block_means(t: Tensor, size: int) -> Tensor:
     """Means of t (b, n, h, d) over blocks of ``size`` positions, the last over those it
     has: (b, h, blocks, d).
     """
-    whole = t.shape[1] // size * size
-    means = (
-        t[:, :whole].unflatten(1, (-1, size)).mean(2, dtype=accumulation_dtype(t.dtype))
-    )  # (b, n // size, h, d)
-    if whole < t.shape[1]:
-        means = torch.cat(
-            [
-                means,
-                t[:, whole:].mean(1, keepdim=True, dtype=accumulation_dtype(t.dtype)),
-            ],
-            1,
-        )
-    return means.transpose(
-        1, 2
-    ).contiguous()  # one layout, so that products round alike on one device and on many
+    means = padded_block_means(t, size)
+    if short := t.shape[1] % size:
+        larger = means.new_ones(means.shape[2], 1)
+        larger[-1] = size / short
+        means = means * larger
+    # One layout, so that products round alike on one device and on many.
+    return means.contiguous()
 
 
 def logits(
@@ -275,7 +287,6 @@ def rows_here(z: Tensor, ranks: Group | None) -> Tensor:
     return torch.arange(first, first + z.shape[2], device=z.device)[:, None]
 
 
-@with_shared_refusals(given_group)
 def adaptive_attention(
     q: Tensor,
     k: Tensor,
@@ -309,31 +320,11 @@ def adaptive_attention(
     >>> z.grad.shape
     torch.Size([1, 4, 7, 7])
     """
-    ranks = Group.sharing(group)
-    check_tensors(q, k, v)
-    if not isinstance(pattern, Adaptive):
-        raise TypeError(
-            f"pattern must be a ringlab.Adaptive, got {type(pattern).__name__}"
-        )
-    check_bool("causal", causal)
-    check_bool("return_lse", return_lse)
-    if scale is not None and not (is_real(scale) and abs(scale) < float("inf")):
-        raise ValueError(f"scale must be a finite number, got {short_repr(scale)}")
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    backend = check_backend(backend)
-    if z is None:
-        picks = best_blocks(q, k, pattern, scale, causal, ranks)
-        log_m = None
-    else:
-        outside_graphs(check_blocks)(q, k, z, pattern, causal, ranks)
-        picks = choose_blocks(z.detach(), pattern, causal, ranks)
-        z = z.to(torch.promote_types(z.dtype, accumulation_dtype(q.dtype)))
-        log_m = log_multiplicity(z, picks)
-    size = pattern.block_size
-    selected = Selected(picks, size, size, log_weights=log_m)
-    options = {"causal": causal, "scale": scale, "backend": backend, "group": group}
+    options = {"causal": causal, "scale": scale, "group": group}
+    chosen = choose(q, k, pattern, z, **options)
+    options |= {"backend": backend, "return_lse": return_lse}
     with without_autocast(q):
-        return attention(q, k, v, selected, return_lse=return_lse, **options)
+        return attention(q, k, v, chosen, **options)
 
 
 class AdaptiveBlockSparse(nn.Module):

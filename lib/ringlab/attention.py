@@ -263,7 +263,6 @@ def attention(
             raise TypeError(
                 f"cache must be a ringlab.KVCache, got {type(cache).__name__}"
             )
-        execution.check(pattern, "a cache")
         if lengths is not None:
             Documents.padded(lengths, q)
             options["lengths"] = integers("lengths", lengths, q)
@@ -347,10 +346,6 @@ def _checked(
         if not is_real(softcap) or not 1e-30 <= softcap <= 1e30:  # within fp32
             expected = "softcap must be a number from 1e-30 to 1e30"
             raise ValueError(f"{expected}, got {short_repr(softcap)}")
-        if execution.blocks in ("bsr", "flex"):
-            raise NotImplementedError(
-                f"Execution(blocks={execution.blocks!r}) takes no softcap"
-            )
         softcap = float(softcap)
     if across:
         check_one_device(*across)

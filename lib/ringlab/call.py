@@ -142,8 +142,7 @@ class CallSpec:
         Raises NotImplementedError where there is no kernel.
         """
         kind = "dense"
-        free = self.execution.plain and self.execution.merge == "auto"
-        if self.ranks == 1 and free:
+        if self.ranks == 1 and self.execution.tile is None:
             kind = kernels.kind_of(
                 self.pattern, self.seq_len, self.heads, self.kv_heads
             )
@@ -173,8 +172,6 @@ class CallSpec:
         if scheme == "auto":
             scheme = choose(problem, **self.options("head_dim", "dtype", "passes"))
         problem.check(scheme)
-        if self.ranks > 1:
-            self.execution.check(self.pattern, scheme)
         return on_hosts(problem, scheme, self.hosts), scheme
 
     def sent(self) -> dict[tuple[int, int], int]:

@@ -36,11 +36,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from . import hardware, kernels, memory, ring
+from . import baselines, hardware, kernels, memory, ring
 from .attention import MASKS, REFUSED, attention, check_tensors
 from .block_patterns import BlockSparse, Segment, sliding_window
 from .checks import (
-    FLOATS,
     LARGEST,
     Backend,
     Device,
@@ -55,7 +54,6 @@ from .checks import (
 from .engine import Execution
 from .engine.chunked import OOMBackoff
 from .integrations.torchscale import longnet as longnet
-from .kernels.base import HALF
 from .nn import check_x
 from .patterns import Dilated, Pattern
 from .ring import Simulated
@@ -103,8 +101,9 @@ class PublishedAttention(nn.Module):
     ``dtype`` and ``device`` as those of a module with weights.
     ``use_flash_attention=False`` uses only kernels without flash.
     ``enable_memory_pool`` lends scratch buffers of at least ``memory_pool_threshold_mb``
-    MiB. Only ``DilatedAttention`` and the block-sparse systems in half precision have
-    any. The others work in place: they warn once that the pool is idle.
+    MiB. Systems that copy, on one device, and the block-sparse ones in half precision
+    over ranks have some. A module whose first call has none, as it works in place,
+    warns that the pool is idle.
 
     The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this
     rank's shards), or a ``ring_size``, which is simulated on one device, in one process.
@@ -117,10 +116,9 @@ class PublishedAttention(nn.Module):
     torch.bfloat16
     """
 
-    _switches = {}  # of ``Execution``: how the original runs
+    _way: str | None = None  # of ``baselines``, on one device: how the original runs
     _scheme: str | None = None  # how ranks share the work; None: one device
     _backend: Backend = "auto"
-    _lends = ()  # dtypes in which a call borrows scratch buffers
 
     def __init__(
         self,
@@ -192,10 +190,8 @@ class PublishedAttention(nn.Module):
         self._untold = enable_memory_pool  # that the pool is idle
         pool = enable_memory_pool and memory.MemoryPool(threshold_bytes=int(mb * 2**20))
         self.chain: Backend = self._backend if use_flash_attention else FALLBACK
-        switches = self._switches if ring_size == 1 else {}
-        self.execution: Execution = Execution(
-            cache=use_pattern_cache, pool=pool, **switches
-        )
+        self.way: str | None = self._way if self.group is None else None
+        self.execution: Execution = Execution(cache=use_pattern_cache, pool=pool)
 
     def _made_pattern(self, segment_lengths, dilation_rates, block_size, density):
         blocks = {"block_size": block_size, "density": density}
@@ -241,16 +237,17 @@ class PublishedAttention(nn.Module):
         check_unknown(type(self).__name__, refused, REASONS)
         check_tensors(q, k, v)
         args = [*map(self._taken, (q, k, v))]
-        if self._untold and args[0].dtype not in self._lends:
-            self._untold = False
-            warnings.warn(
-                f"{type(self).__name__} borrows nothing: its memory pool is idle",
-                stacklevel=5,
-            )
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
             out = checkpoint(self._attend, *args, is_causal, use_reentrant=False)
         else:
             out = self._attend(*args, is_causal)
+        if self._untold:
+            self._untold = False
+            if not self.execution.pool.stats().borrows:
+                warnings.warn(
+                    f"{type(self).__name__} borrows nothing: its memory pool is idle",
+                    stacklevel=5,
+                )
         return out.to(q.dtype)
 
     def _taken(self, t: Tensor) -> Tensor:
@@ -270,16 +267,11 @@ class PublishedAttention(nn.Module):
         return t if self.dtype is None else t.to(self.dtype)
 
     def _attend(self, q, k, v, is_causal):
-        return attention(
-            q,
-            k,
-            v,
-            self.pattern_for(length_of(q, self.group, "contiguous"), is_causal),
-            causal=is_causal,
-            backend=self.chain,
-            execution=self.execution,
-            **self._ranks(q.shape[1]),
-        )
+        pattern = self.pattern_for(length_of(q, self.group, "contiguous"), is_causal)
+        how = {"causal": is_causal, "backend": self.chain, "execution": self.execution}
+        if self.way is not None:
+            return baselines.attend(q, k, v, pattern, self.way, **how)[0]
+        return attention(q, k, v, pattern, **how, **self._ranks(q.shape[1]))
 
     def pattern_for(self, n: int, causal: bool = False) -> Pattern:
         """The pattern over ``n`` positions."""
@@ -303,8 +295,7 @@ class DilatedAttention(PublishedAttention):
     torch.Size([1, 16, 2, 8])
     """
 
-    _switches = {"gather": True}
-    _lends = FLOATS
+    _way = "gather"
 
 
 class ImprovedDilatedAttention(PublishedAttention):
@@ -504,9 +495,8 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
     True
     """
 
-    _switches = {"blocks": "rows"}
+    _way = "rows"
     _scheme = "plan"
-    _lends = HALF
 
     def __init__(
         self,
@@ -579,7 +569,7 @@ class BlockSparseOptimized(BlockSparseRingDilatedAttention):
     these blocks.
     """
 
-    _switches = {"blocks": "batched"}
+    _way = "batched"
 
 
 class BlockSparseTorchSparse(BlockSparseRingDilatedAttention):
@@ -587,4 +577,4 @@ class BlockSparseTorchSparse(BlockSparseRingDilatedAttention):
     float64.
     """
 
-    _switches = {"blocks": "bsr"}
+    _way = "bsr"

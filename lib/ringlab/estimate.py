@@ -111,8 +111,7 @@ def estimate(pattern: Pattern | str, *, seq_len: int | str, **call: Any) -> Esti
     ``hosts``: a number for the host of each rank, e.g. (0, 0, 1, 1); by default one
     host.
 
-    Raises ValueError (NotImplementedError for a kernel that cannot run, and for
-    ``blocks="bsr"`` and "flex", which cannot run without data) in one line for
+    Raises ValueError (NotImplementedError for a kernel that cannot run) in one line for
     what attention would refuse, for an unknown profile, and for sizes whose run without
     data would take minutes.
 

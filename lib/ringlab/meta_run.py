@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import cache as caches
 from . import kernels, memory
-from .block_patterns import BlockSparse
 from .call import CallSpec
 from .checks import check_backend, check_choice, check_int, short_repr
 from .engine import Execution, autograd
@@ -378,12 +377,7 @@ def run_rank(call: CallSpec, problem: Problem, scheme: str, number: int) -> Meta
 
 
 def check_size(call: CallSpec) -> None:
-    """Raise ValueError for what takes minutes to run without data, NotImplementedError
-    for what does not run without it.
-    """
-    way = call.execution.blocks
-    if isinstance(call.pattern, BlockSparse) and way in ("bsr", "flex"):
-        raise NotImplementedError(f"blocks={way!r} does not run without data")
+    """Raise ValueError for what takes minutes to run without data."""
     if call.ranks > MOST_RANKS:
         raise ValueError(
             f"estimates are for at most {MOST_RANKS} ranks, got {short_repr(call.ranks)}"
@@ -431,9 +425,8 @@ def _stand_in(call: CallSpec, for_gradients: bool):
     """The kernel that stands for a pass without data."""
     kernel = kernel_of(call)
     by_name = call.backend == kernels.LISTS
-    free = call.execution.plain and call.execution.merge == "auto"
     known = call.device.type == "cuda" and call.profile.capability is not None
-    if known and free and (by_name or call.backend == "auto"):
+    if known and call.execution.tile is None and (by_name or call.backend == "auto"):
         if by_name or call.kernel_choice(for_gradients).name == kernels.LISTS:
             shape = call.seq_len, call.heads, call.kv_heads
             return ListsMeta(kernels.kind_of(call.pattern, *shape) == "ladder")

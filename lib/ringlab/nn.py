@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from . import checks
-from .adaptive import Adaptive, adaptive_attention
+from .adaptive import Adaptive, choose
 from .attention import (
     DEFAULT,
     REFUSED,
@@ -394,14 +394,13 @@ class MultiheadAttention(NotTorchsAttention, Module):
                     + torch.arange(x.shape[1], device="cpu")
                 ).to(x.device)  # (b, n)
             q, k = (rotary(t, where, self.rotary_base) for t in (q, k))
+        pattern = self.pattern
         if adaptive:
-            adaptive_options = {
-                name: options[name] for name in ("causal", "backend", "group")
-            }
-            out = adaptive_attention(q, k, v, self.pattern, **adaptive_options)
-        else:
-            pattern = self.pattern(q, k) if callable(self.pattern) else self.pattern
-            out = attention(q, k, v, pattern, cache=cache, **options)
+            how = {"causal": options["causal"], "group": options["group"]}
+            pattern = choose(q, k, pattern, **how)
+        elif callable(pattern):
+            pattern = pattern(q, k)
+        out = attention(q, k, v, pattern, cache=cache, **options)
         return self.out_proj(out.flatten(2))
 
     def extra_repr(self) -> str:

@@ -14,12 +14,9 @@ from doubles import gpu
 from matrix import (
     BF16,
     BLOCK,
-    F16,
     F32,
     F64,
     STAINED,
-    TILED_WAYS,
-    WAYS,
     Case,
     all_wrong,
     drawn,
@@ -27,8 +24,15 @@ from matrix import (
 )
 from matrix import BLOCK_SPARSE as PATTERNS
 from refusals import refused
-from ring_cases import warnings_of_bsr
-from ringlab import Execution, attention, blocks, kernels, patterns, reference
+from ringlab import (
+    Execution,
+    attention,
+    baselines,
+    blocks,
+    kernels,
+    patterns,
+    reference,
+)
 from ringlab.blocks import (
     BlockSparse,
     Coarse,
@@ -40,11 +44,8 @@ from ringlab.blocks import (
     Window,
 )
 from ringlab.cost import count_pairs
-from ringlab.engine import torch_sparse
 from ringlab.engine.blocks import make_plan
-from ringlab.measure import Point, systems
 from ringlab.ring import contiguous
-from ringlab.ring.launch import launch
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -97,27 +98,23 @@ class Products(TorchDispatchMode):
         return found
 
 
-def computed(pattern, n, way, causal=False, d=107):
+def computed(pattern, n, way=None, causal=False, d=107):
     """What the eager kernel multiplies in a forward pass; no call has ``d`` keys."""
     q = torch.zeros(1, n, 1, d)
     kernels.choose(
         "cpu", F32, d, causal=causal, backend="eager"
     )  # its probe is not of a call
     with Products(d) as found:
-        attention(
-            q,
-            q,
-            q,
-            pattern,
-            causal=causal,
-            backend="eager",
-            execution=Execution(blocks=way, cache=False),
-        )
+        how = {"causal": causal, "backend": "eager", "execution": UNCACHED}
+        if way is None:
+            attention(q, q, q, pattern, **how)
+        else:
+            baselines.attend(q, q, q, pattern, way, **how)
     return found
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("way", TILED_WAYS)
+@pytest.mark.parametrize("way", [None, "batched", "rows"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_each_pair_is_computed_once(pattern, way, causal):
     """Causal: and at most the later half of the blocks on the diagonal."""
@@ -127,13 +124,10 @@ def test_each_pair_is_computed_once(pattern, way, causal):
 
 def test_a_window_is_few_calls_whatever_its_length():
     pattern = blocks.local_global(2, 4, block_size=BLOCK)
-    assert (
-        computed(pattern, 512, "views").calls <= 40
-        and computed(pattern, 2048, "views").calls <= 60
-    )
+    assert computed(pattern, 512).calls <= 40 and computed(pattern, 2048).calls <= 60
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [None, "batched", "rows", "bsr"])
 def test_rows_that_see_themselves_alone_send_nothing_to_scores(way):
     """Their gradient of q and k is 0: what sums in another order would leave roundings
     of it.
@@ -141,7 +135,7 @@ def test_rows_that_see_themselves_alone_send_nothing_to_scores(way):
     case = Case(
         blocks.sliding_window(0, block_size=1), 97, F32, batch=3, lse_cotangent=False
     )
-    case = replace(case, execution=Execution(blocks=way))
+    case = replace(case, way=way)
     inputs, dout, dlse, *_ = judged(case)
     found = case.run(inputs, dout, dlse)
     assert max(
@@ -166,7 +160,7 @@ def test_long_sequences_are_cut_into_nodes_and_strips(shape, causal):
             batch,
             heads,
             2,
-            execution=Execution(blocks="views", results=STAINED),
+            execution=Execution(results=STAINED),
         )
         assert not all_wrong([case])
 
@@ -236,17 +230,15 @@ def test_a_later_key_changes_no_earlier_row_whatever_it_is(value, dtype):
     spoiled = k.detach().clone()
     spoiled[:, 160] = value
     bound = reference.EXACT[F32] if dtype == F32 else 2**-8  # one rounding
-    for way in TILED_WAYS:
-        how = {"causal": True, "execution": Execution(blocks=way)}
-        clean, found = (
-            attention(q, x, v, window, **how)[:, :160] for x in (k, spoiled)
+    clean, found = (
+        attention(q, x, v, window, causal=True)[:, :160] for x in (k, spoiled)
+    )
+    assert reference.error(found, clean, 1.0) <= bound
+    if value == 3e38:  # 0 times others is NaN in any product of keys and gradients
+        want, got = (
+            torch.autograd.grad(out, q, dout)[0][:, :160] for out in (clean, found)
         )
-        assert reference.error(found, clean, 1.0) <= bound, way
-        if value == 3e38:  # 0 times others is NaN in any product of keys and gradients
-            want, got = (
-                torch.autograd.grad(out, q, dout)[0][:, :160] for out in (clean, found)
-            )
-            assert reference.error(got, want, 1.0) <= bound, way
+        assert reference.error(got, want, 1.0) <= bound
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -269,92 +261,6 @@ def test_counts_are_brute_force(causal):
         assert patterns.from_dict(pattern.to_dict()) == pattern and "\n" not in str(
             pattern
         )
-
-
-def by_flex(pattern, causal=False):
-    """One shape and dtype, so that one kernel is compiled. With AVX2, torch's is wrong
-    for blocks of 8.
-    """
-    return Case(
-        replace(pattern, block_size=16),
-        205,
-        F32,
-        causal,
-        execution=Execution(blocks="flex", results=STAINED),
-    )
-
-
-@pytest.fixture(scope="module")
-def flex():
-    """Skips where torch has no compiled FlexAttention for these."""
-    try:
-        judged_inputs, *_ = judged(by_flex(PATTERNS[0]))
-        by_flex(PATTERNS[0]).call(*judged_inputs)
-    except NotImplementedError as why:
-        pytest.skip(str(why))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_flex_is_the_reference(flex, causal):
-    assert not all_wrong(by_flex(pattern, causal) for pattern in PATTERNS)
-
-
-def test_flex_is_compiled_whoever_looks_on(flex, recwarn):
-    """Under a dispatch mode, or called out of a graph, torch would form all scores, and
-    warn once at most.
-    """
-    case = by_flex(PATTERNS[0])
-    q, k, v = drawn(case)[0]
-    case.call(
-        q, k, v
-    )  # compiled, if no test before did it: the compiler forms small products of its own
-    with Products() as mode:
-        out = case.call(q, k, v)[0]
-    assert (
-        reference.error(out, judged(case)[3]["out"], 1.0) <= 5e-6
-        and mode.largest <= q.numel() < 4 * 205**2
-    )
-    outer = torch.compile(lambda x: case.call(x, k, v)[0], backend="eager")
-    assert torch.equal(outer(q), out)
-    assert not [w for w in recwarn if "flex_attention" in str(w.message)]
-
-
-@pytest.mark.parametrize(
-    "way, dtype, why",
-    [
-        ("bsr", BF16, "blocks='bsr' takes float32, float64, not bfloat16$"),
-        ("bsr", F16, "blocks='bsr' takes float32, float64, not float16$"),
-        ("flex", F64, "blocks='flex' takes float32, float16, bfloat16, not float64$"),
-        ("flex", F32, "blocks='flex' needs a block size that is a multiple of 16"),
-    ],
-)
-def test_ways_that_cannot_run_say_why(way, dtype, why):
-    with pytest.raises(NotImplementedError, match=f"^{why}"):
-        attention(
-            *tensors(PATTERNS[0], 64, dtype),
-            PATTERNS[0],
-            execution=Execution(blocks=way),
-        )
-
-
-def test_flex_without_a_compiler_says_so(monkeypatch):
-    wide = replace(PATTERNS[0], block_size=16)
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(
-        NotImplementedError,
-        match=r"^blocks='flex' needs a C\+\+ compiler on a CPU, g\+\+ is",
-    ):
-        attention(*tensors(wide, 64), wide, execution=Execution(blocks="flex"))
-    with pytest.raises(
-        NotImplementedError, match=r"^FlexAttention needs a C\+\+ compiler"
-    ):
-        systems.build(Point("flex", wide, seq_len=64), "cpu")
-
-
-def test_flex_without_the_headers_of_python_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert "needs Python's headers" in torch_sparse.refusal("cpu", F32)
 
 
 def test_near_misses_nothing_and_neighbours_in_it_are_neighbours():
@@ -415,27 +321,6 @@ def test_random_blocks_differ_and_every_set_of_them_is_as_likely(number, count):
     assert (found - 1 / sets).abs().max() <= 5 * (
         1 / sets * (1 - 1 / sets) / len(codes)
     ) ** 0.5
-
-
-def test_bsr_multiplies_by_torch_sparse_and_forms_seen_blocks_alone():
-    pattern, b, h, n = PATTERNS[0], 2, 4, 1021
-    q, k, v = (t.requires_grad_() for t in tensors(pattern, n, F32, b, h))
-    with Products() as forward:
-        out = attention(
-            q, k, v, pattern, execution=Execution(blocks="bsr", cache=False)
-        )
-    with Products() as backward:
-        out.backward(torch.ones_like(out))
-    assert (forward.sparse, backward.sparse) == (b * h, 0)
-    formed = max(
-        int(pattern.blocks(n).sum()) * BLOCK**2, q.numel()
-    )  # the scores of a head, or a result
-    assert max(forward.largest, backward.largest) <= formed < n**2 / 4
-
-
-def test_bsr_prints_no_warning():
-    """In a process that has printed none: torch warns of its sparse tensors once."""
-    assert launch(warnings_of_bsr, 1) == [[]]
 
 
 def test_density_is_solved_for():

@@ -201,8 +201,8 @@ def test_the_error_is_that_of_branch_by_branch(monkeypatch):
     monkeypatch.setattr(
         folding, "faster", lambda *given: folding.fold(*given[:-2], kernel_of())
     )
-    for merge in ("auto", "eager"):
-        got = replace(case, execution=Execution(cache=False, merge=merge)).run(
+    for way in (None, "views"):
+        got = replace(case, way=way, execution=Execution(cache=False)).run(
             inputs, dout, dlse
         )
         found.append(matrix.errors(got, want, inputs[0], inputs[1], dout))

@@ -21,7 +21,7 @@ from matrix import (
     paths,
 )
 from random_cases import seeds
-from ringlab import Adaptive, BlockSparse, Dense, Execution, blocks
+from ringlab import Adaptive, BlockSparse, Dense, blocks
 from ringlab.ring import SCHEMES, contiguous
 
 ADAPTIVE = Adaptive(8, 3)
@@ -74,12 +74,9 @@ def test_every_length(pattern):
         Case(pattern, n, causal=n % 2 > 0, d=8)
         for n in (*range(1, 21), 36, 37, 40, 41, 64, 127)
     ]
-    how = (
-        {"blocks": "batched"} if isinstance(pattern, BlockSparse) else {"gather": True}
-    )
+    way = "batched" if isinstance(pattern, BlockSparse) else "gather"
     assert not all_wrong(
-        replace(case, execution=Execution(**how)) if case.n % 3 == 0 else case
-        for case in cases
+        replace(case, way=way) if case.n % 3 == 0 else case for case in cases
     )
 
 

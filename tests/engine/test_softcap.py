@@ -22,15 +22,12 @@ CASE = Case(Dense(), 101, F64, causal=True, batch=2, scale=-1.0, softcap=1.5)
 )
 def test_every_path(pattern, causal):
     case = replace(CASE, pattern=pattern, causal=causal, sinks=causal)
-    sparse = isinstance(pattern, blocks.BlockSparse)
-    copies = {"blocks": "batched"} if sparse else {"gather": True}
     assert not all_wrong(
         [
             replace(case, backend="eager"),
             replace(case, dtype=F32),
             replace(case, dtype=BF16, scale=None, softcap=30.0),
             replace(case, execution=Execution(tile=32)),
-            replace(case, execution=Execution(**copies)),
             replace(case, layout=contiguous(101, 2), scheme="plan"),
             replace(case, layout=contiguous(101, 2), scheme="ulysses"),
         ]
@@ -125,11 +122,6 @@ def test_the_kernel_is_chosen_in_silence(caplog):
             {"softcap": float("nan")},
             ValueError,
             "softcap must be a number .*, got nan$",
-        ),
-        (
-            {"execution": Execution(blocks="bsr")},
-            NotImplementedError,
-            r"Execution\(blocks='bsr'\) takes no softcap$",
         ),
     ],
 )

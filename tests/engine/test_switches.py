@@ -29,7 +29,6 @@ LADDER = Dilated([64, 64, 64], [1, 1, 2])  # folded by the eager kernel, too
 BIGBIRD = blocks.bigbird(1, 1, 2, block_size=16)
 WINDOW = blocks.sliding_window(1, block_size=16)
 SCHEMES = ("plan", "ring", "all_gather", "ulysses")
-INPUTS: list[torch.Tensor] = []  # of the last call
 CUTS = {"cu_seqlens": [0, 60, N]}
 
 
@@ -38,7 +37,7 @@ def call(pattern, n=N, **how):
 
     def path(execution, dtype):
         generator = torch.Generator().manual_seed(0)
-        q, k, v = INPUTS[:] = (
+        q, k, v = (
             torch.randn(1, rows, heads, 8, generator=generator, dtype=torch.float64)
             .to(dtype)
             .requires_grad_()
@@ -103,45 +102,36 @@ PATHS = {
     "ranks, documents": call(LADDER, group=Simulated(2), scheme="plan", **CUTS),
 }
 SWITCHES = {
-    "gather": lambda: True,
     "cache": PatternCache,
     "no cache": lambda: False,
     "pool": lambda: MemoryPool(threshold_bytes=0),
     "tile": lambda: 24,
     "back-off": lambda: OOMBackoff((24,)),
-    "views": lambda: "views",
-    "rows": lambda: "rows",
-    "bsr": lambda: "bsr",
-    "flex": lambda: "flex",
-    "merge": lambda: "eager",
     "results": lambda: MemoryPool(threshold_bytes=0),
 }
-FIELDS = {"no cache": "cache", "back-off": "tile"} | dict.fromkeys(
-    ("views", "rows", "bsr", "flex"), "blocks"
-)
-# h: honoured; r: refused; -: nothing to change, as help(Execution) says. "flex", which
-# compiles, is called in tests/engine/test_blocks.py.
+FIELDS = {"no cache": "cache", "back-off": "tile"}
+# h: honoured; r: refused; -: nothing to change, as help(Execution) says.
 TABLE = """
-                    gather cache no_cache pool tile back-off views rows bsr flex merge results
-dense                  h     h      h      h    h      h       r    r    r   r     -     h
-dilated                h     h      h      h    h      h       r    r    r   r     h     h
-blocks                 r     h      h      h    h      h       -    h    h   .     -     h
-by_head                r     h      h      h    h      h       -    h    h   .     -     h
-other_keys             r     h      h      h    h      h       r    r    r   r     -     h
-documents              h     h      h      h    h      h       r    r    r   r     h     h
-documents,_blocks      r     h      h      h    h      h       -    h    h   .     -     h
-sinks                  h     h      h      h    h      h       r    r    r   r     h     h
-softcap                h     h      h      h    h      h       r    r    r   r     h     h
-generation             r     h      h      h    h      h       r    r    r   r     -     -
-generation,_blocks     r     -      -      h    h      h       r    r    r   r     -     -
-adaptive               r     r      r      r    r      r       r    r    r   r     r     r
-plan                   r     h      h      h    h      h       r    r    r   r     -     -
-ring                   r     h      h      h    h      h       r    r    r   r     -     -
-all_gather             r     h      h      h    h      h       r    r    r   r     -     -
-ulysses                r     h      h      h    h      h       r    r    r   r     -     -
-plan,_blocks           r     h      h      h    h      h       -    r    r   r     -     -
-ulysses,_blocks        r     h      h      h    h      h       -    h    h   .     -     -
-ranks,_documents       r     h      h      h    h      h       r    r    r   r     h     h
+                    cache no_cache pool tile back-off results
+dense                 h      h      h    h      h       h
+dilated               h      h      h    h      h       h
+blocks                h      h      h    h      h       h
+by_head               h      h      h    h      h       h
+other_keys            h      h      h    h      h       h
+documents             h      h      h    h      h       h
+documents,_blocks     h      h      h    h      h       h
+sinks                 h      h      h    h      h       h
+softcap               h      h      h    h      h       h
+generation            h      h      h    h      h       -
+generation,_blocks    -      -      h    h      h       -
+adaptive              r      r      r    r      r       r
+plan                  h      h      h    h      h       -
+ring                  h      h      h    h      h       -
+all_gather            h      h      h    h      h       -
+ulysses               h      h      h    h      h       -
+plan,_blocks          h      h      h    h      h       -
+ulysses,_blocks       h      h      h    h      h       -
+ranks,_documents      h      h      h    h      h       h
 """
 
 
@@ -167,8 +157,8 @@ PLAIN: dict[tuple, tuple] = {}  # results, kernel calls, whether plans are kept
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(queries, heads times keys, whether k is a copy, whether there is a bias) of each
-    kernel call; memory runs out above ``most`` scores.
+    """(queries, heads times keys) of each kernel call; memory runs out above ``most``
+    scores.
     """
 
     class Calls(list):
@@ -182,16 +172,14 @@ def calls(monkeypatch):
         b, m, h, _ = q.shape
         if 1 < m > found.most / (b * h * k.shape[1]):
             raise torch.OutOfMemoryError("scores")
-        own = k.untyped_storage().data_ptr()
-        copied = own not in [t.untyped_storage().data_ptr() for t in INPUTS]
-        found.append((m, b * h * k.shape[1], copied, len(how) > 2))
+        found.append((m, b * h * k.shape[1]))
         return forward(self, q, k, v, *how)
 
     monkeypatch.setattr(eager, "forward", recorded)
     return found
 
 
-@pytest.mark.parametrize("path, switch, mark", [x for x in expected() if x[2] != "."])
+@pytest.mark.parametrize("path, switch, mark", [*expected()])
 def test_a_switch_is_honoured_or_refused(path, switch, mark, calls):
     value, name = SWITCHES[switch](), FIELDS.get(switch, switch)
     dtype = torch.bfloat16 if switch == "pool" else torch.float64
@@ -215,22 +203,14 @@ def test_a_switch_is_honoured_or_refused(path, switch, mark, calls):
     for a, b in zip(got, want, strict=True):
         assert error(a, b, 1e-3 * floor) < (1e-12 if dtype == torch.float64 else 1e-9)
     changed = {
-        "gather": lambda: all(copied for *_, copied, _ in calls),
         "cache": lambda: value.stats().misses,
         "no cache": lambda: cached and cache.GLOBAL.stats() == before,
         "pool": lambda: value.stats().borrows,
-        "tile": lambda: max(m * keys for m, keys, *_ in calls if m > 1) <= 24**2,
+        "tile": lambda: max(m * keys for m, keys in calls if m > 1) <= 24**2,
         "back-off": lambda: calls != plain,
-        "merge": lambda: {bias for *_, bias in plain} - {bias for *_, bias in calls},
         "results": lambda: value.stats().borrows,
     }.get(switch, lambda: calls != plain)
     assert bool(changed()) == (mark == "h")
-
-
-def test_tiles_of_ways_that_call_no_kernel_are_refused():
-    for way in ("bsr", "flex"):
-        with pytest.raises(ValueError, match="takes no tile"):
-            Execution(blocks=way, tile=8)
 
 
 def test_a_flop_counter_which_takes_default_calls_whole_leaves_options_their_effect():

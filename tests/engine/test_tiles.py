@@ -81,12 +81,12 @@ def test_whichever_call_runs_out_of_memory_the_step_is_the_same(monkeypatch, sch
 
 
 @pytest.mark.parametrize("most, level", [(16, 0), (11, 1), (4, 2), (2, 3)])
-@pytest.mark.parametrize("gather", [False, True])
-def test_the_backoff_goes_down_to_the_tile_that_fits(monkeypatch, most, level, gather):
+@pytest.mark.parametrize("way", [None, "gather"])
+def test_the_backoff_goes_down_to_the_tile_that_fits(monkeypatch, most, level, way):
     backoff = OOMBackoff((8, 4, 2))
     Fails(monkeypatch, lambda _, rows, keys: max(rows, keys) > most)
     assert (
-        not wrong(replace(DENSE, execution=Execution(gather=gather, tile=backoff)))
+        not wrong(replace(DENSE, way=way, execution=Execution(tile=backoff)))
         and backoff.level == level
     )
 

@@ -151,7 +151,8 @@ def test_modules_follow_half_and_to_as_those_with_weights_do():
         ("DilatedAttention", torch.float32, True),
         ("RingDilatedAttentionV2Collective", torch.bfloat16, False),
         ("BlockSparseRingDilatedAttention", torch.bfloat16, True),
-        ("BlockSparseRingDilatedAttention", torch.float32, False),
+        ("BlockSparseOptimized", torch.float32, True),
+        ("BlockSparseTorchSparse", torch.float32, False),
     ],
 )
 def test_a_pool_lends_or_is_said_once_to_be_idle(name, dtype, lends, recwarn):

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
-from ringlab import Dense, Dilated, Execution, attention, blocks, kernels
+from ringlab import Dense, Dilated, Execution, attention, kernels
 from ringlab.cache import PatternCache
-from ringlab.engine import dilated, ways
+from ringlab.engine import dilated
 from ringlab.engine.ways import LocalCall, way_of
 from ringlab.kernels.base import DeviceSpec
 
@@ -47,8 +47,6 @@ def way(
         {"kv_heads": 4},
         {"dtype": torch.float64},
         {"execution": Execution(tile=8)},
-        {"execution": Execution(gather=True)},
-        {"execution": Execution(merge="eager")},
         {"execution": Execution(pool=True)},
         {"differentiable": True},
     ],
@@ -60,21 +58,9 @@ def test_equal_kinds_have_one_way_and_others_their_own(change):
     assert way(**change) is not way()
 
 
-@pytest.mark.parametrize(
-    "pattern, execution, kind",
-    [
-        (LADDER, {}, ways.Planned),
-        (LADDER, {"gather": True}, ways.Gathered),
-        (blocks.sliding_window(1, block_size=8), {"blocks": "rows"}, ways.Planned),
-        (blocks.sliding_window(1, block_size=8), {"blocks": "bsr"}, ways.Bsr),
-        (blocks.sliding_window(1, block_size=8), {"blocks": "flex"}, ways.Flex),
-    ],
-    ids=str,
-)
-def test_the_options_decide_and_pools_and_caches_do_not(pattern, execution, kind):
-    plain = way(pattern, execution=Execution(**execution))
-    other = Execution(**execution, cache=False, results=False)
-    assert type(plain) is kind and way(pattern, execution=other) is plain
+def test_caches_and_pools_of_results_do_not_decide():
+    other = Execution(cache=False, results=False)
+    assert way(execution=other) is way()
 
 
 def test_a_way_keeps_no_cache_of_a_caller_alive():

@@ -4,7 +4,6 @@ refusals, its device code.
 
 import re
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from ringlab.kernels import fused_merge, triton_config
 pytest.importorskip("triton")
 
 TARGET = Dilated([2048, 4096, 8192], [1, 2, 4])
-EAGER, CPU = Execution(merge="eager"), torch.device("cpu")
+IN_TURN, CPU = Execution(pool=True), torch.device("cpu")
 
 
 def test_bytes_of_the_target_are_those_that_were_planned():
@@ -57,7 +56,7 @@ def test_what_is_held_until_the_join_is_estimated():
         both.parts["workspace"] >= 3 * out * 3 // 4
         and both.parts["gradients"] == 4 * out
     )
-    eager = estimate(TARGET, execution=EAGER, backend="sdpa", **shape)
+    eager = estimate(TARGET, execution=IN_TURN, backend="sdpa", **shape)
     assert 0 < eager.parts["workspace"] < e.parts["workspace"]
     # By rule the list kernels run this call, which hold nothing else; on an A100 it is
     # one merge.
@@ -70,7 +69,6 @@ def test_what_is_held_until_the_join_is_estimated():
     [
         {"profile": "gtx1080"},
         {"profile": "a100", "dtype": torch.float64},
-        {"profile": "a100", "execution": Execution(pool=True)},
         {"profile": "a100", "ranks": 2},
         {"profile": "a100", "pattern": block_patterns.sliding_window(1)},
     ],
@@ -78,8 +76,7 @@ def test_what_is_held_until_the_join_is_estimated():
 )
 def test_where_there_is_no_merging_kernel_calls_are_merged_in_turn(call):
     call = {"pattern": TARGET, "seq_len": 16384, "backend": "sdpa"} | call
-    eager = replace(call.get("execution", EAGER), merge="eager")
-    assert estimate(**call).parts == estimate(**call | {"execution": eager}).parts
+    assert estimate(**call).parts == estimate(**call, execution=IN_TURN).parts
 
 
 def test_what_a_gpu_needs_for_it_is_said(monkeypatch):

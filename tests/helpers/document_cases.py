@@ -11,13 +11,12 @@ from matrix import (
     DILATED,
     F32,
     F64,
-    WAYS,
     Case,
     differentiated,
     drawn,
     errors,
 )
-from ringlab import Dense, Execution, blocks, reference
+from ringlab import Dense, reference
 
 MASKS = [p for p in BLOCK_SPARSE if "given" in str(p)]  # of one length
 PATTERNS = [Dense(), *DILATED, *(p for p in BLOCK_SPARSE if p not in MASKS)]
@@ -68,13 +67,8 @@ def drawn_case(rng: random.Random) -> Case:
     n, packed = rng.randint(1, rng.choice([40, 120])), rng.random() < 0.7
     heads = rng.choice([(1, 1), (4, 2), (6, 1), (4, 4)])
     batch = 1 if packed else rng.randint(1, 4)
-    pattern, execution = rng.choice(PATTERNS), Execution()
-    if isinstance(pattern, blocks.BlockSparse):
-        execution = Execution(blocks=rng.choice(WAYS))
-    elif rng.random() < 0.2:
-        execution = Execution(gather=True)
     case = Case(
-        pattern,
+        rng.choice(PATTERNS),
         n,
         rng.choice([F64, F32]),
         rng.random() < 0.5,
@@ -84,7 +78,6 @@ def drawn_case(rng: random.Random) -> Case:
         lse_cotangent=rng.random() < 0.5,
         memory=rng.choice(["contiguous", "heads first", "every other"]),
         seed=rng.randrange(1 << 30),
-        execution=execution,
     )
     if not packed:
         return replace(

@@ -19,6 +19,7 @@ from ringlab import (
     Execution,
     Simulated,
     attention,
+    baselines,
     kernels,
     reference,
 )
@@ -65,12 +66,6 @@ BLOCK_SPARSE = [
     presets.from_mask(MASK, block_size=BLOCK),
 ]
 PATTERNS = [Dense(), *DILATED, *BLOCK_SPARSE]
-TILED_WAYS = (
-    "views",
-    "batched",
-    "rows",
-)  # ways of running blocks that are calls of kernels
-WAYS = (*TILED_WAYS, "bsr")
 
 
 class Stained(MemoryPool):
@@ -111,6 +106,7 @@ class Case:
     memory: str = "contiguous"  # one of MEMORY
     seed: int = 0
     execution: Execution = Execution()
+    way: str | None = None  # of ``baselines``, which take no more than causal and scale
     backend: str = "auto"
     layout: Layout | None = None
     scheme: str | tuple[str, str] = "auto"
@@ -125,8 +121,11 @@ class Case:
             "causal": self.causal,
             "scale": self.scale,
             "backend": self.backend,
-            "return_lse": True,
         }
+        if self.way is not None:
+            how["execution"] = self.execution
+            return baselines.attend(q, k, v, self.pattern, self.way, **how)
+        how["return_lse"] = True
         how |= self.documents | ({"sinks": z} if self.sinks else {})
         how |= {"softcap": self.softcap} if self.softcap else {}
         if self.layout is not None:
@@ -284,6 +283,7 @@ def judged(case: Case):
         replace(
             case,
             execution=Execution(),
+            way=None,
             backend="auto",
             scheme="auto",
             layout=layout,
@@ -347,28 +347,11 @@ def every_path(case: Case) -> list[Case]:
     how = [replace(case, backend=name) for name in names]
     if isinstance(case.pattern, Adaptive):
         return how
-    how += [
+    return how + [
         replace(case, execution=Execution(cache=False, pool=True, results=STAINED)),
         replace(case, execution=Execution(tile=33), backend="eager"),
         replace(case, execution=Execution(tile=40)),
     ]
-    if isinstance(case.pattern, BlockSparse):
-        ways = TILED_WAYS if case.dtype in HALF else WAYS
-        how += [
-            replace(case, execution=Execution(blocks=way, results=STAINED))
-            for way in ways
-        ]
-        how.append(replace(case, execution=Execution(blocks="rows", tile=20)))
-    else:
-        how.append(replace(case, execution=Execution(gather=True)))
-        how.append(
-            replace(
-                case,
-                execution=Execution(gather=True, pool=True, tile=33),
-                backend="eager",
-            )
-        )
-    return how
 
 
 def fits(pattern, layout: Layout, causal: bool, scheme: str) -> bool:
@@ -433,7 +416,6 @@ def any_case(rng: random.Random) -> Case:
     )
     pattern = rng.choices(kinds, [7, 1, 2])[0]
     execution = Execution(
-        gather=some([False, False, True]),
         cache=some([False, True]),
         pool=some([False, True]),
         tile=some([None] * 4 + [16, 33, 100]),
@@ -459,13 +441,8 @@ def any_case(rng: random.Random) -> Case:
         execution=execution,
         backend=some(["auto", "eager"]),
     )
-    strided = replace(execution, gather=False)
-    if isinstance(pattern, BlockSparse):
-        case = replace(case, execution=strided)
     if some([False, True]):
         return case
-    if execution.gather:  # over several ranks it is refused
-        case = replace(case, execution=strided)
     layout, scheme = (
         any_layout(rng, some([1, 2, 3, 4]), rng.randint(40, 80)),
         some([*SCHEMES, "auto"]),

@@ -13,6 +13,7 @@ OPTIONS = {
     "nsa": {"block_size": 8, "top_k": 4, "window": 9},
     "dsa": {"top_k": 9, "index_dim": 8},
     "vertical_slash": {"block_size": 8, "vertical": 2, "slash": 2},
+    "adaptive": {"block_size": 8, "top_k": 3},
 }
 FIRST = Point(
     "moba",
@@ -98,6 +99,7 @@ def test_each_part_of_nsa_is_checked(monkeypatch, part):
         FIRST.but(pattern=patterns.Dilated([16], [1])),
         FIRST.but(options={"window": 3}),
         FIRST.but(options={"top_k": 0}),
+        EACH[4].but(options={"top_k": 14}),
         FIRST.but(passes="fwd+bwd", options={"choice": True}),
         EACH[3].but(passes="fwd+bwd"),
         EACH[1].but(options={"top_k": 2}),
@@ -108,3 +110,13 @@ def test_what_is_not_measured_is_refused(point):
     with pytest.raises(Refused) as refused:
         build(point, "cpu")
     assert "\n" not in str(refused.value)
+
+
+def test_adaptive_blocks_are_seen_in_any_order():
+    """Each of 12 whole blocks and one of four rows is seen by all that choose it."""
+    system, inputs, output = ran(EACH[4].but(causal=False))
+    assert not wrong(system, inputs, output)
+    picks = system.choose(*inputs[:2]).indices
+    keys = torch.where(picks == 12, 4, 8).sum(3)  # (1, heads, blocks)
+    rows = torch.tensor([8] * 12 + [4])
+    assert system.cost.pairs == int((keys * rows).sum())

@@ -4,8 +4,7 @@ results, and refuses other points.
 
 import pytest
 import torch
-from ringlab import block_patterns, patterns
-from ringlab.engine import torch_sparse
+from ringlab import baselines, block_patterns, patterns
 from ringlab.measure import Point, peers
 from ringlab.measure.model_systems import STEPS, document_lengths
 from ringlab.measure.systems import BLOCK_SPARSE, SYSTEMS, Refused, build
@@ -90,7 +89,7 @@ OWN = [
 )
 def test_every_system_passes_its_own_check(point):
     name = point.system
-    if name == "flex" and (why := torch_sparse.refusal("cpu", torch.float32)):
+    if name == "flex" and (why := baselines.refusal("cpu", torch.float32)):
         pytest.skip(why)
     system, inputs, output, _ = passes(point)
     if name != "plan_build":  # which has no tensors of its own
@@ -201,10 +200,12 @@ def test_inputs_come_from_the_points_own_seed():
         ({"system": "flashy"}, "unknown system 'flashy'; known: ringlab, dense_sdpa"),
         (
             {"options": {"speed": 9}},
-            "ringlab has no option 'speed'; known: gather, blocks, merge, cache",
+            "ringlab has no option 'speed'; known: cache, pool, results, backend",
         ),
         ({"options": {"pool_threshold_mb": 0.0}}, "needs pool=True"),
-        ({"options": {"blocks": "odd"}}, "blocks"),
+        ({"options": {"blocks": "odd"}}, "unknown way ('blocks', 'odd')"),
+        ({"options": {"gather": True}, "pattern": WINDOW}, "'gather' does not serve"),
+        ({"options": {"gather": True}, "world_size": 2}, "on one device"),
         ({"system": "dense_sdpa"}, "dense_sdpa computes dense attention"),
         ({"system": "contiguous_segments", "seq_len": 60}, "whole segments of 16"),
         (

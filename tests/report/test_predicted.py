@@ -49,7 +49,7 @@ def test_every_peak_within_5_percent_and_never_below_and_bytes_exact(known):
         if row.point.world_size > 1:
             assert found.sent_by_rank == row.ranks["bytes_sent"], label
     assert {row.point.world_size for row, _ in known} >= {1, 2, 4}
-    assert len(known) > 25 and len({row.point.system for row, _ in known}) > 6
+    assert len(known) > 20 and len({row.point.system for row, _ in known}) > 6
 
 
 def test_rates_come_from_the_rows_own_bounds_and_no_time_is_below_theirs(known):

@@ -13,9 +13,8 @@ from ringlab import (
     adaptive_attention,
     reference,
 )
-from ringlab.adaptive import best_blocks
+from ringlab.adaptive import choose
 from ringlab.ring import counting
-from ringlab.ring.group import Group
 from ringlab.ring.launch import launch
 
 KINDS = (
@@ -100,8 +99,10 @@ def test_the_choice_is_the_same_bit_for_bit(dtype, causal):
             (q, torch.ones_like(k)),
         ):
             pattern, group = Adaptive(SIZE, min(TOP_K, ranks * share)), Simulated(ranks)
-            found = best_blocks(*pair, pattern, causal=causal, ranks=Group.of(group))
-            assert torch.equal(found, best_blocks(*pair, pattern, causal=causal))
+            found, whole = (
+                choose(*pair, pattern, causal=causal, group=x) for x in (group, None)
+            )
+            assert torch.equal(found.indices, whole.indices)
             one, many = (
                 AdaptiveBlockSparse(d, SIZE, pattern.top_k, group=x)
                 for x in (None, group)

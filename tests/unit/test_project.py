@@ -421,6 +421,7 @@ LAYERS = [
         "advise",
         "adaptive",
         "selection",
+        "baselines",
         "compat",
         "nn",
         "integrations",

@@ -1,5 +1,5 @@
 """The planner of block-sparse patterns: their calls, by index arithmetic alone, without
-tensors. ``WAYS`` are the names that ``Execution.blocks`` takes.
+tensors.
 
 Kernels are slow on short keys and on few queries, so neighbouring blocks of queries are
 joined in a binary tree. A node of the tree takes the keys that all of its blocks see
@@ -25,15 +25,6 @@ from ..kernels.base import PLAIN, Cost, Kernel
 from .dilated import even_runs, first_and_step
 from .execute import Call, HeadBlock, Plan, Planner, View, altered, anew
 
-WAYS = {
-    "auto": "views",
-    "views": "dense calls on overlapping strided views, of neighbouring blocks joined in a tree; random blocks copied",
-    "batched": "the keys of each block of queries copied together, blocks with equally many in one call",
-    "rows": "the same, one call for each block of queries",
-    "bsr": "probabilities as a torch.sparse BSR tensor, one batch entry and head at a time; its backward as of flex",
-    "flex": "torch's FlexAttention, compiled once for each shape; its backward is that of views",
-}
-
 
 def planner(
     pattern: BlockSparse,
@@ -42,11 +33,10 @@ def planner(
     kv_heads: int,
     causal: bool,
     kernel: Kernel,
-    way: str,
 ) -> Planner:
-    """The planner by views or, where ``way`` says so, by copied keys."""
-    rest = heads, kv_heads, causal, way if way in ("batched", "rows") else "views"
-    call = pattern, n, *rest, kernel
+    """The planner for a kernel."""
+    rest = heads, kv_heads, causal, kernel
+    call = pattern, n, *rest
 
     def build(cached: Callable) -> Plan:
         size = pattern.block_size
@@ -56,7 +46,7 @@ def planner(
             return make_plan(*call, cached)
         # Sequences of as many blocks share a plan: documents of a batch have hundreds
         # of lengths.
-        longer = pattern, whole, *rest, kernel
+        longer = pattern, whole, *rest
         plan = cached(("blocks", *longer), lambda: make_plan(*longer))
         return plan.before(n)
 
@@ -69,14 +59,11 @@ def make_plan(
     heads: int = 1,
     kv_heads: int = 1,
     causal: bool = False,
-    way: str = "views",
     kernel: Kernel = PLAIN,
     cached=anew,
 ) -> Plan:
     """The calls for ``n`` positions of queries and of keys, for any kernel or those
     that are cheapest for ``kernel``.
-
-    ``way``: "views", "batched" or "rows".
 
     >>> from ringlab.block_patterns import local_global
     >>> call = make_plan(local_global(2, 4, block_size=128), 16384).calls[0]  # the global blocks of keys
@@ -84,8 +71,7 @@ def make_plan(
     (16, 1024, 1024, 512, 0)
     """
     whole = BlockParts.of([range(n)], pattern.block_size)
-    options = {"causal": causal, "itself": True, "way": way, "kernel": kernel}
-    options["cached"] = cached
+    options = {"causal": causal, "itself": True, "kernel": kernel, "cached": cached}
     return plan_between(pattern, n, whole, whole, heads, kv_heads, **options)
 
 
@@ -199,7 +185,6 @@ def plan_between(
     causal: bool,
     itself: bool,
     kernel: Kernel,
-    way: str = "views",
     cached=anew,
 ) -> Plan:
     """The plan of ``queries``, in this order of rows, on ``keys``, of ``n`` positions.
@@ -208,12 +193,11 @@ def plan_between(
     mask on the diagonal.
     """
 
-    if way == "views":
-        window = window_of_tokens(pattern, causal)
-        rows = (queries.span, keys.span)
-        if window and all(rows):
-            arguments = *window, *rows, heads, kv_heads, kernel
-            return window_plan(*arguments, causal=causal and itself, cached=cached)
+    window = window_of_tokens(pattern, causal)
+    rows = (queries.span, keys.span)
+    if window and all(rows):
+        arguments = *window, *rows, heads, kv_heads, kernel
+        return window_plan(*arguments, causal=causal and itself, cached=cached)
 
     def layer(shown: BlockSparse, hidden: BlockSparse | None, copied: bool) -> Layer:
         def seen(rows: range) -> tuple[Tensor, Tensor]:
@@ -236,22 +220,8 @@ def plan_between(
             ]
         )
         diagonal = torch.where(seen, torch.arange(len(seen)), -1)
-    layers = [
-        layer(*arguments)
-        for arguments in (
-            layers_of(pattern) if way == "views" else [(pattern, None, True)]
-        )
-    ]
-    return tile(
-        layers,
-        queries.cuts,
-        keys.cuts,
-        diagonal,
-        heads,
-        kv_heads,
-        kernel,
-        alone=way == "rows",
-    )
+    layers = [layer(*arguments) for arguments in layers_of(pattern)]
+    return tile(layers, queries.cuts, keys.cuts, diagonal, heads, kv_heads, kernel)
 
 
 def window_plan(
@@ -490,12 +460,9 @@ def tile(
     heads: int = 1,
     kv_heads: int = 1,
     kernel: Kernel = PLAIN,
-    *,
-    alone: bool = False,
 ) -> Plan:
     """The plan of disjoint ``layers`` of seen blocks: regular calls first.
 
-    ``alone``: a call on copied keys, or a causal one, for each block of queries.
     ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
     """
     cost = kernel.cost
@@ -503,7 +470,7 @@ def tile(
     gathered: list[Call] = []
     for layer in layers:
         for rows, level in chains(queries):
-            strided, left = _calls(layer, rows, level, queries, keys, alone, cost)
+            strided, left = _calls(layer, rows, level, queries, keys, cost)
             entries += strided
             gathered += left
     squares = _squares(queries, keys, diagonal)
@@ -513,8 +480,7 @@ def tile(
         [part for entry in entries for part in _split_queries(entry)]
     )
     calls = [part for call in calls for part in _split_keys(call)]
-    for call in _strided_calls(squares, causal=True):
-        calls += call.each_repeat() if alone else [call]
+    calls += _strided_calls(squares, causal=True)
     return _plan(calls, gathered, int(queries.lengths.sum()), heads, kv_heads)
 
 
@@ -610,7 +576,6 @@ def _calls(
     levels: int,
     queries: Cuts,
     keys: Cuts,
-    alone: bool,
     cost: Cost,
 ) -> tuple[list[Entry], list[Call]]:
     """The calls of one range of blocks of one length, at the levels of its tree that
@@ -630,7 +595,7 @@ def _calls(
             if not layer.copied:
                 apart = better_copied(node, count, len(rows), size, cost)
             gathered += _gathered_calls(
-                node[apart], begin[apart], count[apart], at[apart], size, alone
+                node[apart], begin[apart], count[apart], at[apart], size
             )
         entries += [
             (length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()
@@ -721,9 +686,9 @@ def _split_keys(call: Call) -> Iterator[Call]:
 
 
 def _gathered_calls(
-    node: Tensor, begin: Tensor, count: Tensor, at: Tensor, size: int, alone: bool
+    node: Tensor, begin: Tensor, count: Tensor, at: Tensor, size: int
 ) -> list[Call]:
-    """Calls on copied keys: nodes with equally many keys together, or each ``alone``.
+    """Calls on copied keys: nodes with equally many keys together.
 
     Each run (runs,) has its node, ascending, its first key and their number, and the
     node's first query.
@@ -739,10 +704,9 @@ def _gathered_calls(
     )
     total = torch.zeros_like(nodes).index_add_(0, which, count)  # keys of each node
     first = at[runs.cumsum(0) - runs]
-    kinds = nodes if alone else total
     calls = []
-    for kind in kinds.unique():
-        members = kinds == kind
+    for number in total.unique():
+        members = total == number
         keys = rows[members.repeat_interleave(total)].view(
             int(members.sum()), -1
         )  # (nodes, keys)

@@ -25,8 +25,7 @@ from ..kernels.triton import interpreted
 from ..patterns import Dilated, Pattern
 from ..torch_private import outside_modes
 from ..tracking import is_out_of_memory
-from . import DEFAULT, Execution, blocks, dilated, execute, folding, gather
-from . import torch_sparse as sparse
+from . import DEFAULT, Execution, blocks, dilated, execute, folding
 from .documents import Documents
 from .execute import Planner
 
@@ -117,67 +116,6 @@ class MergedOnce:
 OUT_OF_MEMORY = "one merge is out of memory: calls are merged in turn"
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """Rows copied by index-select; ``where``: pattern, positions, heads, K/V heads and
-    device.
-    """
-
-    kernel: Kernel
-    where: tuple
-    causal: bool
-    takes_dlse = False
-
-    def forward(self, inputs, scale: float, execution: Execution):
-        return gather.forward(*inputs, *self._call(scale, execution))
-
-    def backward(self, dlse, reads, scale: float, execution: Execution):
-        return gather.backward(*reads, *self._call(scale, execution))
-
-    def _call(self, scale: float, execution: Execution) -> tuple:
-        build = partial(gather.gather_indices, *self.where)
-        index = execution.cached(("gather", *self.where), build)
-        return index, self.causal, scale, self.kernel, execution.scratch()
-
-
-@dataclass(frozen=True)
-class Bsr:
-    """A block-sparse pattern by torch's sparse products; by ``views`` in the backward."""
-
-    pattern: BlockSparse
-    views: Planned
-    takes_dlse = False
-
-    def forward(self, inputs, scale: float, execution: Execution):
-        q, *_ = inputs
-        where = self.pattern, q.shape[1], self.views.causal, q.device
-        build = partial(sparse.bsr_prepare, *where)
-        index = execution.cached(("bsr", *where), build)
-        return sparse.bsr_forward(*inputs, index, self.views.causal, scale)
-
-    def backward(self, *call):
-        return self.views.backward(*call)
-
-
-class Flex(Bsr):
-    """A block-sparse pattern by torch's FlexAttention; by ``views`` also on a CPU for
-    the lse that torch's kernel does not return there.
-    """
-
-    def forward(self, inputs, scale: float, execution: Execution):
-        q, k, v = inputs
-        size = self.pattern.block_size
-        why = sparse.refusal(q.device, q.dtype, q.shape[3], size)
-        sparse.refuse("flex", why)
-        where = self.pattern, q.shape[1], self.views.causal, q.device
-        build = partial(sparse.flex_prepare, *where)
-        mask = execution.cached(("flex", *where), build)
-        out, lse = sparse.flex_forward(q, k, v, mask, scale, with_lse=True)
-        if lse is None:
-            _, lse = self.views.forward(inputs, scale, execution)
-        return out, lse
-
-
 class LocalCall(NamedTuple):
     """All of a call on one device but its tensors. ``softcap``: scores are
     ``softcap * tanh(s / softcap)``.
@@ -192,7 +130,7 @@ class LocalCall(NamedTuple):
     documents: Documents | None = None
 
 
-Way = WholePattern | Planned | MergedOnce | Gathered | Bsr
+Way = WholePattern | Planned | MergedOnce
 
 
 def way_of(
@@ -206,7 +144,7 @@ def way_of(
     ``for_gradients``: the way is that of the backward.
 
     A way is remembered until ``kernels.forget_probes``, but not on a pretended device.
-    Raises what ``kernels.choose`` and ``Execution.check`` raise.
+    Raises what ``kernels.choose`` raises.
     """
     choose = _kept_way if PRETENDED.get() is None else _way
     sizes = *q.shape[1:], *k.shape[1:3]
@@ -231,31 +169,27 @@ def _way(
     n, heads, head_dim, keys, kv_heads = sizes
     here = n == keys
     place = (PRETENDED.get() or (device,))[0]
-    switches.check(pattern, "one device" if here else "other keys")
     shape = (n, heads, kv_heads)
-    free = switches.plain and switches.merge == "auto"
+    whole = here and switches.tile is None  # nothing cuts the pattern up
     options = {"causal": causal, "backward": differentiable}
     options |= {"backend": backend, "softcap": softcap}
-    if here and free and place.type == "cuda":  # nothing cuts the pattern up
+    if whole and place.type == "cuda":
         options["pattern_kind"] = kernels.kind_of(pattern, *shape)
         options["for_gradients"] = for_gradients
     kernel = kernels.choose(device, dtype, head_dim, **options).kernel
-    if here and switches.plain and kernel.whole_patterns:
+    if whole and kernel.whole_patterns:
         return WholePattern(kernel, pattern, causal)
     kernel = switches.tiled(kernel)
-    if isinstance(pattern, BlockSparse):
-        return blocks_way(pattern, *shape, causal, kernel, switches.blocks)
-    if switches.gather:
-        return Gathered(kernel, (pattern, *shape, device), causal)
-    if not here:
+    if not here and not isinstance(pattern, BlockSparse):
         planner = dilated.cross_planner(n, keys, heads, kv_heads, causal)
         return Planned(kernel, planner, causal, other_keys=True)
-    planner = branches = dilated.planner(pattern, *shape)
-    if switches.merge != "eager" and place.type == "cpu":
+    way = in_turn(pattern, *shape, causal, kernel)
+    branches = way.planner
+    if place.type == "cpu" and isinstance(pattern, Dilated):
         planner = folding.planner(pattern, *shape, causal, dtype, kernel)
-    way = Planned(kernel, planner, causal)
+        way = Planned(kernel, planner, causal)
     several = isinstance(pattern, Dilated) and len(pattern.segment_lengths) > 1
-    if several and free and not switches.pool:  # no option asks for less memory
+    if several and whole and not switches.pool:  # no option asks for less memory
         if _merges_once(kernel, place, device, dtype):
             return MergedOnce(way, branches)
     return way
@@ -264,20 +198,17 @@ def _way(
 _kept_way = kernels.until_forgotten(_way)
 
 
-def blocks_way(
-    pattern: BlockSparse,
-    n: int,
-    heads: int,
-    kv_heads: int,
-    causal: bool,
-    kernel: Kernel,
-    way: str,
-) -> Bsr | Planned:
-    """How a block-sparse pattern runs, ``way`` as in ``Execution.blocks``."""
-    planner = blocks.planner(pattern, n, heads, kv_heads, causal, kernel, way)
-    views = Planned(kernel, planner, causal)
-    forward = {"bsr": Bsr, "flex": Flex}.get(way)
-    return forward(pattern, views) if forward else views
+def in_turn(
+    pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, kernel: Kernel
+) -> Planned:
+    """Return how a pattern runs by dense calls on views, branch by branch."""
+    shape = pattern, n, heads, kv_heads
+    planner = (
+        blocks.planner(*shape, causal, kernel)
+        if isinstance(pattern, BlockSparse)
+        else dilated.planner(*shape)
+    )
+    return Planned(kernel, planner, causal)
 
 
 def _fused_merge():

@@ -2,21 +2,22 @@
 
 from torch import Tensor
 
+from .. import baselines
 from ..block_patterns import BlockSparse
 from ..cache import PatternCache
 from ..cost import Cost
-from ..engine import blocks, execute, gather
+from ..engine import blocks, execute
 from ..engine.dilated import make_plan
 from .points import Point
-from .systems import Checked, Output, System, choose_kernel, parse_options
+from .systems import Checked, Output, System, choose_kernel, parse_options, way_of
 
 
 class PlanBuild(System):
     """The plan of one attention call through a cache, without the attention, and so
     without FLOPs and a roofline; options ``gather``, ``blocks``, ``warm``.
 
-    ``gather``: index tensors instead of strided views; ``blocks``: how a block-sparse
-    pattern is executed. ``warm=False`` clears the cache before every call, so that each
+    ``gather``, ``blocks``: those of a way of ``baselines`` that copies, which are index
+    tensors. ``warm=False`` clears the cache before every call, so that each
     builds anew. The check: attention by this plan equals the float64 reference.
     """
 
@@ -30,13 +31,13 @@ class PlanBuild(System):
         self.key = self.pattern, point.seq_len, point.heads, point.kv_heads
         self.make = make_plan
         self.execute = execute.forward
-        if isinstance(self.pattern, BlockSparse):
-            self.key += point.causal, options.get("blocks", "views")
+        if (way := way_of(point)) in baselines.COPIES:
+            self.key += point.causal, self.device, way
+            self.make = baselines.rows_to_copy
+            self.execute = baselines.copied_forward
+        elif isinstance(self.pattern, BlockSparse):
+            self.key += (point.causal,)
             self.make = blocks.make_plan
-        elif options.get("gather"):
-            self.key += (self.device,)
-            self.make = gather.gather_indices
-            self.execute = gather.forward
 
     def inputs(self) -> list[Tensor]:
         return []

@@ -1,11 +1,12 @@
-"""Systems that choose keys by content and attend to them: MoBA, NSA, DSA, and
-vertical-slash of MInference. Choosing and planning are inside the time.
+"""Systems that choose keys by content and attend to them: MoBA, NSA, DSA,
+vertical-slash of MInference, and adaptive blocks. Choosing and planning are inside the
+time.
 """
 
 import torch
 from torch import Tensor
 
-from .. import attention, reference, selection
+from .. import adaptive, attention, reference, selection
 from ..block_patterns import sliding_window
 from ..cost import PASSES, Cost
 from ..selected import Selected
@@ -20,6 +21,12 @@ from .systems import (
     without_reach,
 )
 
+
+def adaptive_blocks(q: Tensor, k: Tensor, *, causal: bool, **options) -> Selected:
+    """Blocks that the means of q and k choose."""
+    return adaptive.choose(q, k, adaptive.Adaptive(**options), causal=causal)
+
+
 CHOICES = {  # what chooses, and its options by default
     "moba": (selection.moba, {"block_size": 128, "top_k": 8}),
     "nsa": (selection.nsa_blocks, {"block_size": 64, "top_k": 16, "window": 512}),
@@ -28,19 +35,20 @@ CHOICES = {  # what chooses, and its options by default
         selection.vertical_slash,
         {"block_size": 64, "vertical": 8, "slash": 8},
     ),
+    "adaptive": (adaptive_blocks, {"block_size": 64, "top_k": 8}),
 }
 NOT_OF_CHOICE = "window", "index_heads", "index_dim"
 OTHERS = 1e-3  # part of a choice that rounding may change
 
 
-def seen_pairs(choice: Selected, n: int) -> int:
-    """Pairs of a query and a key that a causal choice shows, of all its groups."""
+def seen_pairs(choice: Selected, n: int, causal: bool = True) -> int:
+    """Pairs of a query and a key that a choice shows, of all its groups."""
     blocks = choice.listed().sort(3).values
     again = blocks[..., 1:] == blocks[..., :-1]
     blocks[..., 1:] = blocks[..., 1:].masked_fill(again, -1)
     at = torch.arange(n, device=blocks.device)
     blocks = blocks[:, :, at // choice.query_block]  # (b, groups, n, slots)
-    keys = at[:, None] + 1 - blocks * choice.granularity
+    keys = (at[:, None] + 1 if causal else n) - blocks * choice.granularity
     return int(keys.clamp(0, choice.granularity).masked_fill(blocks < 0, 0).sum())
 
 
@@ -60,7 +68,7 @@ def shown(choice: Selected, n: int):
 
 
 class Choosing(System):
-    """A choice and attention to it, causal; options as of the functions in
+    """A choice and attention to it, causal, but adaptive blocks in any case; options as of the functions in
     ``ringlab.selection``. ``choice=True``: the choice alone.
 
     The check compares with the oracle on the chosen keys; of the choice alone, with
@@ -72,7 +80,8 @@ class Choosing(System):
         self.function, defaults = CHOICES[point.system]
         self.options = defaults | parse_options(point, "choice", *defaults)
         self.alone = self.options.pop("choice", False)
-        if point.batch != 1 or not point.causal or point.pattern["kind"] != "dense":
+        causal = point.causal or point.system == "adaptive"
+        if point.batch != 1 or not causal or point.pattern["kind"] != "dense":
             raise Refused(
                 f"{point.system} is measured with batch 1, causal and a dense pattern, of which it chooses keys"
             )
@@ -87,7 +96,8 @@ class Choosing(System):
             self.cost = Cost(0, 0, 0, 0, q.nbytes + k.nbytes)
             return
         shared = point.heads // choice.indices.shape[1]
-        pairs = shared * seen_pairs(choice, point.seq_len) + self.other_pairs()
+        pairs = seen_pairs(choice, point.seq_len, point.causal)
+        pairs = shared * pairs + self.other_pairs()
         flops = PASSES[point.passes] * point.head_dim * pairs
         self.cost = Cost(pairs, pairs, flops, flops, floor_bytes)
 
@@ -109,7 +119,7 @@ class Choosing(System):
 
     def forward(self, q, k, v):
         choice = self.choose(q, k)
-        return attention(q, k, v, choice, causal=True, return_lse=True)
+        return attention(q, k, v, choice, causal=self.point.causal, return_lse=True)
 
     def run(self, inputs: list[Tensor]) -> Output:
         if self.alone:
@@ -125,6 +135,15 @@ class Choosing(System):
             return {"out": float(apart.double().mean())}, self.tolerance
         self.pattern = shown(self.choose(q, k), self.point.seq_len)
         return super().check(inputs, output, starts)
+
+
+class Adapting(Choosing):
+    """Blocks of keys chosen for each block of queries by the means of both."""
+
+    @torch.no_grad()
+    def choose(self, q: Tensor, k: Tensor, wide: bool = False) -> Selected:
+        q, k = (t.double() for t in (q, k)) if wide else (q, k)
+        return self.function(q, k, causal=self.point.causal, **self.options)
 
 
 class Indexed(Choosing):

@@ -23,18 +23,17 @@ from .. import (
     Execution,
     Simulated,
     attention,
+    baselines,
     compat,
     kernels,
     memory,
     patterns,
     reference,
 )
-from ..adaptive import Adaptive, adaptive_attention, best_blocks
-from ..cost import PASSES, Cost
-from ..engine import torch_sparse
+from ..cost import Cost
+from ..engine.execute import merge
 from ..ring import Traffic, comm, counting
 from ..ring.layout import Layout, layout_named
-from ..selected import Selected
 from .points import Point, pattern_of
 
 GRADIENT_KV_HEADS = 2
@@ -326,18 +325,41 @@ class Sharded:
 TORCHS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
-SWITCHES = ("gather", "blocks", "merge", "cache", "pool", "results")  # of Execution
+SWITCHES = ("cache", "pool", "results")  # of Execution
+# Options that name a way of ``baselines``, instead of this library's own.
+WAYS = {
+    ("gather", False): None,
+    ("gather", True): "gather",
+    ("merge", "eager"): "views",
+}
+WAYS |= {("blocks", way): way for way in baselines.WAYS if way != "gather"}
 CALL = ("backend", "scheme", "layout")  # arguments of ``attention``
+
+
+def way_of(point: Point) -> str | None:
+    """Return the way of ``baselines`` that the options of a point name; None for this
+    library's own. Raises Refused for one that is unknown or does not serve the point.
+    """
+    names = {name for name, _ in WAYS}
+    ways = [WAYS.get(x, x) for x in point.options if x[0] in names]
+    ways = [way for way in ways if way is not None]
+    if not ways:
+        return None
+    if len(ways) > 1 or point.world_size > 1 or "simulated" in dict(point.options):
+        raise Refused(f"{point.system} takes one of {sorted(names)}, on one device")
+    with refusing():
+        baselines.check(pattern_of(point), ways[0])
+    return ways[0]
 
 
 def ringlab_call(point: Point) -> dict:
     """What the options of a point of this library mean for ``attention`` and for
     ``estimate``: ``backend``, ``execution``, and on several ranks scheme and layout.
     """
-    own = "pool_threshold_mb", "simulated"
+    own = "pool_threshold_mb", "simulated", "gather", "blocks", "merge"
     options = parse_options(point, *SWITCHES, *CALL, *own)
     call = {name: options.pop(name) for name in CALL if name in options}
-    threshold_mb, _ = (options.pop(name, None) for name in own)
+    threshold_mb, *_ = (options.pop(name, None) for name in own)
     if threshold_mb is not None:
         if not options.get("pool"):
             raise Refused(f"pool_threshold_mb={threshold_mb} needs pool=True")
@@ -347,12 +369,13 @@ def ringlab_call(point: Point) -> dict:
 
 
 def ringlab(point: Point, device) -> System:
-    """This library; options: those of ``Execution``, backend, and pool_threshold_mb for
-    a pool of its own.
+    """This library; options: those of ``Execution``, backend, pool_threshold_mb for a
+    pool of its own, and those of ``WAYS``.
 
     On several ranks, or ``simulated`` ones in this process, also scheme and layout.
     """
-    call = ringlab_call(point) | {"causal": point.causal, "return_lse": True}
+    way = way_of(point)
+    call = ringlab_call(point) | {"causal": point.causal}
     several = point.world_size > 1
     if (simulated := dict(point.options).get("simulated")) is not None:
         if several:
@@ -370,7 +393,10 @@ def ringlab(point: Point, device) -> System:
         for gradients in {False, point.passes == "fwd+bwd"}:
             use = {"pattern_kind": kind, "for_gradients": gradients}
             choose_kernel(point, device, backend, **use)
-    system = System(point, device, lambda *qkv: attention(*qkv, pattern, **call))
+    run = partial(attention, return_lse=True)
+    if way is not None:
+        run = partial(baselines.attend, way=way)
+    system = System(point, device, lambda *qkv: run(*qkv, pattern, **call))
     system.scheme = call.get("scheme", "auto") if several else None
     return system
 
@@ -402,9 +428,6 @@ def dense_sdpa(point: Point, device) -> System:
     return System(point, device, forward)
 
 
-UNSEEN = -1e8  # log-sum-exp of a row that a branch does not select, as in torchscale: finite, with weight 0
-
-
 def copying(point: Point, device) -> System:
     """The published way of the same function: copies the rows of each branch, runs
     attention on their segments, scatters, then mixes by the log-sum-exp. Raises Refused
@@ -425,7 +448,7 @@ def copying(point: Point, device) -> System:
         for branch in each:
             rows = patterns.Dilated([-(-branch.length // branch.rate)], [1])
             out = torch.zeros_like(q)
-            lse = torch.full_like(q[..., 0], UNSEEN, dtype=wide)  # (b, n, h)
+            lse = torch.full_like(q[..., 0], -torch.inf, dtype=wide)  # (b, n, h)
             for offset in {*branch.offsets}:
                 pairs = zip(branch.heads, branch.offsets)
                 heads = [h for h, own in pairs if own == offset]
@@ -435,10 +458,8 @@ def copying(point: Point, device) -> System:
                 out[at], own_lse = attention(*copies, rows, **call)
                 lse[at] = own_lse.transpose(1, 2)
             outs.append(out)
-            lses.append(lse)
-        weights = torch.stack(lses).softmax(0).unsqueeze(-1)  # (branches, b, n, h, 1)
-        mixed = sum(out * weight for out, weight in zip(outs, weights))
-        return mixed.to(q.dtype), None
+            lses.append(lse.transpose(1, 2))  # (b, h, n)
+        return merge(outs, lses)[0].to(q.dtype), None
 
     return System(point, device, forward)
 
@@ -490,11 +511,11 @@ class ContiguousSegments(System):
 
 
 # --------------------------------------------------------------------------------------
-# block-sparse: FlexAttention, and blocks chosen by content
+# block-sparse: FlexAttention
 
 
 def flex(point: Point, device) -> System:
-    """The kernel that ``Execution(blocks="flex")`` calls, without lse; forward only.
+    """torch's FlexAttention, without lse; forward only.
 
     It is compiled and its mask built before anything is timed; tracked memory lacks
     what it allocates inside. Raises NotImplementedError if it cannot run.
@@ -502,91 +523,22 @@ def flex(point: Point, device) -> System:
     parse_options(point)
     pattern = require_pattern(point, "block-sparse patterns", kind="block_sparse")
     if point.passes != "fwd":
-        raise NotImplementedError(
-            "flex is measured forward alone: its backward is that of views"
-        )
+        raise NotImplementedError("flex is measured forward alone")
     d = point.head_dim
     dtype = getattr(torch, point.dtype)
-    if why := torch_sparse.refusal(device, dtype, d, pattern.block_size):
+    if why := baselines.refusal(device, dtype, d, pattern.block_size):
         raise NotImplementedError(f"FlexAttention {why}")
-    mask = torch_sparse.flex_prepare(pattern, point.seq_len, point.causal, device)
+    mask = baselines.flex_prepare(pattern, point.seq_len, point.causal, device)
     system = System(
-        point, device, lambda *qkv: torch_sparse.flex_forward(*qkv, mask, d**-0.5)
+        point, device, lambda *qkv: (baselines.flex_forward(*qkv, mask, d**-0.5), None)
     )
     system.run(system.inputs())  # compiles
     return system
 
 
-ROUNDING = 1e-4  # of the largest logit: a block that was left out may be better by this much, as means are rounded
-
-
 def without_reach(multiplicity: Callable) -> SimpleNamespace:
     """What the reference asks of a pattern whose rows may see any key."""
     return SimpleNamespace(multiplicity=multiplicity, reach=lambda _, __, n: (0, n))
-
-
-class AdaptiveBlocks(System):
-    """Each block of queries chooses its blocks by content, then attends to them;
-    options ``block_size``, ``top_k``.
-
-    The point's pattern is dense, as any block may be chosen. The check compares with
-    the oracle on the chosen blocks, and these with the best blocks in float64. Raises
-    Refused for a batch: the oracle has one choice per head.
-    """
-
-    def __init__(self, point: Point, device):
-        self.blocks = Adaptive(**parse_options(point, "block_size", "top_k"))
-        if point.batch != 1 or point.pattern["kind"] != "dense":
-            raise Refused(
-                "adaptive is measured with batch 1 and a dense pattern, of which it chooses blocks"
-            )
-        super().__init__(point, device)
-        pairs = point.heads * self.blocks.pairs(point.seq_len, point.causal)
-        flops = PASSES[point.passes] * point.head_dim * pairs
-        self.cost = Cost(pairs, pairs, flops, flops, self.cost.floor_bytes)
-
-    def forward(self, *qkv):
-        options = {"causal": self.point.causal, "return_lse": True}
-        return adaptive_attention(*qkv, self.blocks, **options)
-
-    def check(self, inputs: list[Tensor], output: Output) -> Checked:
-        q, k = (t.detach() for t in inputs[:2])
-        size = self.blocks.block_size
-        causal = self.point.causal
-        picks = best_blocks(q, k, self.blocks, causal=causal)  # (1, h, blocks, top_k)
-        self.pattern = Selected(picks, size, size)
-        heads, count = picks.shape[1:3]
-        table = picks.new_zeros(heads, count, count + 1, dtype=torch.bool)
-        # Of -1, which is none, the column before the first.
-        table = table.scatter_(2, picks[0] + 1, True)[..., 1:]
-        errors, tolerance = super().check(inputs, output)
-        best = self.are_best(table, q, k)
-        return errors if best else dict.fromkeys(errors, math.inf), tolerance
-
-    def are_best(self, table: Tensor, q: Tensor, k: Tensor) -> bool:
-        """Whether ``table`` (h, blocks, blocks) has the blocks of the largest logits in
-        float64, up to rounding.
-
-        Of q (1, n, h, d) and k (1, n, h_kv, d); a block is represented by its mean.
-        """
-        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-        mean_q, mean_k = (
-            torch.stack([x.double().mean((0, 1)) for x in blocks], 1)  # (h, blocks, d)
-            for blocks in (t.split(self.blocks.block_size, 1) for t in (q, k))
-        )
-        if self.point.causal:  # the query is the mean of the block before
-            mean_q = F.pad(mean_q, (0, 0, 1, -1))
-        z = q.shape[3] ** -0.5 * mean_q @ mean_k.mT  # (h, blocks, blocks)
-        rounding = ROUNDING * float(z.abs().max())
-        if self.point.causal:
-            # The block itself is always chosen, not by its logit; then those before it.
-            z = z.masked_fill(~torch.ones_like(table).tril(), -torch.inf)
-            z.diagonal(dim1=1, dim2=2).fill_(torch.inf)
-        best, taken = (
-            logits.topk(self.blocks.top_k).values
-            for logits in (z, z.masked_fill(~table, -torch.inf))
-        )
-        return torch.allclose(taken, best, rtol=0.0, atol=rounding)
 
 
 # --------------------------------------------------------------------------------------
@@ -666,7 +618,7 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
     "generation": "ringlab.measure.model_systems:Generation",
     "packed": "ringlab.measure.model_systems:packed",
     "flex": flex,
-    "adaptive": AdaptiveBlocks,
+    "adaptive": "ringlab.measure.selection_systems:Adapting",
     "moba": "ringlab.measure.selection_systems:Choosing",
     "nsa": "ringlab.measure.selection_systems:Native",
     "dsa": "ringlab.measure.selection_systems:Indexed",

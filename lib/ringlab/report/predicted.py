@@ -2,7 +2,7 @@
 many measured peaks of memory they predict.
 
 It knows the engine, as it is called or under a published name, each with the settings
-of the point.
+of the point; no way of ``baselines``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,26 +17,24 @@ from ..estimate import Estimate, estimate_call
 from ..hardware import Profile, get_profile
 from ..hardware.profiles import has_tensor_cores
 from ..measure.points import Point, Result
-from ..measure.suites import ORIGINAL, TORCH_SPARSE
 from ..measure.systems import (
     BLOCK_SPARSE,
     PUBLISHED,
     published_module,
     ringlab_call,
+    way_of,
 )
 from ..measure.validity import threads, why_not_quotable
 from .study import Study
 from .tables import Text, counted
 
-# torch's sparse tensors need data.
-ENGINE = {"ringlab", *PUBLISHED, *BLOCK_SPARSE} - {TORCH_SPARSE}
+ENGINE = {"ringlab", *PUBLISHED, *BLOCK_SPARSE}
 OPERATORS = (
     2000  # of all rows together that a page runs without data, so that it stays quick
 )
 PEAK = "tracked_peak_bytes"  # of a row's memory
 CLOSE = 0.01  # relative error of a peak that counts as predicted
 BLOCKS = 4096  # a block-sparse row beyond would take seconds to plan
-ROWS = 128  # of blocks, beyond which a call for each takes seconds without data
 OTHER_WORK = (  # than that of their pattern: computed rows of them have no numbers
     *("adaptive", "contiguous_segments", "plan_build", "generation", "packed"),
     *("moba", "nsa", "dsa", "vertical_slash"),
@@ -81,7 +79,7 @@ def row_of(name: str, point: Point) -> Result:
     bound_s = work.seconds(rates.flops_per_s, rates.bytes_per_s) / ranks or None
     memory = {"floor_bytes": floor_bytes}
     row = replace(row, cost=asdict(work), bound_seconds=bound_s, memory=memory)
-    if blocks_of(point) > (ROWS if point.system == ORIGINAL else BLOCKS):
+    if blocks_of(point) > BLOCKS:
         return row
     try:
         estimated = _estimate(point, name)
@@ -150,26 +148,23 @@ def with_threads(threads: int | None) -> Iterator[None]:
 
 
 def _estimate(point: Point, profile: str | None) -> Estimate | None:
-    call = {}
+    call, way = {}, None
     if point.system == "ringlab":
-        call = ringlab_call(point)
+        call, way = ringlab_call(point), way_of(point)
     elif point.system in ENGINE:
-        call = _published_call(point)
+        module = published_module(point, "cpu", ring_size=point.world_size)
+        call, way = module._ranks(point.seq_len), module.way
+        call = call | {"backend": module.chain, "execution": module.execution}
     elif point.system != "dense_sdpa":
         return None
+    if way is not None:
+        return None  # a baseline, which no estimate knows
     if point.world_size == 1 and (
         "simulated" in dict(point.options) or "group" in call
     ):
         return None  # it simulates ranks in one process
     call.pop("group", None)
     return estimate_call(replace(point.call(), profile=profile, **call))
-
-
-def _published_call(point: Point) -> dict:
-    """The settings of a published class, which its module has chosen."""
-    module = published_module(point, "cpu", ring_size=point.world_size)
-    how = module._ranks(point.seq_len)
-    return how | {"backend": module.chain, "execution": module.execution}
 
 
 def accuracy(study: Study) -> Text:

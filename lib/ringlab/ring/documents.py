@@ -18,7 +18,7 @@ from .exchange import Problem, digest
 from .group import Group, shared_refusals
 from .layout import Layout, layout_named
 from .operators import attend, check_exchange_dtype
-from .schemes import check_problem, check_scheme, computing_scheme
+from .schemes import check_problem, check_scheme
 
 
 def attend_documents(
@@ -52,7 +52,6 @@ def attend_documents(
         raise ValueError(f"the layout has {rows} positions here, q has {q.shape[1]}")
     if ranks.size == 1:
         return local_attention(q, k, v, pattern, documents=documents, **options)
-    options["execution"].check(pattern, computing_scheme(checked))
     check_exchange_dtype(exchange_dtype, q.dtype)
     shape = options["causal"], q.shape[2], k.shape[2]
     problem = Problem(pattern, layout, *shape, exchange_dtype=exchange_dtype)

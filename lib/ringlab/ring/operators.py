@@ -49,7 +49,7 @@ from .group import (
 )
 from .layout import Layout, layout_named
 from .rank import Rank, rank_of
-from .schemes import algorithms, check_problem, check_scheme, computing_scheme
+from .schemes import algorithms, check_problem, check_scheme
 from .ulysses import MeshScheme, head_share, mesh_of
 from .volume import choose
 
@@ -212,8 +212,6 @@ def _call(
         group.keep_name()
         (rank,) = group.here
     problem, scheme, text = _problem(rank, pattern, layout, *key)
-    if problem.layout.ranks > 1:
-        execution.check(pattern, computing_scheme(scheme))
     # Of pools and caches the text has addresses, which are theirs alone: a call holds them.
     # With the rank, by which sizes differ: processes share compiled graphs by their texts.
     name = f"{text} {backend} {softcap} {execution.text} {rank} {follows}"

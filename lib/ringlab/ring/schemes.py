@@ -258,13 +258,6 @@ def algorithms(scheme: str | MeshScheme) -> tuple:
     return tuple(partial(outer, mesh=scheme, inner=inner) for outer, inner in pairs)
 
 
-def computing_scheme(scheme: str | MeshScheme) -> str:
-    """The scheme whose calls compute: of a mesh that beside ulysses, if it has ranks."""
-    if isinstance(scheme, str):
-        return scheme
-    return scheme.other if len(scheme.sequence_line(0)) > 1 else "ulysses"
-
-
 def check_problem(
     problem: Problem, scheme: str | MeshScheme, length: bool = True
 ) -> None:
