@@ -10,9 +10,11 @@
 #include <string.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <new>
 #include <utility>
+#include <vector>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -148,25 +150,39 @@ INLINE void transpose(vec* x) {
   if constexpr (BIT > 1) transpose<BIT / 2>(x);
 }
 
+// Rows of a matrix that are so far apart; elsewhere an array of pointers says where each begins.
+template <class T>
+struct Spaced {
+  T* first;
+  long step;
+  T* operator[](long i) const { return first + i * step; }
+  Spaced operator+(long i) const { return {first + i * step, step}; }
+};
+
 // Copies of rows of the inputs in the order in which products read them; what is padded is 0.
 template <class Kind, class T>
 struct Reader {
   static constexpr int item = 1;  // of a row along d
-  INLINE void rows(float* __restrict to, const T* __restrict from, long step, long count, long d, long padded) {  // (count, padded)
-    for (long r = 0; r < count; r++, from += step, to += padded)
-      for (long x = 0; x < padded; x += WIDTH) store(to + x, read(from + x, d - x));
+  template <class Rows>
+  INLINE void rows(float* __restrict to, Rows from, long count, long d, long padded) {  // (count, padded)
+    for (long r = 0; r < count; r++, to += padded) {
+      const T* __restrict row = from[r];
+      for (long x = 0; x < padded; x += WIDTH) store(to + x, read(row + x, d - x));
+    }
   }
-  INLINE void columns(float* to, const T* from, long step, long count, long d) {  // (d, QUERIES)
+  template <class Rows>
+  INLINE void columns(float* to, Rows from, long count, long d) {  // (d, QUERIES)
     for (long r = 0; r < QUERIES; r += WIDTH)
       for (long x = 0; x < d; x += WIDTH) {
         vec square[WIDTH] = {};
-        for (int i = 0; i < WIDTH && r + i < count; i++) square[i] = read(from + (r + i) * step + x, d - x);
+        for (int i = 0; i < WIDTH && r + i < count; i++) square[i] = read(from[r + i] + x, d - x);
         transpose(square);
         for (int i = 0; i < WIDTH && x + i < d; i++) store(to + (x + i) * QUERIES + r, square[i]);
       }
   }
-  INLINE void values(float* to, const T* from, long step, long count, long d, long padded) {
-    rows(to, from, step, count, d, padded);
+  template <class Rows>
+  INLINE void values(float* to, Rows from, long count, long d, long padded) {
+    rows(to, from, count, d, padded);
   }
   INLINE void probabilities(float*, long, long) {}
 };
@@ -175,22 +191,23 @@ struct Reader {
 template <>
 struct Reader<Pairs, Bfloat> {
   static constexpr int item = 2;
-  INLINE void rows(float* to, const Bfloat* from, long step, long count, long d, long padded) {  // (count, padded pairs)
-    for (long r = 0; r < count; r++, from += step, to += padded) {
-      memcpy(to, from, d * 2);
+  template <class Rows>
+  INLINE void rows(float* to, Rows from, long count, long d, long padded) {  // (count, padded pairs)
+    for (long r = 0; r < count; r++, to += padded) {
+      memcpy(to, from[r], d * 2);
       if (d % 2) ((Bfloat*)to)[d] = Bfloat{0};
     }
   }
-  INLINE void columns(float* to, const Bfloat* from, long step, long count, long d) {  // (pairs, QUERIES)
+  template <class Rows>
+  INLINE void columns(float* to, Rows from, long count, long d) {  // (pairs, QUERIES)
     for (long r = 0; r < QUERIES; r++)
-      for (long x = 0; x < d; x += 2) {
-        const Bfloat* p = from + r * step + x;
-        to[x / 2 * QUERIES + r] = r < count ? pair(p[0], x + 1 < d ? p[1] : Bfloat{0}) : 0;
-      }
+      for (long x = 0; x < d; x += 2)
+        to[x / 2 * QUERIES + r] = r < count ? pair(from[r][x], x + 1 < d ? from[r][x + 1] : Bfloat{0}) : 0;
   }
-  INLINE void values(float* to, const Bfloat* from, long step, long count, long d, long padded) {  // (pairs of keys, padded)
-    for (long r = 0; r < count; r += 2, from += 2 * step, to += padded) {
-      for (long x = 0; x < d; x++) to[x] = pair(from[x], r + 1 < count ? from[step + x] : Bfloat{0});
+  template <class Rows>
+  INLINE void values(float* to, Rows from, long count, long d, long padded) {  // (pairs of keys, padded)
+    for (long r = 0; r < count; r += 2, to += padded) {
+      for (long x = 0; x < d; x++) to[x] = pair(from[r][x], r + 1 < count ? from[r + 1][x] : Bfloat{0});
       for (long x = d; x < padded; x++) to[x] = 0;
     }
   }
@@ -305,8 +322,8 @@ INLINE void add_rounded(float* __restrict to, float* __restrict from, long d, fl
 }
 
 // One row of the result: over all keys of this call, or merged with what is there, in fp32, over others.
-template <class T>
-INLINE void finish(const Call& call, const float* row, float top, float sum, T* out, float* lse) {
+template <class C, class T>
+INLINE void finish(const C& call, const float* row, float top, float sum, T* out, float* lse) {
   const float over = sum == 0 ? 0 : 1 / sum, mine = sum == 0 ? -INF : top + logf(sum);
   if (call.merge && mine == -INF) return;
   if (call.merge) {
@@ -383,7 +400,7 @@ void run_few(const Call& call, float scale) {
       float* mine = found + item * few * row;
       std::fill(mine, mine + few * row, 0.f);
       for (long i = 0; i < few; i++) {
-        Reader<Single, T>::rows(q + i * D, call.q.at<const T>(b, h, i), 0, 1, d, D);
+        Reader<Single, T>::rows(q + i * D, Spaced<const T>{call.q.at<const T>(b, h, i), 0}, 1, d, D);
         mine[i * row + D] = -INF;
       }
       for (long key = start; key < end; key += SPAN) {
@@ -391,7 +408,7 @@ void run_few(const Call& call, float scale) {
         const float* rows = (const float*)(k_in + key * call.k.row);
         long step = call.k.row;
         const bool there = in_place && d == D;
-        if (!there) Reader<Single, T>::rows(copy, k_in + key * step, step, count, d, D), rows = copy, step = D;
+        if (!there) Reader<Single, T>::rows(copy, Spaced<const T>{k_in + key * step, step}, count, d, D), rows = copy, step = D;
         for (long j = 0; j < count; j += WIDTH)
           for (long i = 0; i < few; i++) {
             vec sum[WIDTH] = {};
@@ -402,7 +419,7 @@ void run_few(const Call& call, float scale) {
             store(scores + i * SPAN + j, sums_of(sum));
           }
         rows = (const float*)(v_in + key * call.v.row), step = call.v.row;
-        if (!there) Reader<Single, T>::rows(copy, v_in + key * step, step, count, d, D), rows = copy, step = D;
+        if (!there) Reader<Single, T>::rows(copy, Spaced<const T>{v_in + key * step, step}, count, d, D), rows = copy, step = D;
         for (long i = 0; i < few; i++) {
           float *p = scores + i * SPAN, *out = mine + i * row, *top = out + D;
           const float* bias = call.bias.data ? call.bias.at<float>(b, h, i) + key * call.bias.item : nullptr;
@@ -475,7 +492,7 @@ void run_forward(const Call& call, float scale) {
         const long some = std::min<long>(QUERIES, rows - r);
         long step;
         const T* from = queries_of(call, call.q, b, h, start + r, some, copy, &step);
-        Read::columns(q + r * D, from, step, some, d);
+        Read::columns(q + r * D, Spaced<const T>{from, step}, some, d);
       }
       const long padded = (rows + QUERIES - 1) / QUERIES * QUERIES;
       std::fill(sums, sums + padded * D, 0.f);
@@ -485,15 +502,15 @@ void run_forward(const Call& call, float scale) {
       for (long key = 0; key < end; key += KEYS) {
         const long count = std::min<long>(KEYS, end - key);
         if (index) {
-          for (long j = 0; j < count; j++) Read::rows(k + j * D, k_in + index[(key + j) * s_i] * s_k, 0, 1, d, D);
+          for (long j = 0; j < count; j++) Read::rows(k + j * D, Spaced<const T>{k_in + index[(key + j) * s_i] * s_k, 0}, 1, d, D);
           for (long j = 0; j < count; j += Read::item) {
             const long some = std::min<long>(Read::item, count - j), at = index[(key + j) * s_i];
             const long next = index[(key + j + some - 1) * s_i];
-            Read::values(v + j / Read::item * D, v_in + at * s_v, (next - at) * s_v, some, d, D);
+            Read::values(v + j / Read::item * D, Spaced<const T>{v_in + at * s_v, (next - at) * s_v}, some, d, D);
           }
         } else {
-          Read::rows(k, k_in + key * s_k, s_k, count, d, D);
-          Read::values(v, v_in + key * s_v, s_v, count, d, D);
+          Read::rows(k, Spaced<const T>{k_in + key * s_k, s_k}, count, d, D);
+          Read::values(v, Spaced<const T>{v_in + key * s_v, s_v}, count, d, D);
         }
         const long next = std::max(0L, std::min<long>(KEYS, end - key - KEYS));
         for (long r = 0; r < rows; r += QUERIES) {
@@ -560,8 +577,8 @@ void run_backward(const Call& call, float scale) {
         const long some = std::min<long>(QUERIES, queries - r);
         const T* out_in = queries_of(call, call.out, b, h, r, some, q_copy, &q_step);
         const T* dout_in = queries_of(call, call.dout, b, h, r, some, dout_copy, &dout_step);
-        Read::columns(q_t, out_in, q_step, some, d);
-        Read::columns(dout_t, dout_in, dout_step, some, d);
+        Read::columns(q_t, Spaced<const T>{out_in, q_step}, some, d);
+        Read::columns(dout_t, Spaced<const T>{dout_in, dout_step}, some, d);
         for (int c = 0; c < QUERIES; c += WIDTH) {
           vec sum{};  // in the order of the products below: what a row that sees one key subtracts is then 0
           for (long x = 0; x < d; x++) sum += load(q_t + x * QUERIES + c) * load(dout_t + x * QUERIES + c);
@@ -570,8 +587,8 @@ void run_backward(const Call& call, float scale) {
       }
       for (long first = 0; first < call.keys; first += PANEL) {
         const long held = std::min<long>(PANEL, call.keys - first);
-        Read::rows(k, k_in + first * call.k.row, call.k.row, held, d, D);
-        Read::rows(v, v_in + first * call.v.row, call.v.row, held, d, D);
+        Read::rows(k, Spaced<const T>{k_in + first * call.k.row, call.k.row}, held, d, D);
+        Read::rows(v, Spaced<const T>{v_in + first * call.v.row, call.v.row}, held, d, D);
         std::fill(dk, dk + held * D, 0.f);
         std::fill(dv, dv + held * D, 0.f);
         for (long r = 0; r < queries; r += QUERIES) {
@@ -580,10 +597,10 @@ void run_backward(const Call& call, float scale) {
           if (end <= 0) continue;
           const T* q_in = queries_of(call, call.q, b, h, r, some, q_copy, &q_step);
           const T* dout_in = queries_of(call, call.dout, b, h, r, some, dout_copy, &dout_step);
-          Read::rows(q, q_in, q_step, some, d, D);
-          Read::rows(dout, dout_in, dout_step, some, d, D);
-          Read::columns(q_t, q_in, q_step, some, d);
-          Read::columns(dout_t, dout_in, dout_step, some, d);
+          Read::rows(q, Spaced<const T>{q_in, q_step}, some, d, D);
+          Read::rows(dout, Spaced<const T>{dout_in, dout_step}, some, d, D);
+          Read::columns(q_t, Spaced<const T>{q_in, q_step}, some, d);
+          Read::columns(dout_t, Spaced<const T>{dout_in, dout_step}, some, d);
           std::fill(dq, dq + QUERIES * D, 0.f);
           for (long key = 0; key < end; key += KEYS) {
             const long mine = std::min<long>(KEYS, end - key);
@@ -649,6 +666,801 @@ double run_multiply(long threads, long rounds) {
   return 2.0 * ROWS * columns * depth * threads * rounds;
 }
 
+// ---- A table of tiles: tiles/table.py explains its columns. ----
+
+template <class Kind, bool ADD, int R, int N, class As, class Bs, class Cs>
+INLINE void register_tile(As A, long k_step, Bs B, Cs C, long column, long count) {
+  vec sum[R][N];
+  const float* a_row[R];
+  for (int r = 0; r < R; r++) a_row[r] = A[r];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < N; c++) sum[r][c] = ADD ? load(C[r] + column + c * WIDTH) : vec{};
+  for (long k = 0; k < count; k++) {
+    vec b[N];
+    const float* b_row = B[k] + column;
+    for (int c = 0; c < N; c++) b[c] = load(b_row + c * WIDTH);
+    for (int r = 0; r < R; r++) {
+      const vec a = all(a_row[r][k * k_step]);
+      for (int c = 0; c < N; c++) sum[r][c] = Kind::add(sum[r][c], a, b[c]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < N; c++) store(C[r] + column + c * WIDTH, sum[r][c]);
+}
+
+template <class Kind, bool ADD, int N, int R = ROWS, class As, class Bs, class Cs>
+INLINE void register_strip(long rows, As A, long k_step, Bs B, Cs C, long column, long count) {
+  long r = 0;
+  for (; r + R <= rows; r += R) register_tile<Kind, ADD, R, N>(A + r, k_step, B, C + r, column, count);
+  if constexpr (R > 1)
+    if (r < rows) register_strip<Kind, ADD, N, R - 1>(rows - r, A + r, k_step, B, C + r, column, count);
+}
+
+// C (rows, columns) = A B, or added to C. Item (row, k) of A is at A[row] + k * k_step; B is (count, columns).
+template <class Kind, bool ADD, class As, class Bs, class Cs>
+void multiply_rows(long rows, long columns, long count, As A, long k_step, Bs B, Cs C) {
+  long c = 0;
+  for (; c + COLUMNS * WIDTH <= columns; c += COLUMNS * WIDTH)
+    register_strip<Kind, ADD, COLUMNS>(rows, A, k_step, B, C, c, count);
+  for (; c < columns; c += WIDTH) register_strip<Kind, ADD, 1>(rows, A, k_step, B, C, c, count);
+}
+
+struct Tile { int32_t batch, head, heads, first, step, count, position, from, to; };
+struct Visit {
+  int32_t key, key_step, keys, key_list, key_position;  // of keys; a list of them if key_list >= 0
+  int32_t row, row_step, rows, row_list;                // of the tile's rows, of each of its heads
+  int32_t band, ranges, weights;                        // below 0: none
+  float log_m;
+};
+// A key is seen whose position less the query's is from -before to after, and not from -inner_before to inner_after.
+struct Band { int32_t before, after, inner_before, inner_after; };
+
+struct Walk {
+  double scale, softcap;  // softcap 0: none
+  int64_t tiles, heads, kv_heads, d, dtype, merge, narrow, threads, copies;
+  const Tile* tile;
+  const Visit* visit;
+  const Band* band;
+  const int32_t* numbers;  // lists of keys and rows, ranges
+  const float* weights;    // added to scores: a number for each listed key, or for each row where keys are a run
+  float* dweights;         // (copies, weights): one for each of the tiles that share visits
+  int64_t weight_count;
+  const float* sinks;  // (heads,)
+  Rows q, k, v, out, lse, dout, dq, dk, dv, dlse;
+};
+
+typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t unaligned_ints __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+// tanh(x) = t / (t + 2) with t = e^(2x) - 1: exact for small x, too.
+INLINE vec tanh_of(vec x) {
+  const vec most = all(10.f);  // beyond, it is 1
+  const vec y = (x > most ? most : x < -most ? -most : x) * all(2 * LOG2E);
+  const vec magic = all(12582912.f);
+  const vec whole = y + magic, f = y - (whole - magic);
+  vec p = all(1.326472731e-3f);
+  p = p * f + all(9.671512991e-3f);
+  p = p * f + all(5.550733581e-2f);
+  p = p * f + all(2.402224243e-1f);
+  p = p * f + all(6.931470037e-1f);
+  const vec power = (vec)(((uvec)whole - (0x4b400000u - 127u)) << 23);
+  const vec t = power * (p * f) + (power - all(1.f));
+  return t / (t + all(2.f));
+}
+
+// What a pass does to scores after the product: scale, soft cap, weights. Without the last two the scale is left to the
+// exponential, which then is 1 for the largest.
+struct Shape {
+  float scale, softcap;
+  bool scaled;  // scores are multiplied by the scale before they are compared
+  float factor() const { return scaled ? 1.f : scale; }
+};
+
+// One visit as a kernel runs it: rows of the tile, and which keys each 64 of them see.
+struct Plan {
+  const Tile* tile;
+  const Visit* visit;
+  long rows;          // of all heads
+  int32_t *index;     // of the tile's rows
+  int32_t *position;  // of each, if the visit has a band
+  int32_t *low, *high;  // of each 64 rows
+  long start, stop;     // over all rows
+};
+
+INLINE long key_row(const Walk& walk, const Visit& visit, long j) {
+  return visit.key_list < 0 ? visit.key + j * visit.key_step : walk.numbers[visit.key_list + j];
+}
+
+// Fill the plan of a visit.
+INLINE void plan_visit(const Walk& walk, const Tile& tile, const Visit& visit, Plan& plan) {
+  plan.tile = &tile, plan.visit = &visit;
+  long s = 0;
+  for (long h = 0; h < tile.heads; h++)
+    for (long i = 0; i < visit.rows; i++, s++)
+      plan.index[s] = h * tile.count + (visit.row_list < 0 ? visit.row + i * visit.row_step : walk.numbers[visit.row_list + i]);
+  plan.rows = s;
+  const Band* band = visit.band < 0 ? nullptr : walk.band + visit.band;
+  if (band)
+    for (long i = 0; i < s; i++) plan.position[i] = tile.position + tile.step * (plan.index[i] % tile.count);
+  plan.start = visit.keys, plan.stop = 0;
+  for (long r = 0, g = 0; r < s; r += QUERIES, g++) {
+    long low = 0, high = visit.keys;
+    if (visit.ranges >= 0) {  // of each 64 rows of a head, whose number is then a multiple of it, or one head
+      const long group = visit.rows % QUERIES ? g : g % (visit.rows / QUERIES);
+      low = walk.numbers[visit.ranges + 2 * group], high = walk.numbers[visit.ranges + 2 * group + 1];
+    }
+    if (band) {
+      long least = plan.position[r], most = least;
+      for (long i = r + 1; i < std::min<long>(s, r + QUERIES); i++)
+        least = std::min<long>(least, plan.position[i]), most = std::max<long>(most, plan.position[i]);
+      const long first = least - band->before - visit.key_position, last = most + band->after - visit.key_position;
+      if (first > 0) low = std::max(low, (first + visit.key_step - 1) / visit.key_step);
+      high = last < 0 ? 0 : std::min(high, last / visit.key_step + 1);
+    }
+    if (low >= high) low = high = 0;
+    else plan.start = std::min(plan.start, low), plan.stop = std::max(plan.stop, high);
+    plan.low[g] = low, plan.high[g] = high;
+  }
+}
+
+// Hide what a band does: scores (keys, QUERIES) of keys from ``key`` on and ``count`` rows from ``row`` on.
+INLINE void hide_by_band(const Walk& walk, const Plan& plan, float* scores, long key, long keys, long row, long count) {
+  const Visit& visit = *plan.visit;
+  if (visit.band < 0) return;
+  const Band& band = walk.band[visit.band];
+  int32_t position[QUERIES], least = INT32_MAX, most = INT32_MIN;
+  for (long i = 0; i < QUERIES; i++) {
+    position[i] = plan.position[row + std::min(i, count - 1)];
+    least = std::min(least, position[i]), most = std::max(most, position[i]);
+  }
+  const bool inner = band.inner_before >= 0;
+  for (long j = 0; j < keys; j++) {
+    const int32_t at = visit.key_position + (key + j) * visit.key_step;
+    const bool seen = at - most >= -band.before && at - least <= band.after;
+    const bool met = inner && at - least >= -band.inner_before && at - most <= band.inner_after;
+    if (seen && !met) continue;
+    for (long c = 0; c < count; c += WIDTH) {
+      const ivec apart = at - *(const unaligned_ints*)(position + c);
+      ivec hidden = (apart < -band.before) | (apart > band.after);
+      if (inner) hidden |= (apart >= -band.inner_before) & (apart <= band.inner_after);
+      vec x = load(scores + j * QUERIES + c);
+      store(scores + j * QUERIES + c, hidden ? all(-INF) : x);
+    }
+  }
+}
+
+// Scale, cap and weigh scores (keys, QUERIES); ``slope``: with the derivative of the soft cap, if it is asked for.
+INLINE void shape_scores(const Shape& shape, float* scores, long keys, long columns, const float* by_row, float log_m, float* slope) {
+  for (long j = 0; j < keys; j++)
+    for (long c = 0; c < columns; c += WIDTH) {
+      vec x = load(scores + j * QUERIES + c) * all(shape.scale);
+      if (shape.softcap) {
+        const vec t = tanh_of(x * all(1 / shape.softcap));
+        x = t * all(shape.softcap);
+        if (slope) store(slope + j * QUERIES + c, all(1.f) - t * t);
+      }
+      store(scores + j * QUERIES + c, x + (by_row ? load(by_row + c) : vec{}) + all(log_m));
+    }
+}
+
+// Scores (keys, QUERIES) to probabilities against the largest so far; rescale what was summed up of each row.
+template <class Kind, class T>
+INLINE void soften(float* scores, long keys, long columns, float factor, float* top, float* sum, float* const* out, long D) {
+  const vec by = all(factor * LOG2E);
+  for (long c = 0; c < columns; c += WIDTH) {
+    const vec before = load(top + c);
+    vec most = before, total{};
+    for (long j = 0; j < keys; j++) most = larger(most, load(scores + j * QUERIES + c));
+    const vec shift = most == all(-INF) ? vec{} : most;
+    for (long j = 0; j < keys; j++) {
+      const vec p = exp2_of((load(scores + j * QUERIES + c) - shift) * by);
+      store(scores + j * QUERIES + c, p);
+      total += p;
+    }
+    const vec less = before == all(-INF) ? all(1.f) : exp2_of((before - shift) * by);
+    store(top + c, most);
+    store(sum + c, load(sum + c) * less + total);
+    for (int i = 0; i < WIDTH; i++)
+      if (less[i] != 1.f)
+        for (long x = 0; x < D; x += WIDTH) store(out[c + i] + x, load(out[c + i] + x) * all(less[i]));
+    Reader<Kind, T>::probabilities(scores, keys, c);
+  }
+}
+
+constexpr int FEW_ROWS = 4;  // a visit of so few rows takes no matrix product
+
+INLINE long most_rows(const Walk& walk) {
+  long most = 1;
+  for (long i = 0; i < walk.tiles; i++) most = std::max<long>(most, (long)walk.tile[i].heads * walk.tile[i].count);
+  return (most + QUERIES - 1) / QUERIES * QUERIES;
+}
+INLINE Shape shape_of(const Walk& walk) {
+  bool scaled = walk.softcap || walk.weights || walk.sinks;
+  for (long i = 0; !scaled && i < walk.tiles; i++)
+    for (long n = walk.tile[i].from; !scaled && n < walk.tile[i].to; n++) scaled = walk.visit[n].log_m != 0;
+  return {(float)walk.scale, (float)walk.softcap, scaled};
+}
+
+// What is added to the scores of ``count`` rows from ``row`` on, or null.
+INLINE const float* row_weights(const Walk& walk, const Plan& plan, long row, long count, float* to) {
+  const Visit& visit = *plan.visit;
+  if (visit.weights < 0) return nullptr;
+  for (long i = 0; i < QUERIES; i++) to[i] = i < count ? walk.weights[visit.weights + (row + i) % visit.rows] : 0;
+  return to;
+}
+
+// Scale out (D,) and add rows times weights p (count,).
+template <int N = COLUMNS>
+INLINE void add_weighted(float* out, long D, float keep, const float* p, const float* const* rows, long count) {
+  long x = 0;
+  for (; x + N * WIDTH <= D; x += N * WIDTH) {
+    vec sum[N];
+    for (int c = 0; c < N; c++) sum[c] = load(out + x + c * WIDTH) * all(keep);
+    for (long j = 0; j < count; j++)
+      for (int c = 0; c < N; c++) sum[c] += all(p[j]) * load(rows[j] + x + c * WIDTH);
+    for (int c = 0; c < N; c++) store(out + x + c * WIDTH, sum[c]);
+  }
+  if constexpr (N > 1) {
+    if (x < D) {
+      const float* rest[SPAN];
+      for (long j = 0; j < count; j++) rest[j] = rows[j] + x;
+      add_weighted<1>(out + x, D - x, keep, p, rest, count);
+    }
+  }
+}
+
+INLINE vec probability(vec x) { return exp2_of((x > vec{} ? vec{} : x) * all(LOG2E)); }  // none is above 1
+
+// What a thread holds of the tile that it works on: the rows of a visit, and where each lies.
+template <class Kind, class T>
+struct Held {
+  typedef Reader<Kind, T> Read;
+  const Walk& walk;
+  const Tile* tile;
+  Plan plan;
+  Visit shown;  // whose rows stand transposed
+  const T **q, **k, **v;
+  Held(const Walk& walk, Scratch& own, long most)
+      : walk(walk), tile(nullptr), shown{}, q((const T**)own.take(2 * most)), k((const T**)own.take(2 * SPAN)), v((const T**)own.take(2 * SPAN)) {
+    plan.index = (int32_t*)own.take(most), plan.position = (int32_t*)own.take(most);
+    plan.low = (int32_t*)own.take(most / QUERIES), plan.high = (int32_t*)own.take(most / QUERIES);
+  }
+  static long floats(long most) { return 4 * most + 4 * SPAN + 2 * (most / QUERIES) + 64; }
+
+  long rows() const { return (long)tile->heads * tile->count; }
+  template <class X>
+  X* row(const Rows& t, long i) const {
+    return t.at<X>(tile->batch, tile->head + i / tile->count, tile->first + i % tile->count * tile->step);
+  }
+  long kv_head() const { return tile->head / (walk.heads / walk.kv_heads); }
+  void start(const Tile& next) {
+    tile = &next, shown.rows = -1;
+    for (long i = 0; i < rows(); i++) q[i] = row<const T>(walk.q, i);
+  }
+  // Plan a visit; whether its rows are not those that stand transposed.
+  bool visit(const Visit& visit) {
+    plan_visit(walk, *tile, visit, plan);
+    if (visit.row_list < 0 && visit.row == shown.row && visit.row_step == shown.row_step && visit.rows == shown.rows) return false;
+    shown = visit;
+    if (visit.row_list >= 0) shown.rows = -1;
+    return true;
+  }
+  // Where the keys from ``key`` on lie.
+  void find_keys(long key, long count) {
+    const T *k_in = walk.k.at<const T>(tile->batch, kv_head()), *v_in = walk.v.at<const T>(tile->batch, kv_head());
+    for (long j = 0; j < count; j++) {
+      const long at = key_row(walk, *plan.visit, key + j);
+      k[j] = k_in + at * walk.k.row, v[j] = v_in + at * walk.v.row;
+    }
+  }
+};
+
+// Products of rows a (few,) and b (count,), as many floats of whole vectors each: (few, SPAN).
+INLINE void dot_rows(float* to, const float* a, long few, const float* const* b, long count, long D) {
+  for (long j = 0; j < count; j += WIDTH)
+    for (long i = 0; i < few; i++) {
+      vec sum[WIDTH] = {};
+      for (long x = 0; x < D; x += WIDTH) {
+        const vec y = load(a + i * D + x);
+        for (int c = 0; c < WIDTH; c++) sum[c] += y * load(b[std::min(j + c, count - 1)] + x);
+      }
+      store(to + i * SPAN + j, sums_of(sum));
+    }
+}
+
+// Scale, cap, weigh and hide the scores (few, SPAN) of keys from ``key`` on.
+INLINE void shape_few(const Walk& walk, const Plan& plan, const Shape& shape, float* scores, long key, long count, float* slope) {
+  const Visit& visit = *plan.visit;
+  const Band* band = visit.band < 0 ? nullptr : walk.band + visit.band;
+  for (long i = 0; i < plan.rows; i++) {
+    float* row = scores + i * SPAN;
+    if (shape.scaled) {
+      const float* weights = visit.weights < 0 ? nullptr : walk.weights + visit.weights;
+      const float whole = visit.log_m + (weights && visit.key_list < 0 ? weights[i % visit.rows] : 0);
+      for (long j = 0; j < count; j += WIDTH) {
+        vec x = load(row + j) * all(shape.scale);
+        if (shape.softcap) {
+          const vec t = tanh_of(x * all(1 / shape.softcap));
+          x = t * all(shape.softcap);
+          if (slope) store(slope + i * SPAN + j, all(1.f) - t * t);
+        }
+        store(row + j, x + all(whole));
+      }
+      if (weights && visit.key_list >= 0)
+        for (long j = 0; j < count; j++) row[j] += weights[key + j];
+    }
+    for (long j = 0; band && j < count; j++) {
+      const long apart = visit.key_position + (key + j) * visit.key_step - plan.position[i];
+      const bool met = band->inner_before >= 0 && apart >= -band->inner_before && apart <= band->inner_after;
+      if (apart < -band->before || apart > band->after || met) row[j] = -INF;
+    }
+    for (long j = count; j % WIDTH; j++) row[j] = -INF;
+  }
+}
+
+// Keys of a visit as floats of whole vectors: where they lie, or copied.
+template <class T>
+INLINE const float* const* as_floats(const T* const* rows, long count, long d, long D, float* copy, const float** at) {
+  if (sizeof(T) == 4 && d == D) return (const float* const*)rows;
+  Reader<Single, T>::rows(copy, rows, count, d, D);
+  for (long j = 0; j < count; j++) at[j] = copy + j * D;
+  return at;
+}
+
+// A visit of few rows: a matrix product is not worth its copies.
+template <class Kind, class T>
+void visit_few(Held<Kind, T>& held, const Shape& shape, float* q, float* scores, float* copy, const float** at, float* sums, float* top, float* sum, long D) {
+  const Walk& walk = held.walk;
+  const Plan& plan = held.plan;
+  for (long i = 0; i < plan.rows; i++) Reader<Single, T>::rows(q + i * D, held.q + plan.index[i], 1, walk.d, D);
+  for (long key = plan.start; key < plan.stop; key += SPAN) {
+    const long count = std::min<long>(SPAN, plan.stop - key);
+    held.find_keys(key, count);
+    dot_rows(scores, q, plan.rows, as_floats(held.k, count, walk.d, D, copy, at), count, D);
+    shape_few(walk, plan, shape, scores, key, count, nullptr);
+    const float* const* values = as_floats(held.v, count, walk.d, D, copy, at);
+    for (long i = 0; i < plan.rows; i++) {
+      float *p = scores + i * SPAN, *out = sums + plan.index[i] * D, *largest = top + plan.index[i];
+      vec most = all(*largest), total{};
+      for (long j = 0; j < count; j += WIDTH) most = larger(most, load(p + j));
+      float highest = *largest, added = 0;
+      for (int c = 0; c < WIDTH; c++) highest = most[c] > highest ? most[c] : highest;
+      const vec shift = all(highest == -INF ? 0 : highest), by = all(shape.factor() * LOG2E);
+      for (long j = 0; j < count; j += WIDTH) {
+        const vec x = exp2_of((load(p + j) - shift) * by);
+        store(p + j, x);
+        total += x;
+      }
+      for (int c = 0; c < WIDTH; c++) added += total[c];
+      const float less = *largest == -INF ? 1 : exp2_of((all(*largest) - shift) * by)[0];
+      *largest = highest, sum[plan.index[i]] = sum[plan.index[i]] * less + added;
+      add_weighted(out, D, less, p, values, count);
+    }
+  }
+}
+
+template <class Kind, class T>
+void walk_forward(const Walk& walk) {
+  typedef Reader<Kind, T> Read;
+  const long d = walk.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, depth = (d + Read::item - 1) / Read::item;
+  const long most = most_rows(walk);
+  const Shape shape = shape_of(walk);
+  const bool in_place = sizeof(T) == 4 || (Read::item == 2 && d % 2 == 0);
+  const Memory memory(walk.threads, Held<Kind, T>::floats(most) + 2 * most * D + 4 * most + QUERIES * KEYS + (2 * SPAN + FEW_ROWS) * D +
+                                        FEW_ROWS * SPAN + 2 * SPAN + 4 * QUERIES);
+#pragma omp parallel num_threads(walk.threads)
+  {
+    Scratch own(memory);
+    Held<Kind, T> held(walk, own, most);
+    const Plan& plan = held.plan;
+    float *sums = own.take(most * D), *q_t = own.take(most * D), *top = own.take(most), *sum = own.take(most);
+    float *scores = own.take(QUERIES * KEYS), *k = own.take(SPAN * D), *v = own.take(SPAN * D);
+    float *q_few = own.take(FEW_ROWS * D), *few = own.take(FEW_ROWS * SPAN);
+    float *largest = own.take(QUERIES), *total = own.take(QUERIES), *weights = own.take(QUERIES);
+    float** out = (float**)own.take(2 * most);
+    const float** at = (const float**)own.take(2 * SPAN);
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < walk.tiles; item++) {
+      const Tile& tile = walk.tile[item];
+      held.start(tile);
+      const long rows = held.rows();
+      std::fill(sums, sums + rows * D, 0.f);
+      for (long i = 0; i < rows; i++) {
+        top[i] = walk.sinks ? walk.sinks[tile.head + i / tile.count] : -INF;
+        sum[i] = walk.sinks && top[i] != -INF;
+      }
+      for (long n = tile.from; n < tile.to; n++) {
+        const Visit& visit = walk.visit[n];
+        const bool changed = held.visit(visit);
+        if (plan.rows <= FEW_ROWS) {
+          held.shown.rows = -1;
+          visit_few(held, shape, q_few, few, k, at, sums, top, sum, D);
+          continue;
+        }
+        for (long r = 0; changed && r < plan.rows; r += QUERIES) {
+          const T* from[QUERIES];
+          const long count = std::min<long>(QUERIES, plan.rows - r);
+          for (long i = 0; i < count; i++) from[i] = held.q[plan.index[r + i]], out[r + i] = sums + plan.index[r + i] * D;
+          Read::columns(q_t + r * depth, from, count, d);
+        }
+        for (long key = plan.start; key < plan.stop; key += KEYS) {
+          const long count = std::min<long>(KEYS, plan.stop - key);
+          held.find_keys(key, count);
+          const float* const* keys = (const float* const*)held.k;
+          if (!in_place) {
+            Read::rows(k, held.k, count, d, D);
+            for (long j = 0; j < count; j++) at[j] = k + j * D;
+            keys = at;
+          }
+          Read::values(v, held.v, count, d, D);
+          for (long r = 0, g = 0; r < plan.rows; r += QUERIES, g++) {
+            const long first = std::max<long>(plan.low[g], key) - key, high = std::min<long>(plan.high[g], key + count) - key;
+            if (first >= high) continue;
+            const long low = first - first % Read::item, mine = high - low, here = std::min<long>(QUERIES, plan.rows - r);
+            const long columns = (here + WIDTH - 1) / WIDTH * WIDTH;
+            multiply_rows<Kind, false>(mine, columns, depth, keys + low, 1, Spaced<float>{q_t + r * depth, QUERIES}, Spaced<float>{scores, QUERIES});
+            if (shape.scaled) shape_scores(shape, scores, mine, columns, row_weights(walk, plan, r, here, weights), visit.log_m, nullptr);
+            if (low < first) std::fill(scores, scores + QUERIES, -INF);
+            hide_by_band(walk, plan, scores, key + low, mine, r, here);
+            for (long i = 0; i < columns; i++) {
+              largest[i] = i < here ? top[plan.index[r + i]] : -INF;
+              total[i] = i < here ? sum[plan.index[r + i]] : 0;
+            }
+            soften<Kind, T>(scores, mine, columns, shape.factor(), largest, total, out + r, D);
+            for (long i = 0; i < here; i++) top[plan.index[r + i]] = largest[i], sum[plan.index[r + i]] = total[i];
+            multiply_rows<Kind, true>(here, D, (mine + Read::item - 1) / Read::item, Spaced<float>{scores, 1}, QUERIES,
+                                      Spaced<float>{v + low / Read::item * D, D}, out + r);
+          }
+        }
+      }
+      for (long i = 0; i < rows; i++) {
+        float* lse = held.template row<float>(walk.lse, i);
+        if (walk.narrow)
+          finish(walk, sums + i * D, top[i] * shape.factor(), sum[i], held.template row<T>(walk.out, i), lse);
+        else
+          finish(walk, sums + i * D, top[i] * shape.factor(), sum[i], held.template row<float>(walk.out, i), lse);
+      }
+    }
+  }
+}
+
+struct Few {  // of a thread, in a backward
+  float *q, *dout, *p, *ds, *slope;
+};
+
+// The backward of a visit of few rows, which adds to dk and dv row by row.
+template <class T>
+void visit_few_backward(Held<Single, T>& held, const Shape& shape, const Few& few, const float* const* q, const float* const* dout, float* const* dq,
+                        const float* lse, const float* delta, float* k, float* v, const float** k_at, const float** v_at, float* dweights, long D) {
+  const Walk& walk = held.walk;
+  const Plan& plan = held.plan;
+  const Visit& visit = *plan.visit;
+  const long d = walk.d, kv_head = held.kv_head();
+  for (long i = 0; i < plan.rows; i++) {
+    memcpy(few.q + i * D, q[i], D * sizeof(float));
+    memcpy(few.dout + i * D, dout[i], D * sizeof(float));
+  }
+  for (long key = plan.start; key < plan.stop; key += SPAN) {
+    const long count = std::min<long>(SPAN, plan.stop - key);
+    held.find_keys(key, count);
+    const float* const* keys = as_floats(held.k, count, d, D, k, k_at);
+    const float* const* values = as_floats(held.v, count, d, D, v, v_at);
+    dot_rows(few.p, few.q, plan.rows, keys, count, D);
+    dot_rows(few.ds, few.dout, plan.rows, values, count, D);
+    shape_few(walk, plan, shape, few.p, key, count, few.slope);
+    for (long i = 0; i < plan.rows; i++) {
+      float *p = few.p + i * SPAN, *ds = few.ds + i * SPAN;
+      float weight = 0;
+      for (long j = 0; j < count; j += WIDTH) {
+        const vec y = probability(load(p + j) * all(shape.factor()) - all(lse[plan.index[i]]));
+        store(p + j, y);
+        store(ds + j, y * (load(ds + j) - all(delta[plan.index[i]])));
+      }
+      if (dweights && visit.weights >= 0) {
+        float* to = dweights + visit.weights + (visit.key_list < 0 ? i % visit.rows : key);
+        for (long j = 0; j < count; j++)
+          if (visit.key_list < 0) weight += ds[j];
+          else to[j] += ds[j];
+        if (visit.key_list < 0) *to += weight;
+      }
+      for (long j = 0; shape.softcap && j < count; j += WIDTH) store(ds + j, load(ds + j) * load(few.slope + i * SPAN + j));
+      add_weighted(dq[i], D, 1, ds, keys, count);
+    }
+    for (long j = 0; j < count; j++) {
+      const long row = key_row(walk, visit, key + j);
+      float *to_k = walk.dk.at<float>(held.tile->batch, kv_head, row), *to_v = walk.dv.at<float>(held.tile->batch, kv_head, row);
+      for (long i = 0; i < plan.rows; i++) {
+        add_scaled(to_k, few.q + i * D, d, 1, few.ds[i * SPAN + j] * shape.scale);
+        add_scaled(to_v, few.dout + i * D, d, 1, few.p[i * SPAN + j]);
+      }
+    }
+  }
+}
+
+// A tile owns its rows of dq; dk and dv of some keys are summed up over its rows, then added to memory. A thread owns a
+// K/V head, so that sums have one order.
+template <class T>
+void walk_backward(const Walk& walk) {
+  typedef Reader<Single, T> Read;
+  const long d = walk.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, most = most_rows(walk);
+  const Shape shape = shape_of(walk);
+  const bool in_place = sizeof(T) == 4 && d == D;
+  const long group = walk.heads / walk.kv_heads;
+  long batch = 0;
+  for (long i = 0; i < walk.tiles; i++) batch = std::max<long>(batch, walk.tile[i].batch + 1);
+  std::vector<std::vector<int32_t>> tiles(batch * walk.kv_heads);
+  for (long i = 0; i < walk.tiles; i++) tiles[walk.tile[i].batch * walk.kv_heads + walk.tile[i].head / group].push_back(i);
+  const Memory memory(walk.threads, Held<Single, T>::floats(most) + 5 * most * D + 10 * most + 3 * QUERIES * KEYS + 4 * SPAN * D +
+                                        2 * FEW_ROWS * D + 3 * FEW_ROWS * SPAN + 4 * SPAN + 4 * QUERIES);
+#pragma omp parallel num_threads(walk.threads)
+  {
+    Scratch own(memory);
+    Held<Single, T> held(walk, own, most);
+    const Plan& plan = held.plan;
+    float *q_t = own.take(most * D), *dout_t = own.take(most * D), *dq = own.take(most * D);
+    float *q_copy = own.take(most * D), *dout_copy = own.take(most * D), *lse = own.take(most), *delta = own.take(most);
+    float *p = own.take(QUERIES * KEYS), *ds = own.take(QUERIES * KEYS), *slope = own.take(QUERIES * KEYS);
+    float *k = own.take(SPAN * D), *v = own.take(SPAN * D), *dk = own.take(SPAN * D), *dv = own.take(SPAN * D);
+    Few few{own.take(FEW_ROWS * D), own.take(FEW_ROWS * D), own.take(FEW_ROWS * SPAN), own.take(FEW_ROWS * SPAN), own.take(FEW_ROWS * SPAN)};
+    float *row_lse = own.take(QUERIES), *row_delta = own.take(QUERIES), *weights = own.take(QUERIES);
+    const T** dout_in = (const T**)own.take(2 * most);
+    const float **q_rows = (const float**)own.take(2 * most), **dout_rows = (const float**)own.take(2 * most);
+    const float **k_at = (const float**)own.take(2 * SPAN), **v_at = (const float**)own.take(2 * SPAN);
+    float** dq_rows = (float**)own.take(2 * most);
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < (long)tiles.size(); item++)
+      for (const int32_t number : tiles[item]) {
+        const Tile& tile = walk.tile[number];
+        held.start(tile);
+        const long rows = held.rows(), kv_head = held.kv_head();
+        float* dweights = walk.dweights ? walk.dweights + tile.head / tile.heads % walk.copies * walk.weight_count : nullptr;
+        std::fill(dq, dq + rows * D, 0.f);
+        for (long i = 0; i < rows; i++) {
+          dout_in[i] = held.template row<const T>(walk.dout, i);
+          const float found = *held.template row<float>(walk.lse, i);
+          lse[i] = found == -INF ? INF : found;  // a row that sees nothing has probabilities of 0
+        }
+        for (long r = 0; r < rows; r += QUERIES) {
+          const T* from[QUERIES];
+          const long count = std::min<long>(QUERIES, rows - r);
+          for (long i = 0; i < count; i++) from[i] = held.template row<const T>(walk.out, r + i);
+          Read::columns(q_t, from, count, d);
+          Read::columns(dout_t, dout_in + r, count, d);
+          for (long c = 0; c < count; c += WIDTH) {
+            vec sum{};  // in the order of the products below: what a row that sees one key subtracts is then 0
+            for (long x = 0; x < d; x++) sum += load(q_t + x * QUERIES + c) * load(dout_t + x * QUERIES + c);
+            for (long i = 0; i < WIDTH && c + i < count; i++)
+              delta[r + c + i] = sum[i] - (walk.dlse.data && lse[r + c + i] != INF ? *held.template row<float>(walk.dlse, r + c + i) : 0);
+          }
+        }
+        if (!in_place) {
+          Read::rows(q_copy, held.q, rows, d, D);
+          Read::rows(dout_copy, dout_in, rows, d, D);
+        }
+        for (long n = tile.from; n < tile.to; n++) {
+          const Visit& visit = walk.visit[n];
+          const bool changed = held.visit(visit);
+          for (long s = 0; s < plan.rows; s++) {
+            const long i = plan.index[s];
+            q_rows[s] = in_place ? (const float*)held.q[i] : q_copy + i * D;
+            dout_rows[s] = in_place ? (const float*)dout_in[i] : dout_copy + i * D;
+            dq_rows[s] = dq + i * D;
+          }
+          if (plan.rows <= FEW_ROWS) {
+            held.shown.rows = -1;
+            visit_few_backward(held, shape, few, q_rows, dout_rows, dq_rows, lse, delta, k, v, k_at, v_at, dweights, D);
+            continue;
+          }
+          for (long r = 0; changed && r < plan.rows; r += QUERIES) {
+            const T *q_from[QUERIES], *dout_from[QUERIES];
+            const long count = std::min<long>(QUERIES, plan.rows - r);
+            for (long i = 0; i < count; i++) q_from[i] = held.q[plan.index[r + i]], dout_from[i] = dout_in[plan.index[r + i]];
+            Read::columns(q_t + r * d, q_from, count, d);
+            Read::columns(dout_t + r * d, dout_from, count, d);
+          }
+          for (long key = plan.start; key < plan.stop; key += KEYS) {
+            const long count = std::min<long>(KEYS, plan.stop - key);
+            held.find_keys(key, count);
+            const float* const* keys = as_floats(held.k, count, d, D, k, k_at);
+            const float* const* values = as_floats(held.v, count, d, D, v, v_at);
+            std::fill(dk, dk + count * D, 0.f);
+            std::fill(dv, dv + count * D, 0.f);
+            for (long r = 0, g = 0; r < plan.rows; r += QUERIES, g++) {
+              const long low = std::max<long>(plan.low[g], key) - key, high = std::min<long>(plan.high[g], key + count) - key;
+              if (low >= high) continue;
+              const long mine = high - low, here = std::min<long>(QUERIES, plan.rows - r), columns = (here + WIDTH - 1) / WIDTH * WIDTH;
+              multiply_rows<Single, false>(mine, columns, d, keys + low, 1, Spaced<float>{q_t + r * d, QUERIES}, Spaced<float>{p, QUERIES});
+              if (shape.scaled) shape_scores(shape, p, mine, columns, row_weights(walk, plan, r, here, weights), visit.log_m, slope);
+              hide_by_band(walk, plan, p, key + low, mine, r, here);
+              multiply_rows<Single, false>(mine, columns, d, values + low, 1, Spaced<float>{dout_t + r * d, QUERIES}, Spaced<float>{ds, QUERIES});
+              for (long i = 0; i < columns; i++) {
+                row_lse[i] = i < here ? lse[plan.index[r + i]] : INF;
+                row_delta[i] = i < here ? delta[plan.index[r + i]] : 0;
+              }
+              for (long c = 0; c < columns; c += WIDTH) {
+                vec weight{};
+                for (long j = 0; j < mine; j++) {
+                  const long x = j * QUERIES + c;
+                  const vec y = probability(load(p + x) * all(shape.factor()) - load(row_lse + c));
+                  vec slope_of = y * (load(ds + x) - load(row_delta + c));
+                  store(p + x, y);
+                  weight += slope_of;
+                  if (shape.softcap) slope_of *= load(slope + x);
+                  store(ds + x, slope_of);
+                }
+                for (long i = 0; dweights && visit.weights >= 0 && i < WIDTH && c + i < here; i++)
+                  dweights[visit.weights + (r + c + i) % visit.rows] += weight[i];
+              }
+              multiply_rows<Single, true>(mine, D, here, Spaced<float>{p, QUERIES}, 1, dout_rows + r, Spaced<float>{dv + low * D, D});
+              multiply_rows<Single, true>(mine, D, here, Spaced<float>{ds, QUERIES}, 1, q_rows + r, Spaced<float>{dk + low * D, D});
+              multiply_rows<Single, true>(here, D, mine, Spaced<float>{ds, 1}, QUERIES, keys + low, dq_rows + r);
+            }
+            for (long j = 0; j < count; j++) {
+              const long row = key_row(walk, visit, key + j);
+              add_scaled(walk.dk.at<float>(tile.batch, kv_head, row), dk + j * D, d, 1, shape.scale);
+              add_scaled(walk.dv.at<float>(tile.batch, kv_head, row), dv + j * D, d, 1, 1);
+            }
+          }
+        }
+        for (long i = 0; i < rows; i++) {
+          float* to = held.template row<float>(walk.dq, i);
+          if (walk.merge)
+            add_scaled(to, dq + i * D, d, 1, shape.scale);
+          else
+            write_scaled(to, dq + i * D, d, shape.scale);
+        }
+      }
+  }
+}
+
+// ---- The table of selected keys. ----
+
+struct Lists {  // engine/selected.py explains them
+  int64_t groups, list_rows, slots, rows, blocks, granularity, window, first, causal, units, heads, weighed;
+  const int64_t *lists, *by_row, *by_block;
+};
+
+constexpr int FEW_KEYS = 8;  // blocks of fewer are listed key by key
+
+struct Table {
+  std::vector<Tile> tiles;
+  std::vector<Visit> visits;
+  std::vector<int32_t> numbers;
+  std::vector<int64_t> source;  // of each weight: its place in the lists
+};
+
+enum { PLAIN, NEAR, FAR };  // bands: all keys, those of the window, others
+
+// The tiles of one document or a part of it, which follow each other in rows.
+struct Planner {
+  const Lists& call;
+  Table& table;
+  std::vector<int32_t> last, count, found;  // of each block: the row that it was met in last, how many rows see it
+  std::vector<std::array<int64_t, 3>> entries;  // block, row of the tile, place in the lists
+  int64_t of_row(long what, long row) const { return call.by_row[what * (call.rows + 1) + row]; }
+  int64_t of_block(long what, long block) const { return call.by_block[what * (call.blocks + 1) + block]; }
+  Planner(const Lists& call, Table& table) : call(call), table(table), last(call.blocks + 1, -1), count(call.blocks + 1, 0) {}
+
+  // Rows that see the keys of positions from ``start`` to ``stop``, which may lie in several places.
+  void add_run(long start, long stop, long first_block, Visit visit) {
+    const long document = of_block(2, first_block);
+    for (long at = start; at < stop;) {
+      long block = first_block + (at - document) / call.granularity, next = of_block(1, block);
+      const long row = of_block(3, block) + at - of_block(0, block);
+      while (next < stop && of_block(3, block + 1) - of_block(0, block + 1) == row - at) next = of_block(1, ++block);
+      next = std::min(next, stop);
+      visit.key = row, visit.keys = next - at, visit.key_position = at;
+      table.visits.push_back(visit);
+      at = next;
+    }
+  }
+
+  void add_tile(long group, long first, long rows) {
+    const long start = of_row(0, first), end = of_row(1, first), before = of_row(2, first), position = of_row(4, first);
+    const long from = table.visits.size(), high = position + rows - 1;
+    const int32_t plain = call.window ? FAR : call.causal ? PLAIN : -1;
+    const Visit all_rows{0, 1, 0, -1, 0, 0, 1, (int32_t)rows, -1, plain, -1, -1, 0};
+    if (call.window) {
+      Visit near = all_rows;
+      near.band = NEAR;
+      add_run(std::max(start, position - call.window + 1), std::min(end, call.causal ? high + 1 : high + call.window), before, near);
+    }
+    const long always = std::min(end, start + call.first);
+    if (call.first) add_run(start, call.causal ? std::min(always, high + 1) : always, before, all_rows);
+    entries.clear(), found.clear();
+    for (long i = 0; i < rows; i++) {
+      const long row = first + i, at = position + i, place = (group * call.list_rows + of_row(3, row)) * call.slots;
+      for (long s = 0; s < call.slots; s++) {
+        const long block = call.lists[place + s];
+        if (block == call.blocks || last[block] == row) continue;
+        last[block] = row;
+        const long low = std::max<long>(of_block(0, block), always), stop = call.causal ? std::min<long>(of_block(1, block), at + 1) : of_block(1, block);
+        if (low >= stop) continue;
+        if (call.window && low > at - call.window && stop <= at + call.window) continue;
+        entries.push_back({block, i, place + s});
+        if (!count[block]++) found.push_back(block);
+      }
+    }
+    for (const auto& [block, row, place] : entries) last[block] = -1;
+    if (call.granularity < FEW_KEYS)
+      add_by_rows(rows, position, end, always);
+    else
+      add_by_blocks(rows, always, all_rows);
+    for (const long block : found) count[block] = 0;
+    const long each = call.heads / call.units, shared = call.units / call.groups;
+    for (long unit = group * shared; unit < (group + 1) * shared; unit++)
+      table.tiles.push_back({0, (int32_t)(unit * each), (int32_t)each, (int32_t)first, 1, (int32_t)rows, (int32_t)position, (int32_t)from, (int32_t)table.visits.size()});
+  }
+
+  // A visit for each block, of the rows that list it.
+  void add_by_blocks(long rows, long always, Visit visit) {
+    std::sort(found.begin(), found.end());
+    std::vector<int32_t> next(found.size());
+    long total = table.numbers.size();
+    std::vector<int32_t>& place = count;  // from here on where the rows of a block go next
+    for (long n = 0; n < (long)found.size(); n++) {
+      const long block = found[n], number = count[block], low = std::max<long>(of_block(0, block), always);
+      visit.key_position = low, visit.key = of_block(3, block) + low - of_block(0, block), visit.keys = of_block(1, block) - low;
+      visit.row_list = total, visit.rows = number, visit.weights = call.weighed ? total : -1;
+      table.visits.push_back(visit);
+      place[block] = total, total += number;
+    }
+    table.numbers.resize(total);
+    if (call.weighed) table.source.resize(total, 0);
+    for (const auto& [block, row, at] : entries) {
+      if (call.weighed) table.source[place[block]] = at;
+      table.numbers[place[block]++] = row;
+    }
+  }
+
+  // A visit for each row and panel of keys, with a list of those; panel by panel, so that keys stay in the cache.
+  void add_by_rows(long rows, long position, long end, long always) {
+    if (entries.empty()) return;
+    const long start = of_block(2, entries[0][0]), length = end - start;
+    const long panel = std::max<long>(512, 32 * length / std::max<long>(1, call.slots * call.granularity)), panels = (length + panel - 1) / panel;
+    std::vector<int32_t> place(panels * rows + 1, 0);
+    auto each_key = [&](auto&& use) {
+      for (const auto& [block, i, at] : entries) {
+        const long query = position + i, low = std::max<long>(of_block(0, block), always);
+        const long stop = call.causal ? std::min<long>(of_block(1, block), query + 1) : of_block(1, block);
+        for (long key = low; key < stop; key++)
+          if (!call.window || std::abs(key - query) >= call.window) use((key - start) / panel * rows + i, of_block(3, block) + key - of_block(0, block), at);
+      }
+    };
+    each_key([&](long cell, long, long) { place[cell]++; });
+    long total = table.numbers.size();
+    for (long cell = 0; cell < panels * rows; cell++) {
+      const long number = place[cell];
+      place[cell] = total;
+      if (!number) continue;
+      const int32_t weights = call.weighed ? total : -1;
+      table.visits.push_back({0, 1, (int32_t)number, (int32_t)total, 0, (int32_t)(cell % rows), 1, 1, -1, -1, -1, weights, 0});
+      total += number;
+    }
+    table.numbers.resize(total);
+    if (call.weighed) table.source.resize(total, 0);
+    each_key([&](long cell, long row, long at) {
+      if (call.weighed) table.source[place[cell]] = at;
+      table.numbers[place[cell]++] = row;
+    });
+  }
+};
+
+// The table of the lists: tiles of rows of one document.
+static void plan_lists(const Lists& call, Table& table) {
+  Planner planner(call, table);
+  const long each = call.heads / call.units, most = call.granularity < FEW_KEYS ? 512 : std::max(64L, 1024 / each);
+  for (long group = 0; group < call.groups; group++)
+    for (long row = 0; row < call.rows;) {
+      long stop = row + 1;
+      if (planner.of_row(1, row)) {
+        while (stop < call.rows && stop - row < most && planner.of_row(4, stop) == planner.of_row(4, stop - 1) + 1 && planner.of_row(0, stop) == planner.of_row(0, row)) stop++;
+        planner.add_tile(group, row, stop - row);
+      }
+      row = stop;
+    }
+}
+
 }  // namespace
 
 extern "C" double multiply(int64_t threads, int64_t rounds, int64_t bf16) {
@@ -677,7 +1489,8 @@ static void any_backward(const Call* call) {
 }
 
 // 1 where there is no memory, 0 else.
-static int run(void (*pass)(const Call*), const Call* call) {
+template <class C>
+static int run(void (*pass)(const C*), const C* call) {
   try {
     pass(call);
   } catch (const std::bad_alloc&) {
@@ -685,5 +1498,41 @@ static int run(void (*pass)(const Call*), const Call* call) {
   }
   return 0;
 }
+
+static void any_walk(const Walk* walk) {
+  if (walk->dtype == 0) walk_forward<Single, float>(*walk);
+  if (walk->dtype == 1) walk_forward<Single, _Float16>(*walk);
+#ifdef __AVX512BF16__
+  if (walk->dtype == 2) walk_forward<Pairs, Bfloat>(*walk);
+#else
+  if (walk->dtype == 2) walk_forward<Single, Bfloat>(*walk);
+#endif
+}
+static void any_walk_backward(const Walk* walk) {
+  if (walk->dtype == 0) walk_backward<float>(*walk);
+  if (walk->dtype == 1) walk_backward<_Float16>(*walk);
+  if (walk->dtype == 2) walk_backward<Bfloat>(*walk);
+}
 extern "C" int forward(const Call* call) { return run(any_forward, call); }
 extern "C" int backward(const Call* call) { return run(any_backward, call); }
+extern "C" int walk_tiles(const Walk* walk) { return run(any_walk, walk); }
+extern "C" int walk_tiles_backward(const Walk* walk) { return run(any_walk_backward, walk); }
+
+// The table of the lists, to be copied and deleted by take_table; its sizes. Null where there is no memory.
+extern "C" Table* plan_table(const Lists* lists, int64_t* sizes) {
+  try {
+    std::unique_ptr<Table> table(new Table);
+    plan_lists(*lists, *table);
+    sizes[0] = table->tiles.size(), sizes[1] = table->visits.size(), sizes[2] = table->numbers.size(), sizes[3] = table->source.size();
+    return table.release();
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+extern "C" void take_table(Table* table, Tile* tiles, Visit* visits, int32_t* numbers, int64_t* source) {
+  const std::unique_ptr<Table> owned(table);
+  std::copy(table->tiles.begin(), table->tiles.end(), tiles);
+  std::copy(table->visits.begin(), table->visits.end(), visits);
+  std::copy(table->numbers.begin(), table->numbers.end(), numbers);
+  std::copy(table->source.begin(), table->source.end(), source);
+}

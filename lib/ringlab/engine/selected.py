@@ -20,8 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import kernels
+from ..kernels.compiled import walk, walk_backward
 from ..kernels.base import Kernel, accumulation_dtype, cost_of, supports_bias
 from ..selected import Selected
+from ..tiles.selected import plan_lists
+from ..tiles.table import Table
 from ..torch_private import is_fake
 from .autograd import (
     LSE_COLUMNS,
@@ -305,10 +308,15 @@ def call_of(
                 what = f"the largest log_weight that a query sees must be {limits}"
                 raise ValueError(f"{what}, got {float(beyond[0]):g}")
         weights = weights.clamp(min=lowest)
-    times = max(1, kv_heads // groups)
+    return replace(call, lists=listed, weights=weights, order=order)
+
+
+def by_streams(call: Call) -> Call:
+    """The call with lists for each stream, where K/V heads share them."""
+    times = max(1, call.kv_heads // len(call.lists))
+    each = (call.lists, call.weights, call.order)
     lists, weights, order = (
-        None if t is None else t.repeat_interleave(times, 0)
-        for t in (listed, weights, order)
+        None if t is None else t.repeat_interleave(times, 0) for t in each
     )
     return replace(call, lists=lists, weights=weights, order=order)
 
@@ -590,6 +598,7 @@ def _kinds(call: Call) -> Tensor:
 
 def blocks_seen(call: Call) -> Tensor:
     """Which blocks of each K/V head the queries see something of: (h_kv, blocks)."""
+    call = by_streams(call)
     block = _kinds(call) // 3  # (streams, rows * c)
     seen = torch.zeros(
         len(block), call.blocks + 1, dtype=torch.bool, device=block.device
@@ -649,6 +658,9 @@ def results(call: Call, q, k, v, sinks, differentiable: bool) -> tuple[Tensor, T
     """out (b, n, h, d), lse (b, h, n) for q (b, n, h, d) and the rows of k and v (any,
     any, h_kv, d), which together are those of the call. ``sinks``: (h,) or None.
     """
+    if walks(call, q):
+        return _walked(call, q, k, v, sinks)
+    call = by_streams(call)
     kernel, masked = kernels_of(call, q, differentiable)
     in_place = hasattr(kernel, "backward_into")  # it reads and writes rows there
     flip, scale = positive_scale(call.options.scale)
@@ -712,6 +724,9 @@ def gradients(
     """dq, dk, dv of ``results``, dk and dv in fp32 or wider; and the gradient of the
     pattern's ``log_weights``.
     """
+    if walks(call, q):
+        return _walked_gradients(call, dout, dlse, q, k, v, out, lse)
+    call = by_streams(call)
     flip, scale = positive_scale(call.options.scale)
     head_dim = q.shape[3]
     shape = k.shape
@@ -768,6 +783,77 @@ def gradients(
     dq = dq[:-1].view(q.shape)[..., :head_dim].to(q.dtype)
     dk, dv = (_of_rows(call, t[..., :head_dim], shape) for t in (dk, dv))
     return flip(dq), dk, dv, None if weights is None else _of_slots(call, dweights)
+
+
+def walks(call: Call, q: Tensor) -> bool:
+    """Whether the compiled kernel walks the call's table."""
+    options = {"causal": call.causal, "backend": call.options.backend}
+    kernel = kernels.choose(q.device, q.dtype, q.shape[3], **options).kernel
+    return kernel.name == "compiled"
+
+
+def _table(call: Call) -> Table:
+    options = {"heads": call.heads, "kv_heads": call.kv_heads, "causal": call.causal}
+    tables = call.lists, call.by_row, call.by_block
+    return plan_lists(call.pattern, *tables, **options)
+
+
+def _weights(call: Call, table: Table) -> Tensor | None:
+    if call.weights is None:
+        return None
+    return call.weights.float().flatten()[table.source]
+
+
+def _flat(t: Tensor) -> Tensor:
+    """t (b, n, h, d) as (1, b * n, h, d), dense in its last dimension."""
+    t = t.reshape(1, -1, *t.shape[2:])
+    return t if t.stride(3) == 1 else t.contiguous()
+
+
+def _walked(call: Call, q, k, v, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``results`` by the compiled kernel."""
+    table = _table(call)
+    flip, scale = positive_scale(call.options.scale)
+    rows = call.rows, call.heads
+    padded = int(call.queries[:, 1].sum()) < call.rows
+    out = torch.empty(1, *rows, q.shape[3], dtype=q.dtype)
+    lse = torch.empty(1, *rows, dtype=torch.float32)
+    if padded:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    options = {"softcap": call.options.softcap, "weights": _weights(call, table)}
+    options["sinks"] = None if sinks is None else sinks.float().contiguous()
+    tensors = (_flat(t) for t in (flip(q), k, v))
+    walk(table, *tensors, out, lse.transpose(1, 2), scale, **options)
+    return out.view(q.shape), lse.view(q.shape[:3]).transpose(1, 2)
+
+
+def _walked_gradients(call: Call, dout, dlse, q, k, v, out, lse):
+    """``gradients`` by the compiled kernel."""
+    table = _table(call)
+    flip, scale = positive_scale(call.options.scale)
+    weights = _weights(call, table)
+    rows = call.rows, call.heads
+    shapes = q.shape, k.shape, v.shape
+    dq = torch.zeros(1, *rows, q.shape[3])
+    dk, dv = (torch.zeros(1, *_flat(t).shape[1:]) for t in (k, v))
+    options = {"softcap": call.options.softcap, "weights": weights}
+    copies = max(1, call.kv_heads // len(call.lists))
+    if weights is not None:
+        options["dweights"] = torch.zeros(copies, len(weights))
+    dout, q, k, v, out = (_flat(t.to(q.dtype)) for t in (dout, flip(q), k, v, out))
+    lse, dlse = (
+        None if t is None else t.float().transpose(1, 2).reshape(1, *rows).transpose(1, 2)
+        for t in (lse, dlse)
+    )
+    tensors = dq, dk, dv, dout, dlse, q, k, v, out, lse
+    walk_backward(table, *tensors, scale, **options)
+    dq, dk, dv = (x.view(shape) for x, shape in zip((dq, dk, dv), shapes))
+    if weights is None:
+        return flip(dq.to(q.dtype)), dk, dv, None
+    dweights = torch.zeros_like(call.weights, dtype=torch.float32)
+    dweights.view(-1).index_add_(0, table.source, options["dweights"].sum(0))
+    return flip(dq.to(q.dtype)), dk, dv, _of_slots(call, dweights)
 
 
 def _of_rows(call: Call, grad: Tensor, shape) -> Tensor:
