@@ -23,7 +23,7 @@ from .. import kernels
 from ..kernels.compiled import walk, walk_backward
 from ..kernels.base import Kernel, accumulation_dtype, cost_of, supports_bias
 from ..selected import Selected
-from ..tiles.selected import plan_lists
+from ..tiles.lists import Lists
 from ..tiles.table import Table
 from ..torch_private import is_fake
 from .autograd import (
@@ -662,32 +662,21 @@ def results(call: Call, q, k, v, sinks, differentiable: bool) -> tuple[Tensor, T
         return _walked(call, q, k, v, sinks)
     call = by_streams(call)
     kernel, masked = kernels_of(call, q, differentiable)
-    in_place = hasattr(kernel, "backward_into")  # it reads and writes rows there
     flip, scale = positive_scale(call.options.scale)
     d = q.shape[3]
     made = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
     with without_autocast(q):
         rows = flip(q).reshape(-1, d).contiguous()  # (rows * heads, d)
-        k, v = _rows_of_keys(k, v)  # (rows, h_kv, d)
-        if call.weights is not None and not in_place:
+        k, v = (t.flatten(0, 1) for t in (k, v))  # (rows, h_kv, d)
+        if call.weights is not None:
             rows = _weighed(rows, d, scale)
             k, v = (F.pad(t, (0, LSE_COLUMNS)) for t in (k, v))
         rows = F.pad(rows, (0, 0, 0, 1))  # (rows * heads + 1, d)
         out = torch.zeros(rows.shape, **made)
         lse = torch.full(rows.shape[:1], -torch.inf, **made)
-        for part in parts(call, kernel, PIECE if in_place else _copies(q)):
+        for part in parts(call, kernel, _copies(q)):
             index = part.lines(call)
-            bias = part.bias(call, out, in_place)
-            if in_place:
-                held, keys = _in_place(call, part, k, v)
-                if call.weights is not None:
-                    weights = part.weights(call)[:, None, None]
-                    bias = weights if bias is None else bias + weights
-                tiles = (_everywhere(t, len(index)) for t in (out, lse, rows))
-                call_ = *held, part.causal, scale, bias, keys
-                more = {"merge": True, "rows": _or_none(index, len(rows) - 1)}
-                kernel.forward_into(*tiles, *call_, **more)
-                continue
+            bias = part.bias(call, out, False)
             queries = rows[index].unsqueeze(2)
             held = [part.of_keys(call, t) for t in (k, v)]
             if call.weights is not None:
@@ -739,14 +728,13 @@ def gradients(
             wide = (0, q.shape[3] - v.shape[3])  # the columns of lse, if there are any
             dout, k, v, out = (F.pad(t, wide) for t in (dout, k, v, out))
         kernel, masked = kernels_of(call, q, True)
-        in_place = hasattr(kernel, "backward_into")
         d = q.shape[3]
         made = {"dtype": lse.dtype, "device": q.device}
         reads = [t.to(q.dtype).reshape(-1, d) for t in (dout, q, out)]
         reads = [F.pad(t, (0, 0, 0, 1)) for t in reads]  # (rows * heads + 1, d)
         lse = F.pad(lse.transpose(1, 2).flatten(), (0, 1), value=-torch.inf)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # no probability
-        k, v = _rows_of_keys(k, v)
+        k, v = (t.flatten(0, 1) for t in (k, v))
         dq = torch.zeros(len(lse), d, **made)  # (rows * heads + 1, d)
         blocks = call.blocks + 1, call.kv_heads, call.pattern.granularity, d
         dk, dv = (torch.zeros(blocks, **made) for _ in range(2))
@@ -757,21 +745,13 @@ def gradients(
             held = [part.of_keys(call, t) for t in (k, v)]
             if weights is not None:
                 part.weigh_(call, held[0], head_dim, scale)
-            if in_place:
-                grads = [torch.empty(t.shape, **made) for t in held]
-                into = _everywhere(dq, len(index)), *grads
-                how = {"add": (True, False), "rows": _or_none(index, len(dq) - 1)}
-                g, queries, o, l = (_everywhere(t, len(index)) for t in (*reads, lse))
-                call_ = g, queries, *held, o, l, part.causal, scale, bias
-                kernel.backward_into(*into, *call_, **how)
-            else:
-                g, queries, o = (t[index].unsqueeze(2) for t in reads)
-                l = lse[index].unsqueeze(1)
-                run, more = (kernel, ()) if bias is None else (masked, (bias,))
-                call_ = g, queries, *held, o, l, part.causal, scale
-                d_queries, *grads = run.backward(*call_, *more)
-                d_queries = d_queries.to(dq.dtype).flatten(0, 2)
-                dq.index_add_(0, index.flatten(), d_queries)
+            g, queries, o = (t[index].unsqueeze(2) for t in reads)
+            l = lse[index].unsqueeze(1)
+            run, more = (kernel, ()) if bias is None else (masked, (bias,))
+            call_ = g, queries, *held, o, l, part.causal, scale
+            d_queries, *grads = run.backward(*call_, *more)
+            d_queries = d_queries.to(dq.dtype).flatten(0, 2)
+            dq.index_add_(0, index.flatten(), d_queries)
             grads = [grad.to(dk.dtype) for grad in grads]
             for whole, grad in zip((dk, dv), grads):
                 part.add_keys(call, whole, grad)
@@ -793,9 +773,27 @@ def walks(call: Call, q: Tensor) -> bool:
 
 
 def _table(call: Call) -> Table:
-    options = {"heads": call.heads, "kv_heads": call.kv_heads, "causal": call.causal}
-    tables = call.lists, call.by_row, call.by_block
-    return plan_lists(call.pattern, *tables, **options)
+    pattern = call.pattern
+    window = pattern.window - 1
+    lists = Lists(
+        call.spans,
+        call.queries,
+        call.heads,
+        call.kv_heads,
+        call.causal,
+        pattern.granularity,
+        pattern.query_block,
+        window,
+        min(window, 0) if call.causal else window,
+        pattern.first,
+        len(call.lists),
+        call.lists,
+        call.blocks,
+        call.lists_before,
+        held=call.held,
+        weighed=call.weights is not None,
+    )
+    return lists.table()
 
 
 def _weights(call: Call, table: Table) -> Tensor | None:
@@ -899,42 +897,6 @@ def kernels_of(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Ker
 def _copies(q: Tensor) -> int:
     """How many keys of one head are copied at a time."""
     return 4 * piece_limit(q) // (2 * q.shape[3] * q.element_size())
-
-
-def _everywhere(t: Tensor, tiles: int) -> Tensor:
-    """Lines t (any, d) or (any,) for every tile: (tiles, any, 1, d) or (tiles, 1, any)."""
-    t = t.unsqueeze(1)[None] if t.dim() == 2 else t[None, None]
-    return t.expand(tiles, *t.shape[1:])
-
-
-def _or_none(index: Tensor, none: int) -> Tensor:
-    """Lines (tiles, 1, any), -1 for the line ``none``."""
-    return index.masked_fill(index == none, -1).unsqueeze(1)
-
-
-def _in_place(call: Call, part: Part, k: Tensor, v: Tensor):
-    """k and v (tiles, any, 1, d), and which of their rows are keys; None: all."""
-    if isinstance(part.keys, slice):
-        return [part.of_keys(call, t) for t in (k, v)], None
-    d, (row, head, _) = k.shape[2], k.stride()
-    index = part.keys * (row // d) + part.kv_heads(call) * (head // d)
-    # One row of k and v behind the other, whatever their heads.
-    lines = 1 + ((len(k) - 1) * row + (k.shape[1] - 1) * head) // d
-    held = [t.as_strided((len(index), lines, 1, d), (0, d, d, 1)) for t in (k, v)]
-    return held, index.unsqueeze(1)
-
-
-def _rows_of_keys(k: Tensor, v: Tensor) -> list[Tensor]:
-    """k and v (b, m, h_kv, d) as (rows, h_kv, d), which a cache may hold head by head;
-    of equal strides, in whole rows.
-    """
-    views = [t.reshape(-1, *t.shape[2:]) for t in (k, v)]
-    row, head, item = views[0].stride()
-    d = k.shape[3]
-    whole = item == 1 and row % d == head % d == 0
-    if whole and views[0].stride() == views[1].stride():
-        return views
-    return [t.contiguous() for t in views]
 
 
 def weighed_by(options: LocalCall, log_weights: Tensor | None) -> LocalCall:

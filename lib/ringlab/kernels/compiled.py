@@ -69,15 +69,12 @@ class Compiled:
         index=None,
         *,
         merge: bool,
-        rows=None,
     ):
         """Write out (b, m, h, d), in fp32 or q's dtype, and fp32 lse (b, h, m).
 
         ``merge``: join the results with those of other keys that are there, in fp32.
-        ``rows`` (b, h, queries), int64: query i is row ``rows[i]`` of q, out and lse;
-        none below 0.
         """
-        tensors = q, k, v, bias, out, lse, index, rows
+        tensors = q, k, v, bias, out, lse, index
         _run("forward", tensors, causal, scale, merge)
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
@@ -105,17 +102,16 @@ class Compiled:
         bias=None,
         *,
         add,
-        rows=None,
     ):
         """Write fp32 dq, dk, dv; ``add``: whether to add to what is there, of dq, and of
-        dk and dv. ``rows`` as of ``forward_into``.
+        dk and dv.
         """
         dout, out = dout.to(q.dtype), out.to(q.dtype)
         if dout.stride(3) != 1:
             dout = dout.contiguous()
         if out.stride(3) != 1:
             out = out.contiguous()
-        tensors = q, k, v, bias, out, lse, None, rows, dout, dq, dk, dv
+        tensors = q, k, v, bias, out, lse, None, dout, dq, dk, dv
         _run("backward", tensors, causal, scale, add[0] + 2 * add[1])
 
 
@@ -188,6 +184,7 @@ def _walk(
         len(table.tiles),
         q.shape[2],
         k.shape[2],
+        k.shape[1],
         q.shape[3],
         DTYPES.index(q.dtype),
         merge,
@@ -230,13 +227,11 @@ def _run(
     merge: int,
 ) -> None:
     """Call native.cpp; ``tensors`` are the first ones of its ``Call``, in that order."""
-    q, k, _, bias, out, _, index, rows, *_ = tensors
+    q, k, _, bias, out, _, index, *_ = tensors
     refuse_recording("the compiled kernel", "cpu_flash")
     if q.is_meta or hasattr(q, "fake_mode"):  # tensors without data
         return
     batch, queries, heads, d = q.shape
-    if rows is not None:
-        queries = rows.shape[2]
     narrow = function == "forward" and out.dtype != torch.float32
     if narrow and merge:
         raise ValueError("results are merged in float32")

@@ -34,6 +34,7 @@ VISIT = (
     "row_list",
     "band",
     "ranges",
+    "grain",
     "weights",
     "log_m",
 )
@@ -48,12 +49,12 @@ class Table:
     so many query heads; the first row of q, the step to the next and how many there are
     of each head; the position of the first; its visits, from, to.
 
-    ``visits`` (visits, 13), int32, by the names of ``VISIT``: the first row of k and v,
+    ``visits`` (visits, 14), int32, by the names of ``VISIT``: the first row of k and v,
     the step to the next, how many; or, if ``key_list`` is not below 0, where in
     ``numbers`` the rows are listed; the position of the first key. Likewise the rows of
     the tile that see these keys, counted in the tile, the same for each of its heads.
     Then, each below 0 for none: the row of ``bands``; where in ``numbers`` there are a
-    first key and an end for each 64 of the rows; where in ``source`` the weights of the
+    first key and an end for each ``grain`` of the rows; where in ``source`` the weights of the
     keys begin, if they are listed, or else of the rows. And log M, a float32.
 
     ``bands`` (bands, 4), int32: a key is seen if its position less the query's is from
@@ -69,14 +70,12 @@ class Table:
     bands: Tensor
     source: Tensor | None = None
 
-    def multiplicity(self, shape: tuple[int, int, int, int, int]) -> Tensor:
-        """M (batch, heads, queries, keys) in float64 for such a shape with the number of
-        K/V heads at its end, which no M depends on; slow, for tests and pictures.
-
-        Without the pattern's log weights.
+    def multiplicity(self, shape: tuple[int, int, int, int]) -> Tensor:
+        """Return M (batch, heads, queries, keys), a shape, in float64, without the
+        pattern's log weights. Slow: for tests and pictures.
         """
-        batch, heads, queries, keys, _ = shape
-        seen = torch.zeros(batch, heads, queries, keys, dtype=torch.float64)
+        keys = shape[3]
+        seen = torch.zeros(shape, dtype=torch.float64)
         weights = self.visits[:, -1].contiguous().view(torch.float32).double().exp()
         numbers = self.numbers.tolist()
         for tile in self.tiles.tolist():
@@ -108,7 +107,7 @@ class Table:
             if inner[0] >= 0:
                 seen &= (apart < -inner[0]) | (apart > inner[1])
         if visit["ranges"] >= 0:
-            for group, some in enumerate(seen.split(64)):
+            for group, some in enumerate(seen.split(visit["grain"])):
                 at = visit["ranges"] + 2 * group
                 some &= (place >= numbers[at]) & (place < numbers[at + 1])
         return seen.double()
