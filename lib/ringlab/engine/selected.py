@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import kernels
-from ..kernels.compiled import walk, walk_backward
 from ..kernels.base import Kernel, accumulation_dtype, cost_of, supports_bias
+from ..kernels.compiled import walk, walk_backward
 from ..selected import Selected
 from ..tiles.lists import Lists
 from ..tiles.table import Table
@@ -841,7 +841,9 @@ def _walked_gradients(call: Call, dout, dlse, q, k, v, out, lse):
         options["dweights"] = torch.zeros(copies, len(weights))
     dout, q, k, v, out = (_flat(t.to(q.dtype)) for t in (dout, flip(q), k, v, out))
     lse, dlse = (
-        None if t is None else t.float().transpose(1, 2).reshape(1, *rows).transpose(1, 2)
+        None
+        if t is None
+        else t.float().transpose(1, 2).reshape(1, *rows).transpose(1, 2)
         for t in (lse, dlse)
     )
     tensors = dq, dk, dv, dout, dlse, q, k, v, out, lse

@@ -135,7 +135,9 @@ def walk(
     ``scale`` is positive; ``sinks`` (h,) and ``weights``, of the table's ``source``, are
     fp32.
     """
-    _walk("walk_tiles", table, (q, k, v, out, lse), scale, softcap, sinks, weights, merge)
+    _walk(
+        "walk_tiles", table, (q, k, v, out, lse), scale, softcap, sinks, weights, merge
+    )
 
 
 def walk_backward(
@@ -161,7 +163,17 @@ def walk_backward(
     fp32 dk, dv and ``dweights`` (c, weights), one for each of the tiles that share visits.
     """
     tensors = q, k, v, out, lse, dout, dq, dk, dv, dlse
-    _walk("walk_tiles_backward", table, tensors, scale, softcap, None, weights, merge, dweights)
+    _walk(
+        "walk_tiles_backward",
+        table,
+        tensors,
+        scale,
+        softcap,
+        None,
+        weights,
+        merge,
+        dweights,
+    )
 
 
 def _walk(

@@ -149,9 +149,7 @@ def _fetch(source, batch, head, first, ready, into, STEP: gl.constexpr):
     """Ask the copy engine for a block of one residue class, from position ``first`` on;
     zeros past its end.
     """
-    load_tile(
-        source, [batch, first % STEP, head, first // STEP, 0], ready, into
-    )
+    load_tile(source, [batch, first % STEP, head, first // STEP, 0], ready, into)
 
 
 @gluon.jit
