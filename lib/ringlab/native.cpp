@@ -10,9 +10,11 @@
 #include <string.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <new>
 #include <utility>
+#include <vector>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -65,39 +67,56 @@ struct Pairs {
 };
 #endif
 
-template <class Kind, bool ADD, int R, int N>
-INLINE void tile(const float* A, long row_step, long k_step, const float* B, long b_row, float* C, long c_row, long count) {
+// Rows of a matrix that are so far apart; elsewhere an array of pointers says where each begins.
+template <class T>
+struct Spaced {
+  T* first;
+  long step;
+  T* operator[](long i) const { return first + i * step; }
+  Spaced operator+(long i) const { return {first + i * step, step}; }
+};
+
+template <class Kind, bool ADD, int R, int N, class As, class Bs, class Cs>
+INLINE void register_tile(As A, long k_step, Bs B, Cs C, long column, long count) {
   vec sum[R][N];
+  const float* a_row[R];
+  for (int r = 0; r < R; r++) a_row[r] = A[r];
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < N; c++) sum[r][c] = ADD ? load(C + r * c_row + c * WIDTH) : vec{};
+    for (int c = 0; c < N; c++) sum[r][c] = ADD ? load(C[r] + column + c * WIDTH) : vec{};
   for (long k = 0; k < count; k++) {
     vec b[N];
-    for (int c = 0; c < N; c++) b[c] = load(B + k * b_row + c * WIDTH);
+    const float* b_row = B[k] + column;
+    for (int c = 0; c < N; c++) b[c] = load(b_row + c * WIDTH);
     for (int r = 0; r < R; r++) {
-      const vec a = all(A[r * row_step + k * k_step]);
+      const vec a = all(a_row[r][k * k_step]);
       for (int c = 0; c < N; c++) sum[r][c] = Kind::add(sum[r][c], a, b[c]);
     }
   }
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < N; c++) store(C + r * c_row + c * WIDTH, sum[r][c]);
+    for (int c = 0; c < N; c++) store(C[r] + column + c * WIDTH, sum[r][c]);
 }
 
-template <class Kind, bool ADD, int N, int R = ROWS>
-INLINE void strip(long rows, const float* A, long row_step, long k_step, const float* B, long b_row, float* C, long c_row, long count) {
-  for (; rows >= R; rows -= R, A += R * row_step, C += R * c_row)
-    tile<Kind, ADD, R, N>(A, row_step, k_step, B, b_row, C, c_row, count);
+template <class Kind, bool ADD, int N, int R = ROWS, class As, class Bs, class Cs>
+INLINE void register_strip(long rows, As A, long k_step, Bs B, Cs C, long column, long count) {
+  long r = 0;
+  for (; r + R <= rows; r += R) register_tile<Kind, ADD, R, N>(A + r, k_step, B, C + r, column, count);
   if constexpr (R > 1)
-    if (rows) strip<Kind, ADD, N, R - 1>(rows, A, row_step, k_step, B, b_row, C, c_row, count);
+    if (r < rows) register_strip<Kind, ADD, N, R - 1>(rows - r, A + r, k_step, B, C + r, column, count);
 }
 
-// C (rows, columns) = A B, or added to C. Item (row, k) of A is at row * row_step + k * k_step; B is (count, columns),
-// of whole vectors, with rows b_row apart.
-template <class Kind, bool ADD>
-void product(long rows, long columns, long count, const float* A, long row_step, long k_step, const float* B, long b_row, float* C, long c_row) {
+// C (rows, columns) = A B, or added to C. Item (row, k) of A is at A[row] + k * k_step; B is (count, columns).
+template <class Kind, bool ADD, class As, class Bs, class Cs>
+void multiply_rows(long rows, long columns, long count, As A, long k_step, Bs B, Cs C) {
   long c = 0;
   for (; c + COLUMNS * WIDTH <= columns; c += COLUMNS * WIDTH)
-    strip<Kind, ADD, COLUMNS>(rows, A, row_step, k_step, B + c, b_row, C + c, c_row, count);
-  for (; c < columns; c += WIDTH) strip<Kind, ADD, 1>(rows, A, row_step, k_step, B + c, b_row, C + c, c_row, count);
+    register_strip<Kind, ADD, COLUMNS>(rows, A, k_step, B, C, c, count);
+  for (; c < columns; c += WIDTH) register_strip<Kind, ADD, 1>(rows, A, k_step, B, C, c, count);
+}
+
+// The same where all rows are evenly spaced.
+template <class Kind, bool ADD>
+void product(long rows, long columns, long count, const float* A, long row_step, long k_step, const float* B, long b_row, float* C, long c_row) {
+  multiply_rows<Kind, ADD>(rows, columns, count, Spaced<const float>{A, row_step}, k_step, Spaced<const float>{B, b_row}, Spaced<float>{C, c_row});
 }
 
 struct Bfloat { uint16_t bits; };
@@ -152,21 +171,26 @@ INLINE void transpose(vec* x) {
 template <class Kind, class T>
 struct Reader {
   static constexpr int item = 1;  // of a row along d
-  INLINE void rows(float* __restrict to, const T* __restrict from, long step, long count, long d, long padded) {  // (count, padded)
-    for (long r = 0; r < count; r++, from += step, to += padded)
-      for (long x = 0; x < padded; x += WIDTH) store(to + x, read(from + x, d - x));
+  template <class Rows>
+  INLINE void rows(float* __restrict to, Rows from, long count, long d, long padded) {  // (count, padded)
+    for (long r = 0; r < count; r++, to += padded) {
+      const T* __restrict row = from[r];
+      for (long x = 0; x < padded; x += WIDTH) store(to + x, read(row + x, d - x));
+    }
   }
-  INLINE void columns(float* to, const T* from, long step, long count, long d) {  // (d, QUERIES)
-    for (long r = 0; r < QUERIES; r += WIDTH)
+  template <class Rows>
+  INLINE void columns(float* to, Rows from, long count, long d, long width = QUERIES) {  // (d, width)
+    for (long r = 0; r < width; r += WIDTH)
       for (long x = 0; x < d; x += WIDTH) {
         vec square[WIDTH] = {};
-        for (int i = 0; i < WIDTH && r + i < count; i++) square[i] = read(from + (r + i) * step + x, d - x);
+        for (int i = 0; i < WIDTH && r + i < count; i++) square[i] = read(from[r + i] + x, d - x);
         transpose(square);
-        for (int i = 0; i < WIDTH && x + i < d; i++) store(to + (x + i) * QUERIES + r, square[i]);
+        for (int i = 0; i < WIDTH && x + i < d; i++) store(to + (x + i) * width + r, square[i]);
       }
   }
-  INLINE void values(float* to, const T* from, long step, long count, long d, long padded) {
-    rows(to, from, step, count, d, padded);
+  template <class Rows>
+  INLINE void values(float* to, Rows from, long count, long d, long padded) {
+    rows(to, from, count, d, padded);
   }
   INLINE void probabilities(float*, long, long) {}
 };
@@ -175,22 +199,23 @@ struct Reader {
 template <>
 struct Reader<Pairs, Bfloat> {
   static constexpr int item = 2;
-  INLINE void rows(float* to, const Bfloat* from, long step, long count, long d, long padded) {  // (count, padded pairs)
-    for (long r = 0; r < count; r++, from += step, to += padded) {
-      memcpy(to, from, d * 2);
+  template <class Rows>
+  INLINE void rows(float* to, Rows from, long count, long d, long padded) {  // (count, padded pairs)
+    for (long r = 0; r < count; r++, to += padded) {
+      memcpy(to, from[r], d * 2);
       if (d % 2) ((Bfloat*)to)[d] = Bfloat{0};
     }
   }
-  INLINE void columns(float* to, const Bfloat* from, long step, long count, long d) {  // (pairs, QUERIES)
-    for (long r = 0; r < QUERIES; r++)
-      for (long x = 0; x < d; x += 2) {
-        const Bfloat* p = from + r * step + x;
-        to[x / 2 * QUERIES + r] = r < count ? pair(p[0], x + 1 < d ? p[1] : Bfloat{0}) : 0;
-      }
+  template <class Rows>
+  INLINE void columns(float* to, Rows from, long count, long d, long width = QUERIES) {  // (pairs, width)
+    for (long r = 0; r < width; r++)
+      for (long x = 0; x < d; x += 2)
+        to[x / 2 * width + r] = r < count ? pair(from[r][x], x + 1 < d ? from[r][x + 1] : Bfloat{0}) : 0;
   }
-  INLINE void values(float* to, const Bfloat* from, long step, long count, long d, long padded) {  // (pairs of keys, padded)
-    for (long r = 0; r < count; r += 2, from += 2 * step, to += padded) {
-      for (long x = 0; x < d; x++) to[x] = pair(from[x], r + 1 < count ? from[step + x] : Bfloat{0});
+  template <class Rows>
+  INLINE void values(float* to, Rows from, long count, long d, long padded) {  // (pairs of keys, padded)
+    for (long r = 0; r < count; r += 2, to += padded) {
+      for (long x = 0; x < d; x++) to[x] = pair(from[r][x], r + 1 < count ? from[r + 1][x] : Bfloat{0});
       for (long x = d; x < padded; x++) to[x] = 0;
     }
   }
@@ -220,32 +245,8 @@ struct Call {  // kernels/compiled.py fills it; every field has 8 bytes
   int64_t batch, heads, queries, keys, d, dtype, causal, merge, narrow, threads;
   Rows q, k, v, bias, out, lse;
   Rows index;  // of a forward: key j is row index[j] of k and v
-  Rows rows;  // query i is row rows[i] of q, out, lse, dout and dq; none, read as 0 and not written, if it is below 0
   Rows dout, dq, dk, dv;  // of a backward
-
-  // The row of query i of a head.
-  long row(long b, long h, long i) const { return rows.data ? rows.at<int64_t>(b, h)[i * rows.row] : i; }
-  // How many of so many queries from the first on there are, up to the last that is one.
-  long there(long b, long h, long first, long count) const {
-    while (count && rows.data && row(b, h, first + count - 1) < 0) count--;
-    return count;
-  }
 };
-
-// Queries [first, first + count) of a head of t: where they lie, or a copy of them, rows ``step`` apart.
-template <class T>
-INLINE const T* queries_of(const Call& call, const Rows& t, long b, long h, long first, long count, T* copy, long* step) {
-  *step = call.rows.data ? call.d : t.row;
-  if (!call.rows.data) return t.at<const T>(b, h, first);
-  for (long i = 0; i < count; i++) {
-    const long row = call.row(b, h, first + i);
-    if (row < 0)
-      memset(copy + i * call.d, 0, call.d * sizeof(T));
-    else
-      memcpy(copy + i * call.d, t.at<const T>(b, h, row), call.d * sizeof(T));
-  }
-  return copy;
-}
 
 // Add a bias, of the first query and key at ``bias``, over ``scale``, to scores (keys, QUERIES).
 INLINE void add_bias(float* scores, const float* bias, long by_row, long by_key, long keys, long queries, float scale) {
@@ -305,8 +306,8 @@ INLINE void add_rounded(float* __restrict to, float* __restrict from, long d, fl
 }
 
 // One row of the result: over all keys of this call, or merged with what is there, in fp32, over others.
-template <class T>
-INLINE void finish(const Call& call, const float* row, float top, float sum, T* out, float* lse) {
+template <class C, class T>
+INLINE void finish(const C& call, const float* row, float top, float sum, T* out, float* lse) {
   const float over = sum == 0 ? 0 : 1 / sum, mine = sum == 0 ? -INF : top + logf(sum);
   if (call.merge && mine == -INF) return;
   if (call.merge) {
@@ -383,7 +384,7 @@ void run_few(const Call& call, float scale) {
       float* mine = found + item * few * row;
       std::fill(mine, mine + few * row, 0.f);
       for (long i = 0; i < few; i++) {
-        Reader<Single, T>::rows(q + i * D, call.q.at<const T>(b, h, i), 0, 1, d, D);
+        Reader<Single, T>::rows(q + i * D, Spaced<const T>{call.q.at<const T>(b, h, i), 0}, 1, d, D);
         mine[i * row + D] = -INF;
       }
       for (long key = start; key < end; key += SPAN) {
@@ -391,7 +392,7 @@ void run_few(const Call& call, float scale) {
         const float* rows = (const float*)(k_in + key * call.k.row);
         long step = call.k.row;
         const bool there = in_place && d == D;
-        if (!there) Reader<Single, T>::rows(copy, k_in + key * step, step, count, d, D), rows = copy, step = D;
+        if (!there) Reader<Single, T>::rows(copy, Spaced<const T>{k_in + key * step, step}, count, d, D), rows = copy, step = D;
         for (long j = 0; j < count; j += WIDTH)
           for (long i = 0; i < few; i++) {
             vec sum[WIDTH] = {};
@@ -402,7 +403,7 @@ void run_few(const Call& call, float scale) {
             store(scores + i * SPAN + j, sums_of(sum));
           }
         rows = (const float*)(v_in + key * call.v.row), step = call.v.row;
-        if (!there) Reader<Single, T>::rows(copy, v_in + key * step, step, count, d, D), rows = copy, step = D;
+        if (!there) Reader<Single, T>::rows(copy, Spaced<const T>{v_in + key * step, step}, count, d, D), rows = copy, step = D;
         for (long i = 0; i < few; i++) {
           float *p = scores + i * SPAN, *out = mine + i * row, *top = out + D;
           const float* bias = call.bias.data ? call.bias.at<float>(b, h, i) + key * call.bias.item : nullptr;
@@ -451,31 +452,28 @@ void run_few(const Call& call, float scale) {
 
 template <class Kind, class T>
 void run_forward(const Call& call, float scale) {
-  if (!call.index.data && !call.rows.data && (call.queries == 1 || (call.queries <= FEW && !call.causal))) return run_few<T>(call, scale);
+  if (!call.index.data && (call.queries == 1 || (call.queries <= FEW && !call.causal))) return run_few<T>(call, scale);
   typedef Reader<Kind, T> Read;
   const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, chunks = (call.queries + CHUNK - 1) / CHUNK;
   const long depth = (d + Read::item - 1) / Read::item;
-  const Memory memory(call.threads, 2 * CHUNK * D + QUERIES * KEYS + 2 * KEYS * D + 2 * CHUNK + QUERIES * D);
+  const Memory memory(call.threads, 2 * CHUNK * D + QUERIES * KEYS + 2 * KEYS * D + 2 * CHUNK);
 #pragma omp parallel num_threads(call.threads)
   {
     Scratch own(memory);
     float *sums = own.take(CHUNK * D), *q = own.take(CHUNK * D), *scores = own.take(QUERIES * KEYS);
     float *k = own.take(KEYS * D), *v = own.take(KEYS * D), *top = own.take(CHUNK), *sum = own.take(CHUNK);
-    T* copy = (T*)own.take(QUERIES * D);
 #pragma omp for schedule(dynamic)
     for (long item = 0; item < call.batch * call.heads * chunks; item++) {
       const long b = item / (call.heads * chunks), h = item / chunks % call.heads, start = item % chunks * CHUNK;
-      const long rows = call.there(b, h, start, std::min<long>(CHUNK, call.queries - start));
+      const long rows = std::min<long>(CHUNK, call.queries - start);
       const long ahead = start + call.keys - call.queries;
       const T *k_in = call.k.at<const T>(b, h), *v_in = call.v.at<const T>(b, h);
       const float* bias = call.bias.data ? call.bias.at<float>(b, h, start) : nullptr;
       const int64_t* index = call.index.data ? call.index.at<int64_t>(b, h) : nullptr;
       const long s_k = call.k.row, s_v = call.v.row, s_i = call.index.row;
       for (long r = 0; r < rows; r += QUERIES) {
-        const long some = std::min<long>(QUERIES, rows - r);
-        long step;
-        const T* from = queries_of(call, call.q, b, h, start + r, some, copy, &step);
-        Read::columns(q + r * D, from, step, some, d);
+        const Spaced<const T> from{call.q.at<const T>(b, h, start + r), call.q.row};
+        Read::columns(q + r * D, from, std::min<long>(QUERIES, rows - r), d);
       }
       const long padded = (rows + QUERIES - 1) / QUERIES * QUERIES;
       std::fill(sums, sums + padded * D, 0.f);
@@ -485,15 +483,15 @@ void run_forward(const Call& call, float scale) {
       for (long key = 0; key < end; key += KEYS) {
         const long count = std::min<long>(KEYS, end - key);
         if (index) {
-          for (long j = 0; j < count; j++) Read::rows(k + j * D, k_in + index[(key + j) * s_i] * s_k, 0, 1, d, D);
+          for (long j = 0; j < count; j++) Read::rows(k + j * D, Spaced<const T>{k_in + index[(key + j) * s_i] * s_k, 0}, 1, d, D);
           for (long j = 0; j < count; j += Read::item) {
             const long some = std::min<long>(Read::item, count - j), at = index[(key + j) * s_i];
             const long next = index[(key + j + some - 1) * s_i];
-            Read::values(v + j / Read::item * D, v_in + at * s_v, (next - at) * s_v, some, d, D);
+            Read::values(v + j / Read::item * D, Spaced<const T>{v_in + at * s_v, (next - at) * s_v}, some, d, D);
           }
         } else {
-          Read::rows(k, k_in + key * s_k, s_k, count, d, D);
-          Read::values(v, v_in + key * s_v, s_v, count, d, D);
+          Read::rows(k, Spaced<const T>{k_in + key * s_k, s_k}, count, d, D);
+          Read::values(v, Spaced<const T>{v_in + key * s_v, s_v}, count, d, D);
         }
         const long next = std::max(0L, std::min<long>(KEYS, end - key - KEYS));
         for (long r = 0; r < rows; r += QUERIES) {
@@ -517,8 +515,7 @@ void run_forward(const Call& call, float scale) {
         }
       }
       for (long r = 0; r < rows; r++) {
-        const long row = call.row(b, h, start + r);
-        if (row < 0) continue;
+        const long row = start + r;
         float* lse = call.lse.at<float>(b, h, row);
         if (call.narrow)
           finish(call, sums + r * D, top[r] * scale, sum[r], call.out.at<T>(b, h, row), lse);
@@ -536,7 +533,7 @@ void run_backward(const Call& call, float scale) {
   const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, ahead = call.keys - call.queries;
   const long padded = (call.queries + QUERIES - 1) / QUERIES * QUERIES;
   const long summed = call.merge & 1 ? padded * D : 0;  // dq of all panels, to be added at once
-  const Memory memory(call.threads, 7 * QUERIES * D + 4 * PANEL * D + 2 * KEYS * QUERIES + 2 * padded + summed);
+  const Memory memory(call.threads, 5 * QUERIES * D + 4 * PANEL * D + 2 * KEYS * QUERIES + 2 * padded + summed);
 #pragma omp parallel num_threads(call.threads)
   {
     Scratch own(memory);
@@ -544,24 +541,20 @@ void run_backward(const Call& call, float scale) {
     float *dout_t = own.take(QUERIES * D), *dq = own.take(QUERIES * D), *k = own.take(PANEL * D), *v = own.take(PANEL * D);
     float *dk = own.take(PANEL * D), *dv = own.take(PANEL * D), *p = own.take(KEYS * QUERIES), *ds = own.take(KEYS * QUERIES);
     float *lse = own.take(padded), *delta = own.take(padded), *sums = own.take(summed);
-    T *q_copy = (T*)own.take(QUERIES * D), *dout_copy = (T*)own.take(QUERIES * D);
 #pragma omp for schedule(dynamic)
     for (long item = 0; item < call.batch * call.heads; item++) {
       const long b = item / call.heads, h = item % call.heads;
       const T *k_in = call.k.at<const T>(b, h), *v_in = call.v.at<const T>(b, h);
-      const long queries = call.there(b, h, 0, call.queries);
-      long q_step, dout_step;
+      const long queries = call.queries;
+      auto rows_of = [&](const Rows& t, long r) { return Spaced<const T>{t.at<const T>(b, h, r), t.row}; };
       for (long r = 0; r < padded; r++) {
-        const long row = r < queries ? call.row(b, h, r) : -1;
-        const float found = row < 0 ? -INF : *call.lse.at<float>(b, h, row);
+        const float found = r < queries ? *call.lse.at<float>(b, h, r) : -INF;
         lse[r] = found == -INF ? INF : found;  // a row that sees nothing has probabilities of 0
       }
       for (long r = 0; r < queries; r += QUERIES) {
         const long some = std::min<long>(QUERIES, queries - r);
-        const T* out_in = queries_of(call, call.out, b, h, r, some, q_copy, &q_step);
-        const T* dout_in = queries_of(call, call.dout, b, h, r, some, dout_copy, &dout_step);
-        Read::columns(q_t, out_in, q_step, some, d);
-        Read::columns(dout_t, dout_in, dout_step, some, d);
+        Read::columns(q_t, rows_of(call.out, r), some, d);
+        Read::columns(dout_t, rows_of(call.dout, r), some, d);
         for (int c = 0; c < QUERIES; c += WIDTH) {
           vec sum{};  // in the order of the products below: what a row that sees one key subtracts is then 0
           for (long x = 0; x < d; x++) sum += load(q_t + x * QUERIES + c) * load(dout_t + x * QUERIES + c);
@@ -570,20 +563,18 @@ void run_backward(const Call& call, float scale) {
       }
       for (long first = 0; first < call.keys; first += PANEL) {
         const long held = std::min<long>(PANEL, call.keys - first);
-        Read::rows(k, k_in + first * call.k.row, call.k.row, held, d, D);
-        Read::rows(v, v_in + first * call.v.row, call.v.row, held, d, D);
+        Read::rows(k, Spaced<const T>{k_in + first * call.k.row, call.k.row}, held, d, D);
+        Read::rows(v, Spaced<const T>{v_in + first * call.v.row, call.v.row}, held, d, D);
         std::fill(dk, dk + held * D, 0.f);
         std::fill(dv, dv + held * D, 0.f);
         for (long r = 0; r < queries; r += QUERIES) {
           const long some = std::min<long>(QUERIES, queries - r), seen = ahead + r + 1 - first;
           const long end = call.causal ? std::min(held, seen + some - 1) : held;
           if (end <= 0) continue;
-          const T* q_in = queries_of(call, call.q, b, h, r, some, q_copy, &q_step);
-          const T* dout_in = queries_of(call, call.dout, b, h, r, some, dout_copy, &dout_step);
-          Read::rows(q, q_in, q_step, some, d, D);
-          Read::rows(dout, dout_in, dout_step, some, d, D);
-          Read::columns(q_t, q_in, q_step, some, d);
-          Read::columns(dout_t, dout_in, dout_step, some, d);
+          Read::rows(q, rows_of(call.q, r), some, d, D);
+          Read::rows(dout, rows_of(call.dout, r), some, d, D);
+          Read::columns(q_t, rows_of(call.q, r), some, d);
+          Read::columns(dout_t, rows_of(call.dout, r), some, d);
           std::fill(dq, dq + QUERIES * D, 0.f);
           for (long key = 0; key < end; key += KEYS) {
             const long mine = std::min<long>(KEYS, end - key);
@@ -606,9 +597,7 @@ void run_backward(const Call& call, float scale) {
             product<Single, true>(some, D, mine, ds, 1, QUERIES, k + key * D, D, dq, D);
           }
           for (long i = 0; i < some; i++) {
-            const long row = call.row(b, h, r + i);
-            if (row < 0) continue;
-            float* to = call.merge & 1 ? sums + (r + i) * D : call.dq.at<float>(b, h, row);
+            float* to = call.merge & 1 ? sums + (r + i) * D : call.dq.at<float>(b, h, r + i);
             if (first)
               add_scaled(to, dq + i * D, d, 1, scale);
             else
@@ -624,8 +613,7 @@ void run_backward(const Call& call, float scale) {
         }
       }
       for (long r = 0; call.merge & 1 && r < queries; r++) {
-        const long row = call.row(b, h, r);
-        if (row >= 0) add_rounded(call.dq.at<float>(b, h, row), sums + r * D, d, 1);
+        add_rounded(call.dq.at<float>(b, h, r), sums + r * D, d, 1);
       }
     }
   }
@@ -642,11 +630,871 @@ double run_multiply(long threads, long rounds) {
     float *a = own.take(ROWS * depth), *b = own.take(columns * depth), *c = own.take(ROWS * columns);
     std::fill(a, c + ROWS * columns, 0.f);
     for (long i = 0; i < rounds; i++) {
-      tile<Kind, true, ROWS, COLUMNS>(a, depth, 1, b, columns, c, columns, depth);
+      register_tile<Kind, true, ROWS, COLUMNS>(Spaced<const float>{a, depth}, 1, Spaced<const float>{b, columns}, Spaced<float>{c, columns}, 0, depth);
       asm volatile("" : : "r"(a), "r"(b), "r"(c) : "memory");  // none of the rounds is left out
     }
   }
   return 2.0 * ROWS * columns * depth * threads * rounds;
+}
+
+// ---- A table of tiles: tiles/table.py explains its columns. ----
+
+struct Tile { int32_t batch, head, heads, first, step, count, position, from, to; };
+struct Visit {
+  int32_t key, key_step, keys, key_list, key_position;  // of keys; a list of them if key_list >= 0
+  int32_t row, row_step, rows, row_list;                // of the tile's rows, of each of its heads
+  int32_t band, ranges, grain, weights;                 // below 0: none; a range of keys for each ``grain`` rows of a head
+  float log_m;
+};
+// A key is seen whose position less the query's is from -before to after, and not from -inner_before to inner_after.
+struct Band { int32_t before, after, inner_before, inner_after; };
+
+struct Walk {
+  double scale, softcap;  // softcap 0: none
+  int64_t tiles, heads, kv_heads, keys, d, dtype, merge, narrow, threads, copies;
+  const Tile* tile;
+  const Visit* visit;
+  const Band* band;
+  const int32_t* numbers;  // lists of keys and rows, ranges
+  const float* weights;    // added to scores: a number for each listed key, or for each row where keys are a run
+  float* dweights;         // (copies, weights): one for each of the tiles that share visits
+  int64_t weight_count;
+  const float* sinks;  // (heads,)
+  Rows q, k, v, out, lse, dout, dq, dk, dv, dlse;
+};
+
+typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t unaligned_ints __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+// tanh(x) = t / (t + 2) with t = e^(2x) - 1: exact for small x, too.
+INLINE vec tanh_of(vec x) {
+  const vec most = all(10.f);  // beyond, it is 1
+  const vec y = (x > most ? most : x < -most ? -most : x) * all(2 * LOG2E);
+  const vec magic = all(12582912.f);
+  const vec whole = y + magic, f = y - (whole - magic);
+  vec p = all(1.326472731e-3f);
+  p = p * f + all(9.671512991e-3f);
+  p = p * f + all(5.550733581e-2f);
+  p = p * f + all(2.402224243e-1f);
+  p = p * f + all(6.931470037e-1f);
+  const vec power = (vec)(((uvec)whole - (0x4b400000u - 127u)) << 23);
+  const vec t = power * (p * f) + (power - all(1.f));
+  return t / (t + all(2.f));
+}
+
+// What a pass does to scores after the product: scale, soft cap, weights. Without the last two the scale is left to the
+// exponential, which then is 1 for the largest.
+struct Shape {
+  float scale, softcap;
+  bool scaled;  // scores are multiplied by the scale before they are compared
+  float factor() const { return scaled ? 1.f : scale; }
+};
+
+// One visit as a kernel runs it: rows of the tile in groups, and which keys each group sees.
+struct Plan {
+  const Tile* tile;
+  const Visit* visit;
+  long rows, groups, width;  // of all heads; columns that hold a group
+  int32_t *index;            // of the tile's rows
+  int32_t *position;         // of each, if the visit has a band
+  int32_t *start, *low, *high;  // of each group: its first row, the keys that it sees; one group more begins at the end
+  long first, stop;             // the keys that any group sees
+};
+
+INLINE long key_row(const Walk& walk, const Visit& visit, long j) {
+  return visit.key_list < 0 ? visit.key + j * visit.key_step : walk.numbers[visit.key_list + j];
+}
+
+// Fill the plan of a visit.
+INLINE void plan_visit(const Walk& walk, const Tile& tile, const Visit& visit, Plan& plan) {
+  plan.tile = &tile, plan.visit = &visit;
+  long s = 0, g = 0;
+  const long heads = visit.ranges < 0 ? 1 : tile.heads, grain = visit.ranges < 0 ? QUERIES : visit.grain;
+  for (long h = 0; h < tile.heads; h++)
+    for (long i = 0; i < visit.rows; i++, s++)
+      plan.index[s] = h * tile.count + (visit.row_list < 0 ? visit.row + i * visit.row_step : walk.numbers[visit.row_list + i]);
+  plan.rows = s, plan.width = (grain + WIDTH - 1) / WIDTH * WIDTH;
+  for (long h = 0; h < heads; h++)
+    for (long r = 0; r < s / heads; r += grain) plan.start[g++] = h * (s / heads) + r;
+  plan.start[g] = s, plan.groups = g;
+  const Band* band = visit.band < 0 ? nullptr : walk.band + visit.band;
+  if (band)
+    for (long i = 0; i < s; i++) plan.position[i] = tile.position + tile.step * (plan.index[i] % tile.count);
+  plan.first = visit.keys, plan.stop = 0;
+  for (g = 0; g < plan.groups; g++) {
+    long low = 0, high = visit.keys;
+    if (visit.ranges >= 0) {
+      const int32_t* range = walk.numbers + visit.ranges + 2 * (g % (plan.groups / heads));
+      low = range[0], high = range[1];
+    }
+    if (band) {
+      long least = plan.position[plan.start[g]], most = least;
+      for (long i = plan.start[g] + 1; i < plan.start[g + 1]; i++)
+        least = std::min<long>(least, plan.position[i]), most = std::max<long>(most, plan.position[i]);
+      const long before = least - band->before - visit.key_position, after = most + band->after - visit.key_position;
+      if (before > 0) low = std::max(low, (before + visit.key_step - 1) / visit.key_step);
+      high = after < 0 ? 0 : std::min(high, after / visit.key_step + 1);
+    }
+    if (low >= high)
+      low = high = 0;
+    else
+      plan.first = std::min(plan.first, low), plan.stop = std::max(plan.stop, high);
+    plan.low[g] = low, plan.high[g] = high;
+  }
+}
+
+// Hide what a band does: scores (keys, QUERIES) of keys from ``key`` on and ``count`` rows from ``row`` on.
+INLINE void hide_by_band(const Walk& walk, const Plan& plan, float* scores, long key, long keys, long row, long count) {
+  const Visit& visit = *plan.visit;
+  if (visit.band < 0) return;
+  const Band& band = walk.band[visit.band];
+  int32_t position[QUERIES], least = INT32_MAX, most = INT32_MIN;
+  for (long i = 0; i < QUERIES; i++) {
+    position[i] = plan.position[row + std::min(i, count - 1)];
+    least = std::min(least, position[i]), most = std::max(most, position[i]);
+  }
+  const bool inner = band.inner_before >= 0;
+  for (long j = 0; j < keys; j++) {
+    const int32_t at = visit.key_position + (key + j) * visit.key_step;
+    const bool seen = at - most >= -band.before && at - least <= band.after;
+    const bool met = inner && at - least >= -band.inner_before && at - most <= band.inner_after;
+    if (seen && !met) continue;
+    for (long c = 0; c < count; c += WIDTH) {
+      const ivec apart = at - *(const unaligned_ints*)(position + c);
+      ivec hidden = (apart < -band.before) | (apart > band.after);
+      if (inner) hidden |= (apart >= -band.inner_before) & (apart <= band.inner_after);
+      vec x = load(scores + j * QUERIES + c);
+      store(scores + j * QUERIES + c, hidden ? all(-INF) : x);
+    }
+  }
+}
+
+// Scale, cap and weigh scores (keys, QUERIES); ``slope``: with the derivative of the soft cap, if it is asked for.
+INLINE void shape_scores(const Shape& shape, float* scores, long keys, long columns, const float* by_row, float log_m, float* slope) {
+  for (long j = 0; j < keys; j++)
+    for (long c = 0; c < columns; c += WIDTH) {
+      vec x = load(scores + j * QUERIES + c) * all(shape.scale);
+      if (shape.softcap) {
+        const vec t = tanh_of(x * all(1 / shape.softcap));
+        x = t * all(shape.softcap);
+        if (slope) store(slope + j * QUERIES + c, all(1.f) - t * t);
+      }
+      store(scores + j * QUERIES + c, x + (by_row ? load(by_row + c) : vec{}) + all(log_m));
+    }
+}
+
+// Scores (keys, QUERIES) to probabilities against the largest so far; rescale what was summed up of each row.
+template <class Kind, class T>
+INLINE void soften(float* scores, long keys, long columns, float factor, float* top, float* sum, float* const* out, long D) {
+  const vec by = all(factor * LOG2E);
+  for (long c = 0; c < columns; c += WIDTH) {
+    const vec before = load(top + c);
+    vec most = before, total{};
+    for (long j = 0; j < keys; j++) most = larger(most, load(scores + j * QUERIES + c));
+    const vec shift = most == all(-INF) ? vec{} : most;
+    for (long j = 0; j < keys; j++) {
+      const vec p = exp2_of((load(scores + j * QUERIES + c) - shift) * by);
+      store(scores + j * QUERIES + c, p);
+      total += p;
+    }
+    const vec less = before == all(-INF) ? all(1.f) : exp2_of((before - shift) * by);
+    store(top + c, most);
+    store(sum + c, load(sum + c) * less + total);
+    for (int i = 0; i < WIDTH; i++)
+      if (less[i] != 1.f)
+        for (long x = 0; x < D; x += WIDTH) store(out[c + i] + x, load(out[c + i] + x) * all(less[i]));
+    Reader<Kind, T>::probabilities(scores, keys, c);
+  }
+}
+
+constexpr int FEW_ROWS = 4;  // a visit of so few rows takes no matrix product
+constexpr int PARTS = 8;     // of dk and dv, where K/V heads are fewer: so many threads have work, and sums one order
+
+INLINE long most_rows(const Walk& walk) {
+  long most = 1;
+  for (long i = 0; i < walk.tiles; i++) most = std::max<long>(most, (long)walk.tile[i].heads * walk.tile[i].count);
+  return (most + QUERIES - 1) / QUERIES * QUERIES;
+}
+INLINE Shape shape_of(const Walk& walk) {
+  bool scaled = walk.softcap || walk.weights || walk.sinks;
+  for (long i = 0; !scaled && i < walk.tiles; i++)
+    for (long n = walk.tile[i].from; !scaled && n < walk.tile[i].to; n++) scaled = walk.visit[n].log_m != 0;
+  return {(float)walk.scale, (float)walk.softcap, scaled};
+}
+
+// What is added to the scores of ``count`` rows from ``row`` on, or null.
+INLINE const float* row_weights(const Walk& walk, const Plan& plan, long row, long count, float* to) {
+  const Visit& visit = *plan.visit;
+  if (visit.weights < 0) return nullptr;
+  for (long i = 0; i < QUERIES; i++) to[i] = i < count ? walk.weights[visit.weights + (row + i) % visit.rows] : 0;
+  return to;
+}
+
+// Scale out (D,) and add rows times weights p (count,).
+template <int N = COLUMNS>
+INLINE void add_weighted(float* out, long D, float keep, const float* p, const float* const* rows, long count) {
+  long x = 0;
+  for (; x + N * WIDTH <= D; x += N * WIDTH) {
+    vec sum[N];
+    for (int c = 0; c < N; c++) sum[c] = load(out + x + c * WIDTH) * all(keep);
+    for (long j = 0; j < count; j++)
+      for (int c = 0; c < N; c++) sum[c] += all(p[j]) * load(rows[j] + x + c * WIDTH);
+    for (int c = 0; c < N; c++) store(out + x + c * WIDTH, sum[c]);
+  }
+  if constexpr (N > 1) {
+    if (x < D) {
+      const float* rest[SPAN];
+      for (long j = 0; j < count; j++) rest[j] = rows[j] + x;
+      add_weighted<1>(out + x, D - x, keep, p, rest, count);
+    }
+  }
+}
+
+INLINE vec probability(vec x) { return exp2_of((x > vec{} ? vec{} : x) * all(LOG2E)); }  // none is above 1
+
+// What a thread holds of the tile that it works on: the rows of a visit, and where each lies.
+template <class Kind, class T>
+struct Held {
+  typedef Reader<Kind, T> Read;
+  const Walk& walk;
+  const Tile* tile;
+  Plan plan;
+  Visit shown;  // whose rows stand transposed
+  const T **q, **k, **v;
+  float* own_sums = nullptr;  // of dk and dv (keys, 2, d), if this thread does not add to those of the call
+  Held(const Walk& walk, Scratch& own, long most)
+      : walk(walk), tile(nullptr), shown{}, q((const T**)own.take(2 * most)), k((const T**)own.take(2 * SPAN)), v((const T**)own.take(2 * SPAN)) {
+    plan.index = (int32_t*)own.take(most), plan.position = (int32_t*)own.take(most);
+    plan.start = (int32_t*)own.take(most + 1), plan.low = (int32_t*)own.take(most), plan.high = (int32_t*)own.take(most);
+  }
+  static long floats(long most) { return 7 * most + 4 * SPAN + 256; }
+
+  long rows() const { return (long)tile->heads * tile->count; }
+  template <class X>
+  X* row(const Rows& t, long i) const {
+    return t.at<X>(tile->batch, tile->head + i / tile->count, tile->first + i % tile->count * tile->step);
+  }
+  long kv_head() const { return tile->head / (walk.heads / walk.kv_heads); }
+  std::pair<float*, float*> gradients(long row) const {
+    if (own_sums) return {own_sums + 2 * row * walk.d, own_sums + (2 * row + 1) * walk.d};
+    return {walk.dk.at<float>(tile->batch, kv_head(), row), walk.dv.at<float>(tile->batch, kv_head(), row)};
+  }
+  void start(const Tile& next) {
+    tile = &next, shown.rows = -1;
+    for (long i = 0; i < rows(); i++) q[i] = row<const T>(walk.q, i);
+  }
+  // Plan a visit; whether its rows are not those that stand transposed.
+  bool visit(const Visit& visit) {
+    plan_visit(walk, *tile, visit, plan);
+    if (visit.row_list < 0 && visit.row == shown.row && visit.row_step == shown.row_step && visit.rows == shown.rows && visit.grain == shown.grain) return false;
+    shown = visit;
+    if (visit.row_list >= 0) shown.rows = -1;
+    return true;
+  }
+  // Where the keys from ``key`` on lie.
+  void find_keys(long key, long count) {
+    const T *k_in = walk.k.at<const T>(tile->batch, kv_head()), *v_in = walk.v.at<const T>(tile->batch, kv_head());
+    for (long j = 0; j < count; j++) {
+      const long at = key_row(walk, *plan.visit, key + j);
+      k[j] = k_in + at * walk.k.row, v[j] = v_in + at * walk.v.row;
+    }
+  }
+};
+
+// Products of rows a (few,) and b (count,), as many floats of whole vectors each: (few, SPAN).
+INLINE void dot_rows(float* to, const float* a, long few, const float* const* b, long count, long D) {
+  for (long j = 0; j < count; j += WIDTH)
+    for (long i = 0; i < few; i++) {
+      vec sum[WIDTH] = {};
+      for (long x = 0; x < D; x += WIDTH) {
+        const vec y = load(a + i * D + x);
+        for (int c = 0; c < WIDTH; c++) sum[c] += y * load(b[std::min(j + c, count - 1)] + x);
+      }
+      store(to + i * SPAN + j, sums_of(sum));
+    }
+}
+
+// Scale, cap, weigh and hide the scores (few, SPAN) of keys from ``key`` on.
+INLINE void shape_few(const Walk& walk, const Plan& plan, const Shape& shape, float* scores, long key, long count, float* slope) {
+  const Visit& visit = *plan.visit;
+  const Band* band = visit.band < 0 ? nullptr : walk.band + visit.band;
+  for (long i = 0; i < plan.rows; i++) {
+    float* row = scores + i * SPAN;
+    if (shape.scaled) {
+      const float* weights = visit.weights < 0 ? nullptr : walk.weights + visit.weights;
+      const float whole = visit.log_m + (weights && visit.key_list < 0 ? weights[i % visit.rows] : 0);
+      for (long j = 0; j < count; j += WIDTH) {
+        vec x = load(row + j) * all(shape.scale);
+        if (shape.softcap) {
+          const vec t = tanh_of(x * all(1 / shape.softcap));
+          x = t * all(shape.softcap);
+          if (slope) store(slope + i * SPAN + j, all(1.f) - t * t);
+        }
+        store(row + j, x + all(whole));
+      }
+      if (weights && visit.key_list >= 0)
+        for (long j = 0; j < count; j++) row[j] += weights[key + j];
+    }
+    for (long j = 0; band && j < count; j++) {
+      const long apart = visit.key_position + (key + j) * visit.key_step - plan.position[i];
+      const bool met = band->inner_before >= 0 && apart >= -band->inner_before && apart <= band->inner_after;
+      if (apart < -band->before || apart > band->after || met) row[j] = -INF;
+    }
+    for (long j = count; j % WIDTH; j++) row[j] = -INF;
+  }
+}
+
+// Keys of a visit as floats of whole vectors: where they lie, or copied.
+template <class T>
+INLINE const float* const* as_floats(const T* const* rows, long count, long d, long D, float* copy, const float** at) {
+  if (sizeof(T) == 4 && d == D) return (const float* const*)rows;
+  Reader<Single, T>::rows(copy, rows, count, d, D);
+  for (long j = 0; j < count; j++) at[j] = copy + j * D;
+  return at;
+}
+
+// A visit of few rows: a matrix product is not worth its copies.
+template <class Kind, class T>
+void visit_few(Held<Kind, T>& held, const Shape& shape, float* q, float* scores, float* copy, const float** at, float* sums, float* top, float* sum, long D) {
+  const Walk& walk = held.walk;
+  const Plan& plan = held.plan;
+  for (long i = 0; i < plan.rows; i++) Reader<Single, T>::rows(q + i * D, held.q + plan.index[i], 1, walk.d, D);
+  for (long key = plan.first; key < plan.stop; key += SPAN) {
+    const long count = std::min<long>(SPAN, plan.stop - key);
+    held.find_keys(key, count);
+    dot_rows(scores, q, plan.rows, as_floats(held.k, count, walk.d, D, copy, at), count, D);
+    shape_few(walk, plan, shape, scores, key, count, nullptr);
+    const float* const* values = as_floats(held.v, count, walk.d, D, copy, at);
+    for (long i = 0; i < plan.rows; i++) {
+      float *p = scores + i * SPAN, *out = sums + plan.index[i] * D, *largest = top + plan.index[i];
+      vec most = all(*largest), total{};
+      for (long j = 0; j < count; j += WIDTH) most = larger(most, load(p + j));
+      float highest = *largest, added = 0;
+      for (int c = 0; c < WIDTH; c++) highest = most[c] > highest ? most[c] : highest;
+      const vec shift = all(highest == -INF ? 0 : highest), by = all(shape.factor() * LOG2E);
+      for (long j = 0; j < count; j += WIDTH) {
+        const vec x = exp2_of((load(p + j) - shift) * by);
+        store(p + j, x);
+        total += x;
+      }
+      for (int c = 0; c < WIDTH; c++) added += total[c];
+      const float less = *largest == -INF ? 1 : exp2_of((all(*largest) - shift) * by)[0];
+      *largest = highest, sum[plan.index[i]] = sum[plan.index[i]] * less + added;
+      add_weighted(out, D, less, p, values, count);
+    }
+  }
+}
+
+template <class Kind, class T>
+void walk_forward(const Walk& walk) {
+  typedef Reader<Kind, T> Read;
+  const long d = walk.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, depth = (d + Read::item - 1) / Read::item;
+  const long most = most_rows(walk);
+  const Shape shape = shape_of(walk);
+  const bool in_place = sizeof(T) == 4 || (Read::item == 2 && d % 2 == 0);
+  const Memory memory(walk.threads, Held<Kind, T>::floats(most) + 3 * most * D + 4 * most + QUERIES * KEYS + (2 * SPAN + FEW_ROWS) * D +
+                                        FEW_ROWS * SPAN + 2 * SPAN + 4 * QUERIES);
+#pragma omp parallel num_threads(walk.threads)
+  {
+    Scratch own(memory);
+    Held<Kind, T> held(walk, own, most);
+    const Plan& plan = held.plan;
+    float *sums = own.take(most * D), *q_t = own.take(2 * most * D), *top = own.take(most), *sum = own.take(most);
+    float *scores = own.take(QUERIES * KEYS), *k = own.take(SPAN * D), *v = own.take(SPAN * D);
+    float *q_few = own.take(FEW_ROWS * D), *few = own.take(FEW_ROWS * SPAN);
+    float *largest = own.take(QUERIES), *total = own.take(QUERIES), *weights = own.take(QUERIES);
+    float** out = (float**)own.take(2 * most);
+    const float** at = (const float**)own.take(2 * SPAN);
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < walk.tiles; item++) {
+      const Tile& tile = walk.tile[item];
+      held.start(tile);
+      const long rows = held.rows();
+      std::fill(sums, sums + rows * D, 0.f);
+      for (long i = 0; i < rows; i++) {
+        top[i] = walk.sinks ? walk.sinks[tile.head + i / tile.count] : -INF;
+        sum[i] = walk.sinks && top[i] != -INF;
+      }
+      for (long n = tile.from; n < tile.to; n++) {
+        const Visit& visit = walk.visit[n];
+        const bool changed = held.visit(visit);
+        if (plan.rows <= FEW_ROWS) {
+          held.shown.rows = -1;
+          visit_few(held, shape, q_few, few, k, at, sums, top, sum, D);
+          continue;
+        }
+        for (long g = 0; changed && g < plan.groups; g++) {
+          const T* from[QUERIES];
+          const long r = plan.start[g], count = plan.start[g + 1] - r;
+          for (long i = 0; i < count; i++) from[i] = held.q[plan.index[r + i]], out[r + i] = sums + plan.index[r + i] * D;
+          Read::columns(q_t + g * plan.width * depth, from, count, d, plan.width);
+        }
+        for (long key = plan.first; key < plan.stop; key += KEYS) {
+          const long count = std::min<long>(KEYS, plan.stop - key);
+          held.find_keys(key, count);
+          const float* const* keys = (const float* const*)held.k;
+          if (!in_place) {
+            Read::rows(k, held.k, count, d, D);
+            for (long j = 0; j < count; j++) at[j] = k + j * D;
+            keys = at;
+          }
+          Read::values(v, held.v, count, d, D);
+          for (long g = 0; g < plan.groups; g++) {
+            const long first = std::max<long>(plan.low[g], key) - key, high = std::min<long>(plan.high[g], key + count) - key;
+            if (first >= high) continue;
+            const long r = plan.start[g], here = plan.start[g + 1] - r, low = first - first % Read::item, mine = high - low;
+            const long columns = (here + WIDTH - 1) / WIDTH * WIDTH;
+            multiply_rows<Kind, false>(mine, columns, depth, keys + low, 1, Spaced<float>{q_t + g * plan.width * depth, plan.width}, Spaced<float>{scores, QUERIES});
+            if (shape.scaled) shape_scores(shape, scores, mine, columns, row_weights(walk, plan, r, here, weights), visit.log_m, nullptr);
+            if (low < first) std::fill(scores, scores + QUERIES, -INF);
+            hide_by_band(walk, plan, scores, key + low, mine, r, here);
+            for (long i = 0; i < columns; i++) {
+              largest[i] = i < here ? top[plan.index[r + i]] : -INF;
+              total[i] = i < here ? sum[plan.index[r + i]] : 0;
+            }
+            soften<Kind, T>(scores, mine, columns, shape.factor(), largest, total, out + r, D);
+            for (long i = 0; i < here; i++) top[plan.index[r + i]] = largest[i], sum[plan.index[r + i]] = total[i];
+            multiply_rows<Kind, true>(here, D, (mine + Read::item - 1) / Read::item, Spaced<float>{scores, 1}, QUERIES,
+                                      Spaced<float>{v + low / Read::item * D, D}, out + r);
+          }
+        }
+      }
+      for (long i = 0; i < rows; i++) {
+        float* lse = held.template row<float>(walk.lse, i);
+        if (walk.narrow)
+          finish(walk, sums + i * D, top[i] * shape.factor(), sum[i], held.template row<T>(walk.out, i), lse);
+        else
+          finish(walk, sums + i * D, top[i] * shape.factor(), sum[i], held.template row<float>(walk.out, i), lse);
+      }
+    }
+  }
+}
+
+struct Few {  // of a thread, in a backward
+  float *q, *dout, *out, *p, *ds, *slope;
+};
+
+// The backward of a visit of few rows, which adds to dk and dv row by row.
+template <class T>
+void visit_few_backward(Held<Single, T>& held, const Shape& shape, const Few& few, const float* const* q, const float* const* dout, float* const* dq,
+                        const float* lse, const float* dlse, float* k, float* v, const float** k_at, const float** v_at, float* dweights, long D) {
+  const Walk& walk = held.walk;
+  const Plan& plan = held.plan;
+  const Visit& visit = *plan.visit;
+  const long d = walk.d;
+  float delta[FEW_ROWS], product[WIDTH];
+  for (long i = 0; i < plan.rows; i++) {
+    memcpy(few.q + i * D, q[i], D * sizeof(float));
+    memcpy(few.dout + i * D, dout[i], D * sizeof(float));
+    const T* out = held.template row<const T>(walk.out, plan.index[i]);
+    const float* at;
+    dot_rows(product, dout[i], 1, as_floats(&out, 1, d, D, few.out, &at), 1, D);  // in the order of the products below
+    delta[i] = product[0] - dlse[plan.index[i]];
+  }
+  for (long key = plan.first; key < plan.stop; key += SPAN) {
+    const long count = std::min<long>(SPAN, plan.stop - key);
+    held.find_keys(key, count);
+    const float* const* keys = as_floats(held.k, count, d, D, k, k_at);
+    const float* const* values = as_floats(held.v, count, d, D, v, v_at);
+    dot_rows(few.p, few.q, plan.rows, keys, count, D);
+    dot_rows(few.ds, few.dout, plan.rows, values, count, D);
+    shape_few(walk, plan, shape, few.p, key, count, few.slope);
+    for (long i = 0; i < plan.rows; i++) {
+      float *p = few.p + i * SPAN, *ds = few.ds + i * SPAN;
+      float weight = 0;
+      for (long j = 0; j < count; j += WIDTH) {
+        const vec y = probability(load(p + j) * all(shape.factor()) - all(lse[plan.index[i]]));
+        store(p + j, y);
+        store(ds + j, y * (load(ds + j) - all(delta[i])));
+      }
+      if (dweights && visit.weights >= 0) {
+        float* to = dweights + visit.weights + (visit.key_list < 0 ? i % visit.rows : key);
+        for (long j = 0; j < count; j++)
+          if (visit.key_list < 0) weight += ds[j];
+          else to[j] += ds[j];
+        if (visit.key_list < 0) *to += weight;
+      }
+      for (long j = 0; shape.softcap && j < count; j += WIDTH) store(ds + j, load(ds + j) * load(few.slope + i * SPAN + j));
+      add_weighted(dq[i], D, 1, ds, keys, count);
+    }
+    for (long j = 0; j < count; j++) {
+      const auto [to_k, to_v] = held.gradients(key_row(walk, visit, key + j));
+      for (long i = 0; i < plan.rows; i++) {
+        add_scaled(to_k, few.q + i * D, d, 1, few.ds[i * SPAN + j] * shape.scale);
+        add_scaled(to_v, few.dout + i * D, d, 1, few.p[i * SPAN + j]);
+      }
+    }
+  }
+}
+
+// A tile owns its rows of dq; dk and dv of some keys are summed up over its rows, then added to memory. A thread owns a
+// part of the tiles of a K/V head, so that sums have one order.
+template <class T>
+void walk_backward(const Walk& walk) {
+  typedef Reader<Single, T> Read;
+  const long d = walk.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, most = most_rows(walk);
+  const Shape shape = shape_of(walk);
+  const bool in_place = sizeof(T) == 4 && d == D;
+  const long group = walk.heads / walk.kv_heads;
+  long batch = 0;
+  for (long i = 0; i < walk.tiles; i++) batch = std::max<long>(batch, walk.tile[i].batch + 1);
+  const long items = batch * walk.kv_heads, parts = std::max(1L, PARTS / std::max(1L, items)), each = 2 * walk.keys * d;
+  std::vector<std::vector<int32_t>> tiles(items * parts);  // of each K/V head part by part
+  std::vector<int32_t> met(items, 0);
+  for (long i = 0; i < walk.tiles; i++) {
+    const long item = walk.tile[i].batch * walk.kv_heads + walk.tile[i].head / group;
+    tiles[item * parts + met[item]++ % parts].push_back(i);
+  }
+  const std::unique_ptr<float[]> sums(parts > 1 ? new float[items * (parts - 1) * each]() : nullptr);
+  const Memory memory(walk.threads, Held<Single, T>::floats(most) + 7 * most * D + 11 * most + 3 * QUERIES * KEYS + 4 * SPAN * D +
+                                        (2 * FEW_ROWS + 1) * D + 3 * FEW_ROWS * SPAN + 4 * SPAN + 4 * QUERIES);
+#pragma omp parallel num_threads(walk.threads)
+  {
+    Scratch own(memory);
+    Held<Single, T> held(walk, own, most);
+    const Plan& plan = held.plan;
+    float *q_t = own.take(2 * most * D), *dout_t = own.take(2 * most * D), *dq = own.take(most * D);
+    float *q_copy = own.take(most * D), *dout_copy = own.take(most * D), *lse = own.take(most), *delta = own.take(most), *dlse = own.take(most);
+    float *p = own.take(QUERIES * KEYS), *ds = own.take(QUERIES * KEYS), *slope = own.take(QUERIES * KEYS);
+    float *k = own.take(SPAN * D), *v = own.take(SPAN * D), *dk = own.take(SPAN * D), *dv = own.take(SPAN * D);
+    Few few{own.take(FEW_ROWS * D), own.take(FEW_ROWS * D), own.take(D), own.take(FEW_ROWS * SPAN), own.take(FEW_ROWS * SPAN), own.take(FEW_ROWS * SPAN)};
+    float *row_lse = own.take(QUERIES), *row_delta = own.take(QUERIES), *weights = own.take(QUERIES);
+    const T** dout_in = (const T**)own.take(2 * most);
+    const float **q_rows = (const float**)own.take(2 * most), **dout_rows = (const float**)own.take(2 * most);
+    const float **k_at = (const float**)own.take(2 * SPAN), **v_at = (const float**)own.take(2 * SPAN);
+    float** dq_rows = (float**)own.take(2 * most);
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < (long)tiles.size(); item++) {
+      const long part = item % parts;
+      float* own_sums = part ? sums.get() + (item / parts * (parts - 1) + part - 1) * each : nullptr;
+      for (const int32_t number : tiles[item]) {
+        const Tile& tile = walk.tile[number];
+        held.start(tile);
+        held.own_sums = own_sums;
+        const long rows = held.rows();
+        float* dweights = walk.dweights ? walk.dweights + tile.head / tile.heads % walk.copies * walk.weight_count : nullptr;
+        std::fill(dq, dq + rows * D, 0.f);
+        for (long i = 0; i < rows; i++) {
+          dout_in[i] = held.template row<const T>(walk.dout, i);
+          const float found = *held.template row<float>(walk.lse, i);
+          lse[i] = found == -INF ? INF : found;  // a row that sees nothing has probabilities of 0
+          dlse[i] = walk.dlse.data && found != -INF ? *held.template row<float>(walk.dlse, i) : 0;
+        }
+        for (long r = 0; r < rows; r += QUERIES) {
+          const T* from[QUERIES];
+          const long count = std::min<long>(QUERIES, rows - r);
+          for (long i = 0; i < count; i++) from[i] = held.template row<const T>(walk.out, r + i);
+          Read::columns(q_t, from, count, d);
+          Read::columns(dout_t, dout_in + r, count, d);
+          for (long c = 0; c < count; c += WIDTH) {
+            vec sum{};  // in the order of the products below: what a row that sees one key subtracts is then 0
+            for (long x = 0; x < d; x++) sum += load(q_t + x * QUERIES + c) * load(dout_t + x * QUERIES + c);
+            for (long i = 0; i < WIDTH && c + i < count; i++)
+              delta[r + c + i] = sum[i] - dlse[r + c + i];
+          }
+        }
+        if (!in_place) {
+          Read::rows(q_copy, held.q, rows, d, D);
+          Read::rows(dout_copy, dout_in, rows, d, D);
+        }
+        for (long n = tile.from; n < tile.to; n++) {
+          const Visit& visit = walk.visit[n];
+          const bool changed = held.visit(visit);
+          for (long s = 0; s < plan.rows; s++) {
+            const long i = plan.index[s];
+            q_rows[s] = in_place ? (const float*)held.q[i] : q_copy + i * D;
+            dout_rows[s] = in_place ? (const float*)dout_in[i] : dout_copy + i * D;
+            dq_rows[s] = dq + i * D;
+          }
+          if (plan.rows <= FEW_ROWS) {
+            held.shown.rows = -1;
+            visit_few_backward(held, shape, few, q_rows, dout_rows, dq_rows, lse, dlse, k, v, k_at, v_at, dweights, D);
+            continue;
+          }
+          for (long g = 0; changed && g < plan.groups; g++) {
+            const T *q_from[QUERIES], *dout_from[QUERIES];
+            const long r = plan.start[g], count = plan.start[g + 1] - r;
+            for (long i = 0; i < count; i++) q_from[i] = held.q[plan.index[r + i]], dout_from[i] = dout_in[plan.index[r + i]];
+            Read::columns(q_t + g * plan.width * d, q_from, count, d, plan.width);
+            Read::columns(dout_t + g * plan.width * d, dout_from, count, d, plan.width);
+          }
+          for (long key = plan.first; key < plan.stop; key += KEYS) {
+            const long count = std::min<long>(KEYS, plan.stop - key);
+            held.find_keys(key, count);
+            const float* const* keys = as_floats(held.k, count, d, D, k, k_at);
+            const float* const* values = as_floats(held.v, count, d, D, v, v_at);
+            std::fill(dk, dk + count * D, 0.f);
+            std::fill(dv, dv + count * D, 0.f);
+            for (long g = 0; g < plan.groups; g++) {
+              const long low = std::max<long>(plan.low[g], key) - key, high = std::min<long>(plan.high[g], key + count) - key;
+              if (low >= high) continue;
+              const long r = plan.start[g], here = plan.start[g + 1] - r, mine = high - low, columns = (here + WIDTH - 1) / WIDTH * WIDTH;
+              multiply_rows<Single, false>(mine, columns, d, keys + low, 1, Spaced<float>{q_t + g * plan.width * d, plan.width}, Spaced<float>{p, QUERIES});
+              if (shape.scaled) shape_scores(shape, p, mine, columns, row_weights(walk, plan, r, here, weights), visit.log_m, slope);
+              hide_by_band(walk, plan, p, key + low, mine, r, here);
+              multiply_rows<Single, false>(mine, columns, d, values + low, 1, Spaced<float>{dout_t + g * plan.width * d, plan.width}, Spaced<float>{ds, QUERIES});
+              for (long i = 0; i < columns; i++) {
+                row_lse[i] = i < here ? lse[plan.index[r + i]] : INF;
+                row_delta[i] = i < here ? delta[plan.index[r + i]] : 0;
+              }
+              for (long c = 0; c < columns; c += WIDTH) {
+                vec weight{};
+                for (long j = 0; j < mine; j++) {
+                  const long x = j * QUERIES + c;
+                  const vec y = probability(load(p + x) * all(shape.factor()) - load(row_lse + c));
+                  vec slope_of = y * (load(ds + x) - load(row_delta + c));
+                  store(p + x, y);
+                  weight += slope_of;
+                  if (shape.softcap) slope_of *= load(slope + x);
+                  store(ds + x, slope_of);
+                }
+                for (long i = 0; dweights && visit.weights >= 0 && i < WIDTH && c + i < here; i++)
+                  dweights[visit.weights + (r + c + i) % visit.rows] += weight[i];
+              }
+              multiply_rows<Single, true>(mine, D, here, Spaced<float>{p, QUERIES}, 1, dout_rows + r, Spaced<float>{dv + low * D, D});
+              multiply_rows<Single, true>(mine, D, here, Spaced<float>{ds, QUERIES}, 1, q_rows + r, Spaced<float>{dk + low * D, D});
+              multiply_rows<Single, true>(here, D, mine, Spaced<float>{ds, 1}, QUERIES, keys + low, dq_rows + r);
+            }
+            for (long j = 0; j < count; j++) {
+              const auto [to_k, to_v] = held.gradients(key_row(walk, visit, key + j));
+              add_scaled(to_k, dk + j * D, d, 1, shape.scale);
+              add_scaled(to_v, dv + j * D, d, 1, 1);
+            }
+          }
+        }
+        for (long i = 0; i < rows; i++) {
+          float* to = held.template row<float>(walk.dq, i);
+          if (walk.merge)
+            add_scaled(to, dq + i * D, d, 1, shape.scale);
+          else
+            write_scaled(to, dq + i * D, d, shape.scale);
+        }
+      }
+    }
+#pragma omp for
+    for (long place = 0; place < (parts > 1 ? items * walk.keys : 0); place++) {
+      const long item = place / walk.keys, row = place % walk.keys;
+      for (long part = 0; part < parts - 1; part++) {
+        const float* from = sums.get() + (item * (parts - 1) + part) * each + 2 * row * d;
+        add_scaled(walk.dk.at<float>(item / walk.kv_heads, item % walk.kv_heads, row), from, d, 1, 1);
+        add_scaled(walk.dv.at<float>(item / walk.kv_heads, item % walk.kv_heads, row), from + d, d, 1, 1);
+      }
+    }
+  }
+}
+
+// ---- The table of lists. ----
+
+struct Lists {  // tiles/lists.py explains them
+  int64_t groups, list_rows, slots, documents, blocks, granularity, query_block, before, after, first, causal, units, heads, weighed;
+  const int64_t *lists, *starts, *spans, *queries, *lists_before, *held;
+};
+
+constexpr int FEW_KEYS = 8;  // blocks of fewer are listed key by key
+constexpr int FEW_QUERIES = 16;  // with fewer that share a list, rows are listed one by one
+
+struct Table {
+  std::vector<Tile> tiles;
+  std::vector<Visit> visits;
+  std::vector<int32_t> numbers;
+  std::vector<int64_t> source;  // of each weight: its place in the lists
+};
+
+enum { PLAIN, NEAR, FAR };  // bands: all keys, those of the window, others
+
+// The tiles of one document after the other.
+struct Planner {
+  const Lists& call;
+  Table& table;
+  struct Entry { int64_t block, row, place; };  // of a document, of the tile, in the lists
+  std::vector<Entry> entries;
+  std::vector<int32_t> last, count, found;  // of each block: the row that it was met in last, how many rows see it
+  long start, end, blocks_before, lists_before;  // of the document: positions, and how many blocks and list rows come before it
+  bool near_keys() const { return call.before >= 0 && call.after >= 0; }
+  bool is_near(long key, long query) const { return near_keys() && key >= query - call.before && key <= query + call.after; }
+  long block_start(long block) const { return start + block * call.granularity; }
+  long block_end(long block) const { return std::min(end, block_start(block) + call.granularity); }
+  long row_of(long block, long key) const {  // of k
+    return call.held ? call.held[blocks_before + block] + key - block_start(block) : key;
+  }
+  long place_of(long group, long row) const {
+    const long at = group * call.list_rows + lists_before + row;
+    return call.starts ? call.starts[at] : at * call.slots;
+  }
+
+  void plan() {
+    const long each = call.heads / call.units, step = call.query_block;
+    const bool by_row = call.granularity < FEW_KEYS;
+    long most = std::max(64L, (by_row || step >= FEW_QUERIES || !call.slots ? 512 : 1024) / each);
+    if (step >= FEW_QUERIES) most = std::max(step, most / step * step);
+    for (long group = 0; group < call.groups; group++) {
+      blocks_before = 0;
+      for (long document = 0; document < call.documents; document++) {
+        start = call.spans[2 * document], end = call.spans[2 * document + 1], lists_before = call.lists_before[document];
+        const long blocks = (end - start + call.granularity - 1) / call.granularity;
+        const int64_t* queries = call.queries + 3 * document;
+        last.assign(blocks, -1), count.assign(blocks, 0);
+        for (long row = 0; row < queries[1]; row += most)
+          add_tile(group, row, queries[0] + row, queries[2] + row, std::min<long>(most, queries[1] - row));
+        blocks_before += blocks;
+      }
+    }
+  }
+
+  // Rows that see the keys of positions from ``from`` to ``stop``, which may lie in several places.
+  void add_run(long from, long stop, Visit visit) {
+    for (long at = from; at < stop;) {
+      long block = (at - start) / call.granularity, next = call.held ? block_end(block) : stop;
+      const long row = row_of(block, at);
+      while (next < stop && row_of(block + 1, next) - next == row - at) next = block_end(++block);
+      next = std::min(next, stop);
+      visit.key = row, visit.keys = next - at, visit.key_position = at;
+      table.visits.push_back(visit);
+      at = next;
+    }
+  }
+
+  // The tile of rows from ``row`` of the document on, which are those of q from ``first`` on.
+  void add_tile(long group, long row, long first, long position, long rows) {
+    const long from = table.visits.size(), high = position + rows - 1;
+    const int32_t plain = near_keys() ? FAR : call.causal ? PLAIN : -1;
+    const Visit all_rows{0, 1, 0, -1, 0, 0, 1, (int32_t)rows, -1, plain, -1, QUERIES, -1, 0};
+    if (near_keys()) {
+      Visit near = all_rows;
+      near.band = NEAR;
+      add_run(std::max(start, position - call.before), std::min(end, high + call.after + 1), near);
+    }
+    const long always = std::min(end, start + call.first);
+    if (call.first) add_run(start, call.causal ? std::min(always, high + 1) : always, all_rows);
+    entries.clear(), found.clear();
+    const bool together = call.query_block >= FEW_QUERIES && call.granularity >= FEW_KEYS;  // queries of one list
+    for (long i = 0; i < rows && call.lists; i += together ? call.query_block : 1) {
+      const long at = together ? std::min(high, position + i + call.query_block - 1) : position + i;
+      const long list = (row + i) / call.query_block, stop = place_of(group, list + 1);
+      for (long place = place_of(group, list); place < stop; place++) {
+        const long block = call.lists[place] - blocks_before;
+        if (call.lists[place] == call.blocks || last[block] == row + i) continue;
+        last[block] = row + i;
+        const long low = std::max(block_start(block), always), top = call.causal ? std::min(block_end(block), at + 1) : block_end(block);
+        if (low >= top || (!together && is_near(low, at) && is_near(top - 1, at))) continue;
+        entries.push_back({block, i, place});
+        if (!count[block]++) found.push_back(block);
+      }
+    }
+    for (const Entry& entry : entries) last[entry.block] = -1;
+    if (call.granularity < FEW_KEYS)
+      add_by_rows(rows, position, always);
+    else if (together && !call.weighed)
+      add_ranges(rows, position, always, all_rows);
+    else
+      add_by_blocks(rows, together ? call.query_block : 1, always, all_rows);
+    for (const long block : found) count[block] = 0;
+    const long each = call.heads / call.units, shared = call.units / call.groups;
+    for (long unit = group * shared; unit < (group + 1) * shared; unit++)
+      table.tiles.push_back({0, (int32_t)(unit * each), (int32_t)each, (int32_t)first, 1, (int32_t)rows, (int32_t)position, (int32_t)from, (int32_t)table.visits.size()});
+  }
+
+  // Runs of blocks, one for each list of queries; those that meet are one visit.
+  void add_ranges(long rows, long position, long always, const Visit& all_rows) {
+    const long step = call.query_block;
+    long grain = std::min<long>(step, QUERIES);
+    while (step % grain) grain--;
+    const long groups = (rows + grain - 1) / grain, each = step / grain;
+    struct Run { long from, stop, list; };
+    std::vector<Run> runs;
+    std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return std::pair(a.row, a.block) < std::pair(b.row, b.block); });
+    for (const Entry& entry : entries) {
+      const long from = std::max(block_start(entry.block), always), stop = block_end(entry.block), list = entry.row / step;
+      const bool joins = runs.size() && runs.back().list == list && runs.back().stop == from && row_of(entry.block, from) - from == row_of((runs.back().from - start) / call.granularity, runs.back().from) - runs.back().from;
+      if (joins)
+        runs.back().stop = stop;
+      else
+        runs.push_back({from, stop, list});
+    }
+    std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return std::pair(a.from, a.list) < std::pair(b.from, b.list); });
+    std::vector<std::pair<long, long>> open;  // a visit, the last key of it
+    for (const Run& run : runs) {
+      const long block = (run.from - start) / call.granularity, shift = row_of(block, run.from) - run.from;
+      long number = -1;
+      for (auto& [visit, stop] : open) {
+        const Visit& other = table.visits[visit];
+        if (stop < run.from || other.key - other.key_position != shift || table.numbers[other.ranges + 2 * run.list * each + 1]) continue;
+        number = visit, stop = std::max(stop, run.stop);
+        break;
+      }
+      if (number < 0) {
+        Visit visit = all_rows;
+        visit.key = run.from + shift, visit.key_position = run.from, visit.grain = grain, visit.ranges = table.numbers.size();
+        visit.band = near_keys() ? FAR : -1;
+        table.numbers.resize(table.numbers.size() + 2 * groups, 0);
+        number = table.visits.size();
+        table.visits.push_back(visit);
+        open.push_back({number, run.stop});
+      }
+      Visit& visit = table.visits[number];
+      visit.keys = std::max<long>(visit.keys, run.stop - visit.key_position);
+      if (call.causal && visit.band < 0 && run.stop > position + run.list * step + 1) visit.band = PLAIN;
+      for (long g = run.list * each; g < std::min(groups, (run.list + 1) * each); g++) {
+        table.numbers[visit.ranges + 2 * g] = run.from - visit.key_position;
+        table.numbers[visit.ranges + 2 * g + 1] = run.stop - visit.key_position;
+      }
+    }
+  }
+
+  // A visit for each block, of the rows that list it.
+  void add_by_blocks(long rows, long each, long always, Visit visit) {
+    std::sort(found.begin(), found.end());
+    long total = table.numbers.size();
+    for (const Entry& entry : entries) count[entry.block] += std::min(each, rows - entry.row) - 1;
+    std::vector<int32_t>& place = count;  // from here on where the rows of a block go next
+    for (const long block : found) {
+      const long number = count[block], low = std::max(block_start(block), always);
+      visit.key_position = low, visit.key = row_of(block, low), visit.keys = block_end(block) - low;
+      visit.row_list = total, visit.rows = number, visit.weights = call.weighed ? total : -1;
+      table.visits.push_back(visit);
+      place[block] = total, total += number;
+    }
+    table.numbers.resize(total);
+    if (call.weighed) table.source.resize(total, 0);
+    for (const Entry& entry : entries)
+      for (long i = entry.row; i < std::min(rows, entry.row + each); i++) {
+        if (call.weighed) table.source[place[entry.block]] = entry.place;
+        table.numbers[place[entry.block]++] = i;
+      }
+  }
+
+  // A visit for each row and panel of keys, with a list of those; panel by panel, so that keys stay in the cache.
+  void add_by_rows(long rows, long position, long always) {
+    if (entries.empty()) return;
+    const long average = std::max<long>(1, entries.size() * call.granularity / rows);
+    const long panel = std::max(512L, 32 * (end - start) / average), panels = (end - start + panel - 1) / panel;
+    std::vector<int32_t> place(panels * rows, 0);
+    auto each_key = [&](auto&& use) {
+      for (const Entry& entry : entries) {
+        const long query = position + entry.row, stop = call.causal ? std::min(block_end(entry.block), query + 1) : block_end(entry.block);
+        for (long key = std::max(block_start(entry.block), always); key < stop; key++)
+          if (!is_near(key, query)) use((key - start) / panel * rows + entry.row, row_of(entry.block, key), entry.place);
+      }
+    };
+    each_key([&](long cell, long, long) { place[cell]++; });
+    long total = table.numbers.size();
+    for (long cell = 0; cell < panels * rows; cell++) {
+      const int32_t number = place[cell], list = total, weights = call.weighed ? total : -1;
+      place[cell] = total, total += number;
+      if (number) table.visits.push_back({0, 1, number, list, 0, (int32_t)(cell % rows), 1, 1, -1, -1, -1, QUERIES, weights, 0});
+    }
+    table.numbers.resize(total);
+    if (call.weighed) table.source.resize(total, 0);
+    each_key([&](long cell, long row, long at) {
+      if (call.weighed) table.source[place[cell]] = at;
+      table.numbers[place[cell]++] = row;
+    });
+  }
+};
+
+static void plan_lists(const Lists& call, Table& table) {
+  Planner planner{call, table};
+  planner.plan();
 }
 
 }  // namespace
@@ -677,7 +1525,8 @@ static void any_backward(const Call* call) {
 }
 
 // 1 where there is no memory, 0 else.
-static int run(void (*pass)(const Call*), const Call* call) {
+template <class C>
+static int run(void (*pass)(const C*), const C* call) {
   try {
     pass(call);
   } catch (const std::bad_alloc&) {
@@ -685,5 +1534,41 @@ static int run(void (*pass)(const Call*), const Call* call) {
   }
   return 0;
 }
+
+static void any_walk(const Walk* walk) {
+  if (walk->dtype == 0) walk_forward<Single, float>(*walk);
+  if (walk->dtype == 1) walk_forward<Single, _Float16>(*walk);
+#ifdef __AVX512BF16__
+  if (walk->dtype == 2) walk_forward<Pairs, Bfloat>(*walk);
+#else
+  if (walk->dtype == 2) walk_forward<Single, Bfloat>(*walk);
+#endif
+}
+static void any_walk_backward(const Walk* walk) {
+  if (walk->dtype == 0) walk_backward<float>(*walk);
+  if (walk->dtype == 1) walk_backward<_Float16>(*walk);
+  if (walk->dtype == 2) walk_backward<Bfloat>(*walk);
+}
 extern "C" int forward(const Call* call) { return run(any_forward, call); }
 extern "C" int backward(const Call* call) { return run(any_backward, call); }
+extern "C" int walk_tiles(const Walk* walk) { return run(any_walk, walk); }
+extern "C" int walk_tiles_backward(const Walk* walk) { return run(any_walk_backward, walk); }
+
+// The table of the lists, to be copied and deleted by take_table; its sizes. Null where there is no memory.
+extern "C" Table* plan_table(const Lists* lists, int64_t* sizes) {
+  try {
+    std::unique_ptr<Table> table(new Table);
+    plan_lists(*lists, *table);
+    sizes[0] = table->tiles.size(), sizes[1] = table->visits.size(), sizes[2] = table->numbers.size(), sizes[3] = table->source.size();
+    return table.release();
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+extern "C" void take_table(Table* table, Tile* tiles, Visit* visits, int32_t* numbers, int64_t* source) {
+  const std::unique_ptr<Table> owned(table);
+  std::copy(table->tiles.begin(), table->tiles.end(), tiles);
+  std::copy(table->visits.begin(), table->visits.end(), visits);
+  std::copy(table->numbers.begin(), table->numbers.end(), numbers);
+  std::copy(table->source.begin(), table->source.end(), source);
+}

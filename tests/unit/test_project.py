@@ -412,6 +412,7 @@ LAYERS = [
         "presets",
         "torch_private",
     },
+    {"tiles"},
     {"kernels"},
     {"engine"},
     {"attention", "call", "ring", "kv_cache"},
@@ -436,7 +437,7 @@ PROBED = {
     "flash_attn_interface",
     "triton",
 }  # in kernels/ and hardware/ only
-TORCH_ALONE = set().union(*LAYERS[:6]) - {"integrations"}
+TORCH_ALONE = set().union(*LAYERS[:7]) - {"integrations"}
 
 
 def modules() -> list[Path]:

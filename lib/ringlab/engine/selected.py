@@ -21,7 +21,10 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..kernels.base import Kernel, accumulation_dtype
+from ..kernels.compiled import walk, walk_backward
 from ..selected import Selected
+from ..tiles.lists import Lists
+from ..tiles.table import Table
 from ..torch_private import is_fake
 from .autograd import (
     LSE_COLUMNS,
@@ -305,10 +308,15 @@ def call_of(
                 what = f"the largest log_weight that a query sees must be {limits}"
                 raise ValueError(f"{what}, got {float(beyond[0]):g}")
         weights = weights.clamp(min=lowest)
-    times = max(1, kv_heads // groups)
+    return replace(call, lists=listed, weights=weights, order=order)
+
+
+def by_streams(call: Call) -> Call:
+    """The call with lists for each stream, where K/V heads share them."""
+    times = max(1, call.kv_heads // len(call.lists))
+    each = (call.lists, call.weights, call.order)
     lists, weights, order = (
-        None if t is None else t.repeat_interleave(times, 0)
-        for t in (listed, weights, order)
+        None if t is None else t.repeat_interleave(times, 0) for t in each
     )
     return replace(call, lists=lists, weights=weights, order=order)
 
@@ -590,6 +598,7 @@ def _kinds(call: Call) -> Tensor:
 
 def blocks_seen(call: Call) -> Tensor:
     """Which blocks of each K/V head the queries see something of: (h_kv, blocks)."""
+    call = by_streams(call)
     block = _kinds(call) // 3  # (streams, rows * c)
     seen = torch.zeros(
         len(block), call.blocks + 1, dtype=torch.bool, device=block.device
@@ -649,33 +658,25 @@ def results(call: Call, q, k, v, sinks, differentiable: bool) -> tuple[Tensor, T
     """out (b, n, h, d), lse (b, h, n) for q (b, n, h, d) and the rows of k and v (any,
     any, h_kv, d), which together are those of the call. ``sinks``: (h,) or None.
     """
+    if walks(call, q):
+        return _walked(call, q, k, v, sinks)
+    call = by_streams(call)
     kernel, masked = kernels_of(call, q, differentiable)
-    in_place = kernel.in_place  # it reads and writes rows there
     flip, scale = positive_scale(call.options.scale)
     d = q.shape[3]
     made = {"dtype": accumulation_dtype(q.dtype), "device": q.device}
     with without_autocast(q):
         rows = flip(q).reshape(-1, d).contiguous()  # (rows * heads, d)
-        k, v = _rows_of_keys(k, v)  # (rows, h_kv, d)
-        if call.weights is not None and not in_place:
+        k, v = (t.flatten(0, 1) for t in (k, v))  # (rows, h_kv, d)
+        if call.weights is not None:
             rows = _weighed(rows, d, scale)
             k, v = (F.pad(t, (0, LSE_COLUMNS)) for t in (k, v))
         rows = F.pad(rows, (0, 0, 0, 1))  # (rows * heads + 1, d)
         out = torch.zeros(rows.shape, **made)
         lse = torch.full(rows.shape[:1], -torch.inf, **made)
-        for part in parts(call, kernel, PIECE if in_place else _copies(q)):
+        for part in parts(call, kernel, _copies(q)):
             index = part.lines(call)
-            bias = part.bias(call, out, in_place)
-            if in_place:
-                held, keys = _in_place(call, part, k, v)
-                if call.weights is not None:
-                    weights = part.weights(call)[:, None, None]
-                    bias = weights if bias is None else bias + weights
-                tiles = (_everywhere(t, len(index)) for t in (out, lse, rows))
-                call_ = *held, part.causal, scale, bias, keys
-                more = {"merge": True, "rows": _or_none(index, len(rows) - 1)}
-                kernel.forward_into(*tiles, *call_, **more)
-                continue
+            bias = part.bias(call, out, False)
             queries = rows[index].unsqueeze(2)
             held = [part.of_keys(call, t) for t in (k, v)]
             if call.weights is not None:
@@ -712,6 +713,9 @@ def gradients(
     """dq, dk, dv of ``results``, dk and dv in fp32 or wider; and the gradient of the
     pattern's ``log_weights``.
     """
+    if walks(call, q):
+        return _walked_gradients(call, dout, dlse, q, k, v, out, lse)
+    call = by_streams(call)
     flip, scale = positive_scale(call.options.scale)
     head_dim = q.shape[3]
     shape = k.shape
@@ -724,14 +728,13 @@ def gradients(
             wide = (0, q.shape[3] - v.shape[3])  # the columns of lse, if there are any
             dout, k, v, out = (F.pad(t, wide) for t in (dout, k, v, out))
         kernel, masked = kernels_of(call, q, True)
-        in_place = kernel.in_place
         d = q.shape[3]
         made = {"dtype": lse.dtype, "device": q.device}
         reads = [t.to(q.dtype).reshape(-1, d) for t in (dout, q, out)]
         reads = [F.pad(t, (0, 0, 0, 1)) for t in reads]  # (rows * heads + 1, d)
         lse = F.pad(lse.transpose(1, 2).flatten(), (0, 1), value=-torch.inf)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # no probability
-        k, v = _rows_of_keys(k, v)
+        k, v = (t.flatten(0, 1) for t in (k, v))
         dq = torch.zeros(len(lse), d, **made)  # (rows * heads + 1, d)
         blocks = call.blocks + 1, call.kv_heads, call.pattern.granularity, d
         dk, dv = (torch.zeros(blocks, **made) for _ in range(2))
@@ -742,21 +745,13 @@ def gradients(
             held = [part.of_keys(call, t) for t in (k, v)]
             if weights is not None:
                 part.weigh_(call, held[0], head_dim, scale)
-            if in_place:
-                grads = [torch.empty(t.shape, **made) for t in held]
-                into = _everywhere(dq, len(index)), *grads
-                how = {"add": (True, False), "rows": _or_none(index, len(dq) - 1)}
-                g, queries, o, l = (_everywhere(t, len(index)) for t in (*reads, lse))
-                call_ = g, queries, *held, o, l, part.causal, scale, bias
-                kernel.backward_into(*into, *call_, **how)
-            else:
-                g, queries, o = (t[index].unsqueeze(2) for t in reads)
-                l = lse[index].unsqueeze(1)
-                run, more = (kernel, ()) if bias is None else (masked, (bias,))
-                call_ = g, queries, *held, o, l, part.causal, scale
-                d_queries, *grads = run.backward(*call_, *more)
-                d_queries = d_queries.to(dq.dtype).flatten(0, 2)
-                dq.index_add_(0, index.flatten(), d_queries)
+            g, queries, o = (t[index].unsqueeze(2) for t in reads)
+            l = lse[index].unsqueeze(1)
+            run, more = (kernel, ()) if bias is None else (masked, (bias,))
+            call_ = g, queries, *held, o, l, part.causal, scale
+            d_queries, *grads = run.backward(*call_, *more)
+            d_queries = d_queries.to(dq.dtype).flatten(0, 2)
+            dq.index_add_(0, index.flatten(), d_queries)
             grads = [grad.to(dk.dtype) for grad in grads]
             for whole, grad in zip((dk, dv), grads):
                 part.add_keys(call, whole, grad)
@@ -768,6 +763,97 @@ def gradients(
     dq = dq[:-1].view(q.shape)[..., :head_dim].to(q.dtype)
     dk, dv = (_of_rows(call, t[..., :head_dim], shape) for t in (dk, dv))
     return flip(dq), dk, dv, None if weights is None else _of_slots(call, dweights)
+
+
+def walks(call: Call, q: Tensor) -> bool:
+    """Whether the compiled kernel walks the call's table."""
+    options = {"causal": call.causal, "backend": call.options.backend}
+    kernel = kernels.choose(q.device, q.dtype, q.shape[3], **options).kernel
+    return kernel.name == "compiled"
+
+
+def _table(call: Call) -> Table:
+    pattern = call.pattern
+    window = pattern.window - 1
+    lists = Lists(
+        call.spans,
+        call.queries,
+        call.heads,
+        call.kv_heads,
+        call.causal,
+        pattern.granularity,
+        pattern.query_block,
+        window,
+        min(window, 0) if call.causal else window,
+        pattern.first,
+        len(call.lists),
+        call.lists,
+        call.blocks,
+        call.lists_before,
+        held=call.held,
+        weighed=call.weights is not None,
+    )
+    return lists.table()
+
+
+def _weights(call: Call, table: Table) -> Tensor | None:
+    if call.weights is None:
+        return None
+    return call.weights.float().flatten()[table.source]
+
+
+def _flat(t: Tensor) -> Tensor:
+    """t (b, n, h, d) as (1, b * n, h, d), dense in its last dimension."""
+    t = t.reshape(1, -1, *t.shape[2:])
+    return t if t.stride(3) == 1 else t.contiguous()
+
+
+def _walked(call: Call, q, k, v, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``results`` by the compiled kernel."""
+    table = _table(call)
+    flip, scale = positive_scale(call.options.scale)
+    rows = call.rows, call.heads
+    padded = int(call.queries[:, 1].sum()) < call.rows
+    out = torch.empty(1, *rows, q.shape[3], dtype=q.dtype)
+    lse = torch.empty(1, *rows, dtype=torch.float32)
+    if padded:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    options = {"softcap": call.options.softcap, "weights": _weights(call, table)}
+    options["sinks"] = None if sinks is None else sinks.float().contiguous()
+    tensors = (_flat(t) for t in (flip(q), k, v))
+    walk(table, *tensors, out, lse.transpose(1, 2), scale, **options)
+    return out.view(q.shape), lse.view(q.shape[:3]).transpose(1, 2)
+
+
+def _walked_gradients(call: Call, dout, dlse, q, k, v, out, lse):
+    """``gradients`` by the compiled kernel."""
+    table = _table(call)
+    flip, scale = positive_scale(call.options.scale)
+    weights = _weights(call, table)
+    rows = call.rows, call.heads
+    shapes = q.shape, k.shape, v.shape
+    dq = torch.zeros(1, *rows, q.shape[3])
+    dk, dv = (torch.zeros(1, *_flat(t).shape[1:]) for t in (k, v))
+    options = {"softcap": call.options.softcap, "weights": weights}
+    copies = max(1, call.kv_heads // len(call.lists))
+    if weights is not None:
+        options["dweights"] = torch.zeros(copies, len(weights))
+    dout, q, k, v, out = (_flat(t.to(q.dtype)) for t in (dout, flip(q), k, v, out))
+    lse, dlse = (
+        None
+        if t is None
+        else t.float().transpose(1, 2).reshape(1, *rows).transpose(1, 2)
+        for t in (lse, dlse)
+    )
+    tensors = dq, dk, dv, dout, dlse, q, k, v, out, lse
+    walk_backward(table, *tensors, scale, **options)
+    dq, dk, dv = (x.view(shape) for x, shape in zip((dq, dk, dv), shapes))
+    if weights is None:
+        return flip(dq.to(q.dtype)), dk, dv, None
+    dweights = torch.zeros_like(call.weights, dtype=torch.float32)
+    dweights.view(-1).index_add_(0, table.source, options["dweights"].sum(0))
+    return flip(dq.to(q.dtype)), dk, dv, _of_slots(call, dweights)
 
 
 def _of_rows(call: Call, grad: Tensor, shape) -> Tensor:
@@ -813,42 +899,6 @@ def kernels_of(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Ker
 def _copies(q: Tensor) -> int:
     """How many keys of one head are copied at a time."""
     return 4 * piece_limit(q) // (2 * q.shape[3] * q.element_size())
-
-
-def _everywhere(t: Tensor, tiles: int) -> Tensor:
-    """Lines t (any, d) or (any,) for every tile: (tiles, any, 1, d) or (tiles, 1, any)."""
-    t = t.unsqueeze(1)[None] if t.dim() == 2 else t[None, None]
-    return t.expand(tiles, *t.shape[1:])
-
-
-def _or_none(index: Tensor, none: int) -> Tensor:
-    """Lines (tiles, 1, any), -1 for the line ``none``."""
-    return index.masked_fill(index == none, -1).unsqueeze(1)
-
-
-def _in_place(call: Call, part: Part, k: Tensor, v: Tensor):
-    """k and v (tiles, any, 1, d), and which of their rows are keys; None: all."""
-    if isinstance(part.keys, slice):
-        return [part.of_keys(call, t) for t in (k, v)], None
-    d, (row, head, _) = k.shape[2], k.stride()
-    index = part.keys * (row // d) + part.kv_heads(call) * (head // d)
-    # One row of k and v behind the other, whatever their heads.
-    lines = 1 + ((len(k) - 1) * row + (k.shape[1] - 1) * head) // d
-    held = [t.as_strided((len(index), lines, 1, d), (0, d, d, 1)) for t in (k, v)]
-    return held, index.unsqueeze(1)
-
-
-def _rows_of_keys(k: Tensor, v: Tensor) -> list[Tensor]:
-    """k and v (b, m, h_kv, d) as (rows, h_kv, d), which a cache may hold head by head;
-    of equal strides, in whole rows.
-    """
-    views = [t.reshape(-1, *t.shape[2:]) for t in (k, v)]
-    row, head, item = views[0].stride()
-    d = k.shape[3]
-    whole = item == 1 and row % d == head % d == 0
-    if whole and views[0].stride() == views[1].stride():
-        return views
-    return [t.contiguous() for t in views]
 
 
 def weighed_by(options: LocalCall, log_weights: Tensor | None) -> LocalCall:

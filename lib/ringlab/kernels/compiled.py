@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..tiles.table import Table
 from ..torch_private import refuse_recording
 from .base import HALF, Cost, Kernel, wants_dtype
 
@@ -64,15 +65,12 @@ class Compiled(Kernel):
         index=None,
         *,
         merge: bool,
-        rows=None,
     ):
         """Write out (b, m, h, d), in fp32 or q's dtype, and fp32 lse (b, h, m).
 
         ``merge``: join the results with those of other keys that are there, in fp32.
-        ``rows`` (b, h, queries), int64: query i is row ``rows[i]`` of q, out and lse;
-        none below 0.
         """
-        tensors = q, k, v, bias, out, lse, index, rows
+        tensors = q, k, v, bias, out, lse, index
         _run("forward", tensors, causal, scale, merge)
 
     def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
@@ -100,18 +98,133 @@ class Compiled(Kernel):
         bias=None,
         *,
         add,
-        rows=None,
     ):
         """Write fp32 dq, dk, dv; ``add``: whether to add to what is there, of dq, and of
-        dk and dv. ``rows`` as of ``forward_into``.
+        dk and dv.
         """
         dout, out = dout.to(q.dtype), out.to(q.dtype)
         if dout.stride(3) != 1:
             dout = dout.contiguous()
         if out.stride(3) != 1:
             out = out.contiguous()
-        tensors = q, k, v, bias, out, lse, None, rows, dout, dq, dk, dv
+        tensors = q, k, v, bias, out, lse, None, dout, dq, dk, dv
         _run("backward", tensors, causal, scale, add[0] + 2 * add[1])
+
+
+def walk(
+    table: Table,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    weights: Tensor | None = None,
+    merge: bool = False,
+) -> None:
+    """Write out (b, n, h, d), in fp32 or q's dtype, and fp32 lse (b, h, n) of the rows of
+    a table's tiles; ``merge``: joined with what is there, in fp32.
+
+    ``scale`` is positive; ``sinks`` (h,) and ``weights``, of the table's ``source``, are
+    fp32.
+    """
+    _walk(
+        "walk_tiles", table, (q, k, v, out, lse), scale, softcap, sinks, weights, merge
+    )
+
+
+def walk_backward(
+    table: Table,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    weights: Tensor | None = None,
+    dweights: Tensor | None = None,
+    merge: bool = False,
+) -> None:
+    """Write fp32 dq of the rows of a table's tiles, or add to it with ``merge``; add to
+    fp32 dk, dv and ``dweights`` (c, weights), one for each of the tiles that share visits.
+    """
+    tensors = q, k, v, out, lse, dout, dq, dk, dv, dlse
+    _walk(
+        "walk_tiles_backward",
+        table,
+        tensors,
+        scale,
+        softcap,
+        None,
+        weights,
+        merge,
+        dweights,
+    )
+
+
+def _walk(
+    function: str,
+    table: Table,
+    tensors: tuple[Tensor | None, ...],
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    weights: Tensor | None,
+    merge: bool,
+    dweights: Tensor | None = None,
+) -> None:
+    """Call native.cpp; ``tensors`` are those of its ``Walk``, in that order."""
+    q, k, _, out, *_ = tensors
+    assert q is not None and k is not None and out is not None
+    refuse_recording("the compiled kernel", "cpu_flash")
+    threads = torch.get_num_threads()
+    numbers = [
+        len(table.tiles),
+        q.shape[2],
+        k.shape[2],
+        k.shape[1],
+        q.shape[3],
+        DTYPES.index(q.dtype),
+        merge,
+        out.dtype != torch.float32,
+        threads,
+        1 if dweights is None else len(dweights),
+    ]
+    columns = table.tiles, table.visits, table.bands, table.numbers, weights, dweights
+    numbers += [0 if t is None else t.data_ptr() for t in columns]
+    numbers += [0 if weights is None else len(weights)]
+    numbers += [0 if sinks is None else sinks.data_ptr()]
+    for t in tensors:
+        numbers += _place(t)
+    numbers += ABSENT * (10 - len(tensors))
+    call = struct.pack(f"dd{len(numbers)}q", scale, softcap or 0.0, *numbers)
+    if getattr(native.library()[0], function)(call):
+        raise MemoryError(f"no memory for the scratch of {threads} threads")
+
+
+def _place(t: Tensor | None) -> tuple[int, ...]:
+    """The address and strides of t (b, rows, h, d) or (b, h, rows), as ``Rows``."""
+    if t is None:
+        return ABSENT
+    pointer = t.data_ptr()
+    if not pointer and t.numel():
+        raise NotImplementedError(
+            f"the compiled kernel needs plain tensors, got {type(t).__name__}"
+        )
+    if t.dim() == 4:
+        return pointer, *t.stride()
+    batch, head, row = t.stride()
+    return pointer, batch, row, head, 0
 
 
 def _run(
@@ -122,13 +235,11 @@ def _run(
     merge: int,
 ) -> None:
     """Call native.cpp; ``tensors`` are the first ones of its ``Call``, in that order."""
-    q, k, _, bias, out, _, index, rows, *_ = tensors
+    q, k, _, bias, out, _, index, *_ = tensors
     refuse_recording("the compiled kernel", "cpu_flash")
     if q.is_meta or hasattr(q, "fake_mode"):  # tensors without data
         return
     batch, queries, heads, d = q.shape
-    if rows is not None:
-        queries = rows.shape[2]
     narrow = function == "forward" and out.dtype != torch.float32
     if narrow and merge:
         raise ValueError("results are merged in float32")
@@ -155,16 +266,7 @@ def _run(
             continue
         if t.is_neg():
             copies.append(t := t.resolve_neg())
-        pointer = t.data_ptr()
-        if not pointer and t.numel():
-            raise NotImplementedError(
-                f"the compiled kernel needs plain tensors, got {type(t).__name__}"
-            )
-        if t.dim() == 4:
-            values += pointer, *t.stride()
-        else:  # (b, h, m)
-            batch, head, row = t.stride()
-            values += pointer, batch, row, head, 0
+        values += _place(t)
     if getattr(native.library()[0], function)(
         struct.pack(f"d{len(values)}q", scale, *values)
     ):

@@ -32,6 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# As Triton 3.9 calls it; earlier ones have the other name alone.
+load_tile = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+
 # Columns of a tile and bits of an entry, as in tile_schedule
 HEAD, FIRST, COUNT, BASE, START, PARTIAL, FULL, MASKED = (
     gl.constexpr(i) for i in (0, 1, 2, 4, 5, 6, 7, 8)
@@ -146,9 +149,7 @@ def _fetch(source, batch, head, first, ready, into, STEP: gl.constexpr):
     """Ask the copy engine for a block of one residue class, from position ``first`` on;
     zeros past its end.
     """
-    tma.async_copy_global_to_shared(
-        source, [batch, first % STEP, head, first // STEP, 0], ready, into
-    )
+    load_tile(source, [batch, first % STEP, head, first // STEP, 0], ready, into)
 
 
 @gluon.jit
