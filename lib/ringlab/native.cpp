@@ -658,8 +658,8 @@ struct Walk {
   const int32_t* numbers;  // lists of keys and rows, ranges
   const float* weights;    // added to scores: a number for each listed key, or for each row where keys are a run
   float* dweights;         // (copies, weights): one for each of the tiles that share visits
+  const float* sinks;      // (heads,)
   int64_t weight_count;
-  const float* sinks;  // (heads,)
   Rows q, k, v, out, lse, dout, dq, dk, dv, dlse;
 };
 

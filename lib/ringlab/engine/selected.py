@@ -21,10 +21,9 @@ from torch.nn import functional as F
 
 from .. import kernels
 from ..kernels.base import Kernel, accumulation_dtype
-from ..kernels.compiled import walk, walk_backward
+from ..kernels.compiled import Walk
 from ..selected import Selected
 from ..tiles.lists import Lists
-from ..tiles.table import Table
 from ..torch_private import is_fake
 from .autograd import (
     LSE_COLUMNS,
@@ -772,10 +771,11 @@ def walks(call: Call, q: Tensor) -> bool:
     return kernel.name == "compiled"
 
 
-def _table(call: Call) -> Table:
+def _walk(call: Call, scale: float, sinks: Tensor | None = None) -> Walk:
+    """The walk of the call's table."""
     pattern = call.pattern
     window = pattern.window - 1
-    lists = Lists(
+    table = Lists(
         call.spans,
         call.queries,
         call.heads,
@@ -792,14 +792,12 @@ def _table(call: Call) -> Table:
         call.lists_before,
         held=call.held,
         weighed=call.weights is not None,
-    )
-    return lists.table()
-
-
-def _weights(call: Call, table: Table) -> Tensor | None:
-    if call.weights is None:
-        return None
-    return call.weights.float().flatten()[table.source]
+    ).table()
+    sinks = None if sinks is None else sinks.float().contiguous()
+    weights = None
+    if call.weights is not None:
+        weights = call.weights.float().flatten()[table.source]
+    return Walk(table, scale, call.options.softcap, sinks, weights)
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -810,50 +808,42 @@ def _flat(t: Tensor) -> Tensor:
 
 def _walked(call: Call, q, k, v, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """``results`` by the compiled kernel."""
-    table = _table(call)
     flip, scale = positive_scale(call.options.scale)
-    rows = call.rows, call.heads
-    padded = int(call.queries[:, 1].sum()) < call.rows
-    out = torch.empty(1, *rows, q.shape[3], dtype=q.dtype)
-    lse = torch.empty(1, *rows, dtype=torch.float32)
-    if padded:
+    rows = 1, call.rows, call.heads
+    out = torch.empty(*rows, q.shape[3], dtype=q.dtype)
+    lse = torch.empty(rows, dtype=torch.float32)
+    if int(call.queries[:, 1].sum()) < call.rows:  # padding is in no tile
         out.zero_()
         lse.fill_(-torch.inf)
-    options = {"softcap": call.options.softcap, "weights": _weights(call, table)}
-    options["sinks"] = None if sinks is None else sinks.float().contiguous()
     tensors = (_flat(t) for t in (flip(q), k, v))
-    walk(table, *tensors, out, lse.transpose(1, 2), scale, **options)
+    _walk(call, scale, sinks).forward(*tensors, out, lse.transpose(1, 2))
     return out.view(q.shape), lse.view(q.shape[:3]).transpose(1, 2)
 
 
 def _walked_gradients(call: Call, dout, dlse, q, k, v, out, lse):
     """``gradients`` by the compiled kernel."""
-    table = _table(call)
     flip, scale = positive_scale(call.options.scale)
-    weights = _weights(call, table)
-    rows = call.rows, call.heads
-    shapes = q.shape, k.shape, v.shape
-    dq = torch.zeros(1, *rows, q.shape[3])
-    dk, dv = (torch.zeros(1, *_flat(t).shape[1:]) for t in (k, v))
-    options = {"softcap": call.options.softcap, "weights": weights}
-    copies = max(1, call.kv_heads // len(call.lists))
-    if weights is not None:
-        options["dweights"] = torch.zeros(copies, len(weights))
-    dout, q, k, v, out = (_flat(t.to(q.dtype)) for t in (dout, flip(q), k, v, out))
+    walk = _walk(call, scale)
+    inputs = flip(q), k, v
+    grads = [torch.zeros(t.shape) for t in inputs]
+    rows = 1, call.rows, call.heads
     lse, dlse = (
-        None
-        if t is None
-        else t.float().transpose(1, 2).reshape(1, *rows).transpose(1, 2)
+        t if t is None else t.float().transpose(1, 2).reshape(rows).transpose(1, 2)
         for t in (lse, dlse)
     )
-    tensors = dq, dk, dv, dout, dlse, q, k, v, out, lse
-    walk_backward(table, *tensors, scale, **options)
-    dq, dk, dv = (x.view(shape) for x, shape in zip((dq, dk, dv), shapes))
-    if weights is None:
-        return flip(dq.to(q.dtype)), dk, dv, None
-    dweights = torch.zeros_like(call.weights, dtype=torch.float32)
-    dweights.view(-1).index_add_(0, table.source, options["dweights"].sum(0))
-    return flip(dq.to(q.dtype)), dk, dv, _of_slots(call, dweights)
+    dweights = None
+    if walk.weights is not None:
+        shared = max(1, call.kv_heads // len(call.lists))
+        dweights = torch.zeros(shared, len(walk.weights))
+    dout, *inputs, out = (_flat(t.to(q.dtype)) for t in (dout, *inputs, out))
+    into = [_flat(t) for t in grads]
+    walk.backward(dout, dlse, *inputs, out, lse, into, dweights)
+    dq, dk, dv = grads
+    if dweights is not None:
+        each = torch.zeros_like(call.weights, dtype=torch.float32)
+        each.view(-1).index_add_(0, walk.table.source, dweights.sum(0))
+        dweights = _of_slots(call, each)
+    return flip(dq.to(q.dtype)), dk, dv, dweights
 
 
 def _of_rows(call: Call, grad: Tensor, shape) -> Tensor:

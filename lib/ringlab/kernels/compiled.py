@@ -7,6 +7,7 @@ some CPUs, and takes few queries at a time in short calls.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -111,105 +112,60 @@ class Compiled(Kernel):
         _run("backward", tensors, causal, scale, add[0] + 2 * add[1])
 
 
-def walk(
-    table: Table,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    weights: Tensor | None = None,
-    merge: bool = False,
-) -> None:
-    """Write out (b, n, h, d), in fp32 or q's dtype, and fp32 lse (b, h, n) of the rows of
-    a table's tiles; ``merge``: joined with what is there, in fp32.
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """A walk of a table by native.cpp: attention of each tile's rows to its visits' keys.
 
     ``scale`` is positive; ``sinks`` (h,) and ``weights``, of the table's ``source``, are
-    fp32.
+    fp32. q, out and their gradients are (b, n, h, d), k and v (b, m, h_kv, d), dense in
+    d; lse and dlse are (b, h, n). Rows that are in no tile are not written.
     """
-    _walk(
-        "walk_tiles", table, (q, k, v, out, lse), scale, softcap, sinks, weights, merge
-    )
 
+    table: Table
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    weights: Tensor | None = None
 
-def walk_backward(
-    table: Table,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *,
-    softcap: float | None = None,
-    weights: Tensor | None = None,
-    dweights: Tensor | None = None,
-    merge: bool = False,
-) -> None:
-    """Write fp32 dq of the rows of a table's tiles, or add to it with ``merge``; add to
-    fp32 dk, dv and ``dweights`` (c, weights), one for each of the tiles that share visits.
-    """
-    tensors = q, k, v, out, lse, dout, dq, dk, dv, dlse
-    _walk(
-        "walk_tiles_backward",
-        table,
-        tensors,
-        scale,
-        softcap,
-        None,
-        weights,
-        merge,
-        dweights,
-    )
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor):
+        """Write out, in fp32 or q's dtype, and fp32 lse."""
+        self._run("walk_tiles", (q, k, v, out, lse))
 
+    def backward(self, dout, dlse, q, k, v, out, lse, grads, dweights=None) -> None:
+        """Write fp32 dq; add to fp32 dk, dv and ``dweights`` (c, weights), one for each
+        of the tiles that share visits. ``grads``: dq, dk, dv; dlse may be None.
+        """
+        tensors = q, k, v, out, lse, dout, *grads, dlse
+        self._run("walk_tiles_backward", tensors, dweights)
 
-def _walk(
-    function: str,
-    table: Table,
-    tensors: tuple[Tensor | None, ...],
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    weights: Tensor | None,
-    merge: bool,
-    dweights: Tensor | None = None,
-) -> None:
-    """Call native.cpp; ``tensors`` are those of its ``Walk``, in that order."""
-    q, k, _, out, *_ = tensors
-    assert q is not None and k is not None and out is not None
-    refuse_recording("the compiled kernel", "cpu_flash")
-    threads = torch.get_num_threads()
-    numbers = [
-        len(table.tiles),
-        q.shape[2],
-        k.shape[2],
-        k.shape[1],
-        q.shape[3],
-        DTYPES.index(q.dtype),
-        merge,
-        out.dtype != torch.float32,
-        threads,
-        1 if dweights is None else len(dweights),
-    ]
-    columns = table.tiles, table.visits, table.bands, table.numbers, weights, dweights
-    numbers += [0 if t is None else t.data_ptr() for t in columns]
-    numbers += [0 if weights is None else len(weights)]
-    numbers += [0 if sinks is None else sinks.data_ptr()]
-    for t in tensors:
-        numbers += _place(t)
-    numbers += ABSENT * (10 - len(tensors))
-    call = struct.pack(f"dd{len(numbers)}q", scale, softcap or 0.0, *numbers)
-    if getattr(native.library()[0], function)(call):
-        raise MemoryError(f"no memory for the scratch of {threads} threads")
+    def _run(self, function: str, tensors, dweights: Tensor | None = None) -> None:
+        """Call native.cpp; ``tensors`` are those of its ``Walk``, in that order."""
+        q, k, _, out, *_ = tensors
+        refuse_recording("the compiled kernel", "cpu_flash")
+        threads = torch.get_num_threads()
+        table = self.table
+        numbers = [
+            len(table.tiles),
+            q.shape[2],
+            k.shape[2],
+            k.shape[1],
+            q.shape[3],
+            DTYPES.index(q.dtype),
+            0,
+            out.dtype != torch.float32,
+            threads,
+            1 if dweights is None else len(dweights),
+        ]
+        columns = table.tiles, table.visits, table.bands, table.numbers
+        columns += self.weights, dweights, self.sinks
+        numbers += [0 if t is None else t.data_ptr() for t in columns]
+        numbers += [0 if self.weights is None else len(self.weights)]
+        for t in (*tensors, *[None] * (10 - len(tensors))):
+            numbers += _place(t)
+        softcap = self.softcap or 0.0
+        call = struct.pack(f"dd{len(numbers)}q", self.scale, softcap, *numbers)
+        if getattr(native.library()[0], function)(call):
+            raise MemoryError(f"no memory for the scratch of {threads} threads")
 
 
 def _place(t: Tensor | None) -> tuple[int, ...]:
