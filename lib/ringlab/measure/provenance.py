@@ -31,6 +31,8 @@ ENGINE = (
     "selected",
     "selection",
     "compat",
+    "baselines",
+    "tiles",
     "kernels",
     "engine",
     "ring",
