@@ -21,8 +21,7 @@ import os
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import product
@@ -38,7 +37,7 @@ from . import kernels
 from .attention import as_autocast, check_tensors
 from .block_patterns import BlockSparse
 from .checks import Backend, Device, check_choice
-from .engine import DEFAULT, Execution, blocks, dilated
+from .engine import DEFAULT, Execution
 from .engine.autograd import (
     differentiable_once,
     fold_lse_gradient,
@@ -49,9 +48,9 @@ from .engine.autograd import (
     without_autocast,
 )
 from .engine.execute import merge
-from .engine.ways import Planned
+from .engine.ways import LocalCall, Planned, in_turn
 from .kernels.base import Kernel, accumulation_dtype, wants_dtype
-from .patterns import Branch, Pattern
+from .patterns import Pattern
 from .torch_private import dispatch_modes, without_dispatch_modes
 
 WAYS = {
@@ -62,17 +61,6 @@ WAYS = {
     "views": "dense calls on strided views, merged one after another; any pattern",
 }
 COPIES = ("gather", "rows", "batched")
-
-
-class Call(NamedTuple):
-    """All of a call but its tensors."""
-
-    pattern: Pattern
-    way: str
-    causal: bool
-    scale: float
-    backend: Backend
-    execution: Execution
 
 
 def attend(
@@ -91,8 +79,9 @@ def attend(
     of ``WAYS``.
 
     q is (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim). The
-    backward of all is that of "views", which takes any out and lse. Raises ValueError for arguments that do not
-    fit, NotImplementedError for a dtype that a way does not take.
+    backward of all is that of "views", which takes any out and lse. Raises ValueError
+    for arguments that do not fit, NotImplementedError for a dtype that a way does not
+    take.
 
     >>> from ringlab.block_patterns import sliding_window
     >>> q, window = torch.randn(1, 64, 2, 8), sliding_window(1, block_size=16)
@@ -107,9 +96,9 @@ def attend(
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
         raise ValueError(f"q, k and v must agree in seq and head_dim, got {shapes}")
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    call = Call(pattern, way, causal, scale, backend, execution)
+    call = LocalCall(pattern, causal, scale, backend, execution)
     run = _Attention.apply if is_followed(q, k, v) else _forward
-    return outside_graphs(run)(q, k, v, call)
+    return outside_graphs(run)(q, k, v, call, way)
 
 
 def check(pattern: Pattern, way: str) -> None:
@@ -121,39 +110,33 @@ def check(pattern: Pattern, way: str) -> None:
         raise ValueError(f"{way!r} does not serve {pattern}; it is {WAYS[way]}")
 
 
-def _views(q: Tensor, k: Tensor, call: Call, differentiable: bool) -> Planned:
+def _views(q: Tensor, k: Tensor, call: LocalCall, differentiable: bool) -> Planned:
     """Return the way "views" with a kernel for these tensors."""
     options = {"causal": call.causal, "backend": call.backend}
     options["backward"] = differentiable
     choice = kernels.choose(q.device, q.dtype, q.shape[3], **options)
     kernel = call.execution.tiled(choice.kernel)
-    shape = call.pattern, q.shape[1], q.shape[2], k.shape[2]
-    planner = (
-        blocks.planner(*shape, call.causal, kernel)
-        if isinstance(call.pattern, BlockSparse)
-        else dilated.planner(*shape)
-    )
-    return Planned(kernel, planner, call.causal)
+    return in_turn(call.pattern, *q.shape[1:3], k.shape[2], call.causal, kernel)
 
 
-def _forward(q, k, v, call: Call) -> tuple[Tensor, Tensor]:
+def _forward(q, k, v, call: LocalCall, way: str) -> tuple[Tensor, Tensor]:
     views = _views(q, k, call, requires_grad(q, k, v))
     flip, scale = positive_scale(call.scale)
     q, k, v = (t.contiguous() for t in (flip(q), k, v))
     with without_autocast(q):
-        if call.way == "views":
+        if way == "views":
             return views.forward((q, k, v), scale, call.execution)
-        where = call.pattern, *q.shape[1:3], k.shape[2], call.causal, q.device, call.way
-        build = bsr_index if call.way == "bsr" else rows_to_copy
+        where = call.pattern, *q.shape[1:3], k.shape[2], call.causal, q.device, way
+        build = bsr_index if way == "bsr" else rows_to_copy
         index = call.execution.cached(("baseline", *where), partial(build, *where))
-        if call.way == "bsr":
+        if way == "bsr":
             return bsr_forward(q, k, v, index, call.causal, scale)
         options = call.causal, scale, views.kernel
         pool = call.execution.scratch()
         return copied_forward(q, k, v, index, *options, pool=pool)
 
 
-def _backward(dout, dlse, q, k, v, out, lse, call: Call) -> tuple[Tensor, ...]:
+def _backward(dout, dlse, q, k, v, out, lse, call: LocalCall, way: str):
     flip, scale = positive_scale(call.scale)
     with without_autocast(q):
         *reads, lse = fold_lse_gradient(dout, flip(q), k, v, out, lse, dlse)
@@ -201,48 +184,47 @@ def rows_to_copy(
     [[[0, 1, 2, 3], [2, 3, 4, 5]], [[0, 1, 2, 3, 4, 5]]]
     """
     every = torch.arange(heads, device=device)
-    group = heads // kv_heads
+    group, at = heads // kv_heads, torch.arange(n)
     if way == "gather":
-        return [
-            [
-                Rows((rows, every[own]), (rows, every[own] // group), True)
-                for own, rows in _segments(branch, n, device)
-            ]
-            for branch in pattern.branches(n, heads, kv_heads)
-        ]
-    size, at, seen = pattern.block_size, torch.arange(n), pattern.blocks(n)
+        branches = []
+        for branch in pattern.branches(n, heads, kv_heads):
+            calls = []
+            for offset in sorted(set(branch.offsets)):
+                own = [h for h, o in zip(branch.heads, branch.offsets) if o == offset]
+                rows = [x[offset :: branch.rate] for x in at.split(branch.length)]
+                for q, k in _stacked(zip(rows, rows), False, device):
+                    calls.append(Rows((q, every[own]), (k, every[own] // group), True))
+            branches.append(calls)
+        return branches
+    size, seen = pattern.block_size, pattern.blocks(n)
     branches = []
     for diagonal in (False, True)[: 1 + causal]:
-        alike: dict[tuple, list] = {}
+        pairs = []
         for i, queries in enumerate(at.split(size)):
             keys = at[seen[i].repeat_interleave(size)[:n]]
             if causal:
                 block = keys // size
                 keys = keys[block == i if diagonal else block < i]
-            if len(keys):
-                kind = i if way == "rows" else 0, len(queries), len(keys)
-                alike.setdefault(kind, []).append((queries, keys))
-        calls = []
-        for pairs in alike.values():
-            queries, keys = (torch.stack(x).to(device) for x in zip(*pairs))
-            calls.append(Rows((queries, every), (keys, every // group), diagonal))
-        branches.append(calls)
+            pairs.append((queries, keys))
+        stacked = _stacked(pairs, way == "rows", device)
+        branches.append(
+            [Rows((q, every), (k, every // group), diagonal) for q, k in stacked]
+        )
     return branches
 
 
-def _segments(
-    branch: Branch, n: int, device: Device
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Heads with the same offset, and the positions (segments, m) that they select."""
-    full, rest = divmod(n, branch.length)
-    starts = torch.arange(full, device=device) * branch.length
-    for offset in sorted(set(branch.offsets)):
-        own = [h for h, o in zip(branch.heads, branch.offsets) if o == offset]
-        within = torch.arange(offset, branch.length, branch.rate, device=device)
-        if full and len(within):
-            yield own, starts[:, None] + within
-        if offset < rest:
-            yield own, (full * branch.length + within[within < rest])[None]
+def _stacked(
+    pairs: Iterable[tuple[Tensor, Tensor]], alone: bool, device: Device
+) -> list[list[Tensor]]:
+    """Queries (repeats, m) and keys (repeats, c) of pairs with as many, or of each pair
+    alone; pairs without keys are left out.
+    """
+    alike: dict[tuple, list] = {}
+    for i, (queries, keys) in enumerate(pairs):
+        if len(keys):
+            kind = i if alone else 0, len(queries), len(keys)
+            alike.setdefault(kind, []).append((queries, keys))
+    return [[torch.stack(x).to(device) for x in zip(*own)] for own in alike.values()]
 
 
 def copied_forward(
@@ -288,36 +270,13 @@ def _take(t: Tensor, rows: Tensor, heads: Tensor) -> Tensor:
 BSR_DTYPES = (torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
-class Index:
-    """Where the seen blocks of n positions lie, by rows of blocks; a short last block
-    counts as a whole one.
-    """
+class Index(NamedTuple):
+    """Where the seen blocks of ``size`` positions lie, by rows of blocks."""
 
-    n: int
     size: int
     rows: Tensor  # (seen,)
     cols: Tensor  # (seen,)
     starts: Tensor  # (blocks + 1,) where each row of blocks begins
-
-    def cut(self, t: Tensor) -> Tensor:
-        """t (n, d) as whole blocks (blocks, size, d), contiguous; zeros behind the last
-        row.
-        """
-        blocks = len(self.starts) - 1
-        return F.pad(t, (0, 0, 0, blocks * self.size - self.n)).reshape(
-            blocks, self.size, -1
-        )
-
-    def times(self, values: Tensor, t: Tensor) -> Tensor:
-        """The BSR tensor of ``values`` (seen, size, size) times the blocks t (blocks,
-        size, d), as (n, d).
-        """
-        _spend_warning()
-        dense = t.flatten(0, 1)  # (blocks * size, d)
-        whole = self.starts, self.cols, values, (len(dense), len(dense))
-        sparse = torch.sparse_bsr_tensor(*whole, check_invariants=False)
-        return (sparse @ dense)[: self.n]
 
 
 @cache
@@ -352,7 +311,7 @@ def bsr_index(
     if causal:
         rows, cols = (t[cols <= rows] for t in (rows, cols))
     starts = F.pad(rows.bincount(minlength=pattern.count(n)).cumsum(0), (1, 0))
-    return Index(n, pattern.block_size, rows, cols, starts)
+    return Index(pattern.block_size, rows, cols, starts)
 
 
 def bsr_forward(
@@ -365,26 +324,35 @@ def bsr_forward(
     """
     if why := wants_dtype(q.dtype, BSR_DTYPES):
         raise NotImplementedError(f"'bsr' {why}")
+    _spend_warning()
+    size, rows, cols, starts = index
     b, n, heads, _ = q.shape
-    out = q.new_empty(b, n, heads, v.shape[3])
+    out = q.new_empty(q.shape)
     lse = q.new_empty(b, heads, n)
-    square = index.rows == index.cols  # (seen,)
-    later = q.new_ones(index.size, index.size, dtype=torch.bool).triu(1)
-    last = index.cols == len(index.starts) - 2  # (seen,)
-    reduce = partial(torch.segment_reduce, offsets=index.starts, axis=0)
+    at = torch.arange((len(starts) - 1) * size, device=q.device).view(-1, size)
+    keys = at[cols].unsqueeze(1)  # (seen, 1, size)
+    hidden = keys >= n
+    if causal:
+        hidden = hidden | (keys > at[rows].unsqueeze(2))  # (seen, size, size)
+    reduce = partial(torch.segment_reduce, offsets=starts, axis=0)
+
+    def cut(t: Tensor) -> Tensor:
+        """t (n, d) as (blocks, size, d), zeros behind the last row."""
+        return F.pad(t, (0, 0, 0, at.numel() - n)).reshape(*at.shape, -1)
+
     for i, h in product(range(b), range(heads)):
         kv = h * k.shape[2] // heads
-        at_q, at_k = index.cut(q[i, :, h])[index.rows], index.cut(k[i, :, kv])
-        probs = torch.bmm(at_q, at_k[index.cols].mT).mul_(scale)  # (seen, size, size)
-        if causal:
-            probs[square] = probs[square].masked_fill_(later, -torch.inf)
-        if behind := len(at_k) * index.size - n:  # keys behind the last
-            probs[last, :, -behind:] = -torch.inf
+        probs = torch.bmm(cut(q[i, :, h])[rows], cut(k[i, :, kv])[cols].mT)
+        probs.mul_(scale).masked_fill_(hidden, -torch.inf)  # (seen, size, size)
         top = reduce(probs.amax(2), "max", initial=-torch.inf)  # (blocks, size)
-        probs.sub_(top[index.rows].unsqueeze(2)).exp_()
+        probs.sub_(top[rows].unsqueeze(2)).exp_()
         total = reduce(probs.sum(2), "sum", initial=0.0)  # (blocks, size)
-        probs.div_(total[index.rows].unsqueeze(2))
-        out[i, :, h] = index.times(probs, index.cut(v[i, :, kv]))
+        probs.div_(total[rows].unsqueeze(2))
+        shape = at.numel(), at.numel()
+        sparse = torch.sparse_bsr_tensor(
+            starts, cols, probs, shape, check_invariants=False
+        )
+        out[i, :, h] = (sparse @ cut(v[i, :, kv]).flatten(0, 1))[:n]
         # -inf for a row without blocks.
         lse[i, h] = (top + total.log()).flatten()[:n]
     return out, lse

@@ -39,7 +39,6 @@ from . import baselines, hardware, kernels, memory, ring
 from .attention import MASKS, REFUSED, attention, check_tensors
 from .block_patterns import BlockSparse, Segment, sliding_window
 from .checks import (
-    FLOATS,
     LARGEST,
     Backend,
     Device,
@@ -54,7 +53,6 @@ from .checks import (
 from .engine import Execution
 from .engine.chunked import OOMBackoff
 from .integrations.torchscale import longnet as longnet
-from .kernels.base import HALF
 from .nn import check_x
 from .patterns import Dilated, Pattern
 from .ring import Simulated
@@ -102,9 +100,9 @@ class PublishedAttention(nn.Module):
     ``dtype`` and ``device`` as those of a module with weights.
     ``use_flash_attention=False`` uses only kernels without flash.
     ``enable_memory_pool`` lends scratch buffers of at least ``memory_pool_threshold_mb``
-    MiB. Only systems that copy, on one device, and the block-sparse ones in half
-    precision over ranks have any. The others work in place: they warn once that the
-    pool is idle.
+    MiB. Systems that copy, on one device, and the block-sparse ones in half precision
+    over ranks have some. A module whose first call has none, as it works in place,
+    warns that the pool is idle.
 
     The ring systems take a ``group`` (a ProcessGroup or 1-D mesh; q, k, v are then this
     rank's shards), or a ``ring_size``, which is simulated on one device.
@@ -120,7 +118,6 @@ class PublishedAttention(nn.Module):
     _way: str | None = None  # of ``baselines``, on one device: how the original runs
     _scheme: str | None = None  # how ranks share the work; None: one device
     _backend: Backend = "auto"
-    _lends = ()  # dtypes in which a call borrows scratch buffers
 
     def __init__(
         self,
@@ -235,17 +232,17 @@ class PublishedAttention(nn.Module):
         check_unknown(type(self).__name__, refused, REASONS)
         check_tensors(q, k, v)
         args = [*map(self._taken, (q, k, v))]
-        lends = FLOATS if self.way in baselines.COPIES else self._lends
-        if self._untold and args[0].dtype not in lends:
-            self._untold = False
-            warnings.warn(
-                f"{type(self).__name__} borrows nothing: its memory pool is idle",
-                stacklevel=5,
-            )
         if self.use_gradient_checkpointing and torch.is_grad_enabled():
             out = checkpoint(self._attend, *args, is_causal, use_reentrant=False)
         else:
             out = self._attend(*args, is_causal)
+        if self._untold:
+            self._untold = False
+            if not self.execution.pool.stats().borrows:
+                warnings.warn(
+                    f"{type(self).__name__} borrows nothing: its memory pool is idle",
+                    stacklevel=5,
+                )
         return out.to(q.dtype)
 
     def _taken(self, t: Tensor) -> Tensor:
@@ -494,7 +491,6 @@ class BlockSparseRingDilatedAttention(PublishedAttention):
 
     _way = "rows"
     _scheme = "plan"
-    _lends = HALF
 
     def __init__(
         self,

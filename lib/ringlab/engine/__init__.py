@@ -54,12 +54,9 @@ class Execution:
         if (tile := as_int(self.tile)) is not None:
             object.__setattr__(self, "tile", tile)
         pool = bool | memory.MemoryPool
-        kinds = {
-            "cache": bool | caches.PatternCache,
-            "pool": pool,
-            "results": pool,
-        }
-        for name, kind in (kinds | {"tile": int | OOMBackoff | None}).items():
+        kinds = {"cache": bool | caches.PatternCache, "pool": pool, "results": pool}
+        kinds["tile"] = int | OOMBackoff | None
+        for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(
                     f"Execution: {name} cannot be {short_repr(getattr(self, name))}"

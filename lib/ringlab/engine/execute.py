@@ -210,8 +210,11 @@ class Call:
         ]
         return list(views_of(operands, range(self.repeats), self.heads))
 
-    def each_repeat(self) -> Iterator[Call]:
-        """Each repeat as a call of its own."""
+    def by_heads(self) -> Iterator[Call]:
+        """The same without repeats that have other heads: a call for each of these."""
+        if not self.q.repeat_head:
+            yield self
+            return
         for i in range(self.repeats):
             q, k = (
                 altered(
@@ -224,10 +227,6 @@ class Call:
                 for v in (self.q, self.k)
             )
             yield altered(self, q=q, k=k, repeats=1)
-
-    def by_heads(self) -> Iterable[Call]:
-        """The same without repeats that have other heads: a call for each of these."""
-        return self.each_repeat() if self.q.repeat_head else (self,)
 
     def part(self, start: int, stop: int) -> Call | None:
         """The call for those of its query heads that are among heads start .. stop - 1;

@@ -181,15 +181,14 @@ def _way(
     if whole and hasattr(kernel, "attend"):
         return WholePattern(kernel, pattern, causal)
     kernel = switches.tiled(kernel)
-    if isinstance(pattern, BlockSparse):
-        return blocks_way(pattern, *shape, causal, kernel)
-    if not here:
+    if not here and not isinstance(pattern, BlockSparse):
         planner = dilated.cross_planner(n, keys, heads, kv_heads, causal)
         return Planned(kernel, planner, causal, other_keys=True)
-    planner = branches = dilated.planner(pattern, *shape)
-    if place.type == "cpu":
+    way = in_turn(pattern, *shape, causal, kernel)
+    branches = way.planner
+    if place.type == "cpu" and isinstance(pattern, Dilated):
         planner = folding.planner(pattern, *shape, causal, dtype, kernel)
-    way = Planned(kernel, planner, causal)
+        way = Planned(kernel, planner, causal)
     several = isinstance(pattern, Dilated) and len(pattern.segment_lengths) > 1
     if several and whole and not switches.pool:  # no option asks for less memory
         if _merges_once(kernel, place, device, dtype):
@@ -197,16 +196,16 @@ def _way(
     return way
 
 
-def blocks_way(
-    pattern: BlockSparse,
-    n: int,
-    heads: int,
-    kv_heads: int,
-    causal: bool,
-    kernel: Kernel,
+def in_turn(
+    pattern: Pattern, n: int, heads: int, kv_heads: int, causal: bool, kernel: Kernel
 ) -> Planned:
-    """How a block-sparse pattern runs by dense calls."""
-    planner = blocks.planner(pattern, n, heads, kv_heads, causal, kernel)
+    """Return how a pattern runs by dense calls on views, branch by branch."""
+    shape = pattern, n, heads, kv_heads
+    planner = (
+        blocks.planner(*shape, causal, kernel)
+        if isinstance(pattern, BlockSparse)
+        else dilated.planner(*shape)
+    )
     return Planned(kernel, planner, causal)
 
 

@@ -31,6 +31,7 @@ from .. import (
     reference,
 )
 from ..cost import Cost
+from ..engine.execute import merge
 from ..ring import Traffic, comm, counting
 from ..ring.layout import Layout, layout_named
 from .points import Point, pattern_of
@@ -427,9 +428,6 @@ def dense_sdpa(point: Point, device) -> System:
     return System(point, device, forward)
 
 
-UNSEEN = -1e8  # log-sum-exp of a row that a branch does not select, as in torchscale: finite, with weight 0
-
-
 def copying(point: Point, device) -> System:
     """The published way of the same function: copies the rows of each branch, runs
     attention on their segments, scatters, then mixes by the log-sum-exp. Raises Refused
@@ -450,7 +448,7 @@ def copying(point: Point, device) -> System:
         for branch in each:
             rows = patterns.Dilated([-(-branch.length // branch.rate)], [1])
             out = torch.zeros_like(q)
-            lse = torch.full_like(q[..., 0], UNSEEN, dtype=wide)  # (b, n, h)
+            lse = torch.full_like(q[..., 0], -torch.inf, dtype=wide)  # (b, n, h)
             for offset in {*branch.offsets}:
                 pairs = zip(branch.heads, branch.offsets)
                 heads = [h for h, own in pairs if own == offset]
@@ -460,10 +458,8 @@ def copying(point: Point, device) -> System:
                 out[at], own_lse = attention(*copies, rows, **call)
                 lse[at] = own_lse.transpose(1, 2)
             outs.append(out)
-            lses.append(lse)
-        weights = torch.stack(lses).softmax(0).unsqueeze(-1)  # (branches, b, n, h, 1)
-        mixed = sum(out * weight for out, weight in zip(outs, weights))
-        return mixed.to(q.dtype), None
+            lses.append(lse.transpose(1, 2))  # (b, h, n)
+        return merge(outs, lses)[0].to(q.dtype), None
 
     return System(point, device, forward)
 

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from ..block_patterns import BlockSparse
-from ..engine import dilated, execute
 from ..engine.autograd import fold_lse_gradient
-from ..engine.ways import blocks_way
+from ..engine.ways import in_turn
 from ..kernels.base import accumulation_dtype
 from ..patterns import Branch, Dense, Pattern
 from .comm import Steps, all_to_all, among
@@ -249,17 +248,11 @@ def _on_heads(rank: Rank, share: HeadShare, *tensors) -> tuple[Tensor, ...]:
     if not share.problem.heads:  # ranks are more than heads
         lse = q.new_empty(q.shape[0], 0, q.shape[1], dtype=accumulation_dtype(q.dtype))
         return tensors[1:4] if backward else (torch.empty_like(q), lse)
-    if isinstance(pattern, BlockSparse):  # all heads see the same blocks
-        causal, scale, kernel = rank.kernel_args
-        shape = q.shape[1], q.shape[2], k.shape[2]
-        way = blocks_way(pattern, *shape, causal, kernel)
-        if backward:
-            return way.backward(None, tensors, scale, rank.execution)
-        new_memory = replace(rank.execution, results=False)
-        return way.forward(tensors, scale, new_memory)
-    plan = dilated.plan_for(q, k, pattern, rank.execution.cached, backward=backward)
-    run = execute.backward if backward else execute.forward
-    return run(*tensors, plan, *rank.kernel_args, pool=rank.execution.scratch())
+    causal, scale, kernel = rank.kernel_args
+    way = in_turn(pattern, *q.shape[1:3], k.shape[2], causal, kernel)
+    if backward:
+        return way.backward(None, tensors, scale, rank.execution)
+    return way.forward(tensors, scale, replace(rank.execution, results=False))
 
 
 def _across(rank: Rank, share: HeadShare, algorithm, *tensors) -> Steps:
