@@ -220,7 +220,10 @@ def logits(
     otherwise, and choose otherwise.
     """
     outside_graphs(check_blocks)(q, k, None, pattern, causal, ranks)
-    size, scale = pattern.block_size, q.shape[3] ** -0.5 if scale is None else scale
+    size, scale = (
+        pattern.block_size,
+        q.shape[3] ** -0.5 if scale is None else float(scale),
+    )
 
     def product(
         *means: Tensor,

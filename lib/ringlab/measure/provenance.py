@@ -30,6 +30,7 @@ ENGINE = (
     "adaptive",
     "selected",
     "selection",
+    "baselines",
     "compat",
     "baselines",
     "tiles",

@@ -3,6 +3,8 @@ vertical-slash of MInference, and adaptive blocks. Choosing and planning are ins
 time.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,9 @@ def adaptive_blocks(q: Tensor, k: Tensor, *, causal: bool, **options) -> Selecte
     return adaptive.choose(q, k, adaptive.Adaptive(**options), causal=causal)
 
 
-CHOICES = {  # what chooses, and its options by default
+CHOICES: dict[
+    str, tuple[Callable[..., Selected], dict]
+] = {  # what chooses, and its options by default
     "moba": (selection.moba, {"block_size": 128, "top_k": 8}),
     "nsa": (selection.nsa_blocks, {"block_size": 64, "top_k": 16, "window": 512}),
     "dsa": (selection.dsa, {"top_k": 2048, "index_heads": 4, "index_dim": 32}),
