@@ -69,6 +69,14 @@ def flash_options(call: Call) -> dict:
     return {"causal": s.causal, "softmax_scale": s.scale, "window_size": window}
 
 
+def padded(call: Call, multiple: int) -> Call:
+    """The call with zeros behind its rows, up to a multiple, as layers pad them."""
+    more, n = -call.statement.n % multiple, call.statement.n
+    tensors = {x: getattr(call, x) for x in "qkv"}
+    wide = {x: nn.functional.pad(t, [0] * 5 + [more]) for x, t in tensors.items()}
+    return replace(call, statement=replace(call.statement, n=n + more), **wide)
+
+
 def packed_rows(call: Call, layout: str) -> torch.Tensor:
     """The rows of a rank where each document is cut by itself."""
     limits = call.limits.tolist()
@@ -138,6 +146,8 @@ def with_ringmaster(
     from ringmaster.strategies.ring import make_ring_attention
     from ringmaster.strategies.ulysses import make_ulysses_attention
 
+    zigzag = balance == "head_tail"
+    call = padded(call, call.ranks * (1 + zigzag))
     s = call.statement
     config = ringmaster.RingmasterConfig(
         size=call.ranks,
@@ -149,17 +159,20 @@ def with_ringmaster(
     runtime = ringmaster.setup(
         config, num_kv_heads=s.kv_heads, device_mesh=mesh, inner_attn="sdpa"
     )
-    if s.documents:
-        runtime.varlen = call.limits, max(s.documents)
+    if s.documents or zigzag:  # whose code for a CPU is that of documents
+        runtime.varlen = call.limits, max(s.documents or (s.n,))
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = s.heads // s.kv_heads, s.causal
     if backend == "ulysses":
         attend = make_ulysses_attention("sdpa")
     else:  # its blocks for a CPU
         attend = make_ring_attention("math", "math", config.rotate_method)
-    rows = call.rows("zigzag" if balance == "head_tail" else "contiguous")
+    rows = call.rows("zigzag" if zigzag else "contiguous")
     q, k, v = (x.transpose(1, 2) for x in call.shards(rows))
     options = {"scaling": s.scale, "is_causal": s.causal}
+    # As Gemma 2 and gpt-oss of transformers hand them to their attention.
+    options |= {"softcap": s.softcap} if s.softcap else {}
+    options |= {"s_aux": call.sinks} if s.sinks else {}
     options["sliding_window"] = s.window[0] + 1 if s.window else None
     return attend(module, q, k, v, None, **options)[0], rows, None
 
@@ -180,17 +193,26 @@ def with_diffusers(call: Call, kind: str) -> Result:
     mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("ring", "ulysses"))
     config = ParallelConfig(ContextParallelConfig(**options))
     config.setup(call.rank, call.ranks, torch.device("cpu"), mesh=mesh)
-    rows = call.rows()
-    padded = rows < torch.tensor(s.lengths)[:, None] if s.lengths else None
+    rows, more, causal = call.rows(), {}, s.causal
+    mask = rows < torch.tensor(s.lengths)[:, None] if s.lengths else None
+    if s.window and kind == "ring":
+        more, causal = {"window_size": s.window}, False
+    elif kind == "ulysses" and (s.causal or s.window or s.documents or s.pattern):
+        mask, causal = dense_mask(call, torch.arange(s.n)), False
+    if s.how == "lse gradient":
+        more = {"return_lse": True}
     out = dispatch_attention_fn(
         *call.shards(rows),
-        attn_mask=padded,
-        is_causal=s.causal,
+        attn_mask=mask,
+        is_causal=causal,
         scale=s.scale,
         enable_gqa=s.kv_heads < s.heads,
+        attention_kwargs=more,
         backend="flash" if kind == "ring" else "native",
         parallel_config=config,
     )
+    if s.how == "lse gradient":
+        return out[0], rows, out[1].transpose(1, 2)
     return out, rows, None
 
 
@@ -199,7 +221,9 @@ def with_diffusers(call: Call, kind: str) -> Result:
 
 
 def dense_mask(call: Call, rows: torch.Tensor) -> torch.Tensor:
-    """The pairs that a statement shows, bool (batch, 1, rows, n), for torch's attention."""
+    """The pairs that a statement shows, bool (batch, 1, rows, n), for torch's attention;
+    of patterns those that are equal for all heads.
+    """
     s, keys = call.statement, torch.arange(call.statement.n)
     distance = keys[None] - rows[:, None]  # (rows, n)
     seen = distance <= 0 if s.causal else torch.ones_like(distance, dtype=torch.bool)
@@ -208,6 +232,9 @@ def dense_mask(call: Call, rows: torch.Tensor) -> torch.Tensor:
     if s.documents:
         document = torch.repeat_interleave(torch.tensor(s.documents))
         seen = seen & (document[rows][:, None] == document[None])
+    if isinstance(pattern := s.pattern_of(s.n), ringlab.BlockSparse):
+        about = {"head": 0, "heads": s.heads, "n": s.n}
+        seen = seen & (pattern.multiplicity(rows, keys, **about) > 0)
     lengths = torch.tensor(s.lengths or [s.n] * s.batch)
     return (seen & (keys < lengths[:, None, None]))[:, None]
 
@@ -251,22 +278,21 @@ BUCKET = 8  # of queries and keys
 def with_ring_attention_pytorch(call: Call, striped: bool) -> Result:
     from ring_attention_pytorch import ring_flash_attn
 
+    lengths = call.statement.lengths
+    if call.statement.n % (call.ranks * BUCKET):  # as its layer pads and masks
+        lengths, call = (call.statement.n,), padded(call, call.ranks * BUCKET)
     s = call.statement
     rows = call.rows()
     if striped:  # bucket i has every i-th position of the whole sequence
         order = torch.arange(s.n).reshape(BUCKET, -1).T.flatten()
         rows = order.tensor_split(call.ranks)[call.rank]
     q, k, v = call.shards(rows)
-    padded = (
-        torch.arange(s.n)[rows] < torch.tensor(s.lengths)[:, None]
-        if s.lengths
-        else None
-    )
+    mask = rows < torch.tensor(lengths)[:, None] if lengths else None
     out = ring_flash_attn(
         grouped(q, s.kv_heads),
         k,
         v,
-        padded,
+        mask,
         s.causal,
         1 if s.window else BUCKET,
         True,
@@ -477,7 +503,8 @@ def branches_of(s: Statement) -> ringlab.Dilated:
 
 def over_its_sums(statement: Statement, out: torch.Tensor) -> torch.Tensor:
     """What it computes of an attention's out: the rows of each branch over their sum,
-    over the number of branches (dilated_attention.py:121, 131).
+    under a causal mask that of the rows so far, over the number of branches
+    (dilated_attention.py:106, 131).
     """
     pattern = branches_of(statement)
     parts = torch.zeros_like(out)
@@ -485,7 +512,10 @@ def over_its_sums(statement: Statement, out: torch.Tensor) -> torch.Tensor:
         for head, offset in zip(branch.heads, branch.offsets):
             rows = torch.arange(statement.n) % branch.length % branch.rate == offset
             chosen = out[:, rows, head]
-            parts[:, rows, head] = chosen / chosen.sum(1, keepdim=True)
+            total = (
+                chosen.cumsum(1) if statement.causal else chosen.sum(1, keepdim=True)
+            )
+            parts[:, rows, head] = chosen / total
     return parts / len(pattern.segment_lengths)
 
 
@@ -507,6 +537,8 @@ def read(path: Path) -> tuple[Adapter, ...]:
             if (package := facts.get("package", "==")) and "==" not in package:
                 own["package"] = f"{package} {version(package)}"
             lacks = spread(facts.get("lacks", {})) | spread(call.get("lacks", {}))
+            lacks = {need: why for need, why in lacks.items() if why}
+            own["causes"] = facts.get("causes", {}) | call.get("causes", {})
             attend = partial(globals()[own.pop("function")], **own.pop("how", {}))
             name = ": ".join(filter(None, (title.strip(), own.pop("name"))))
             own |= {

@@ -39,16 +39,17 @@ def install(adapter: Adapter) -> tuple[str, str]:
     """The folder of an implementation's packages, which share this environment's torch,
     and why it cannot be filled, if so; pip fills it once. "" for the environment's own.
     """
-    if "==" not in adapter.package:
+    own = [adapter.package] if "==" in adapter.package else []
+    packages = *own, *adapter.needs
+    if not packages:
         return "", ""
-    folder = home() / "build" / "judge" / adapter.package.replace("==", "-")
+    folder = home() / "build" / "judge" / packages[0].replace("==", "-")
     if (folder / ".ready").exists():
         return str(folder), ""
-    warn(f"installing {adapter.package} into {folder}")
+    warn(f"installing {packages[0]} into {folder}")
     shutil.rmtree(folder, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--target", str(folder)]
     pip += ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    packages = adapter.package, *adapter.needs
     done = subprocess.run([*pip, *packages], capture_output=True, text=True)
     if done.returncode:
         return "", (done.stderr.strip() or "pip failed").splitlines()[-1]
@@ -58,8 +59,8 @@ def install(adapter: Adapter) -> tuple[str, str]:
 
 def code(source: Path) -> list[str]:
     """Hashes of the code that decides what a cell says, and of a file of adapters."""
-    names = "cells.py", "flash_doubles.py", "packages.toml", "statements.py"
-    files = [HERE / name for name in names]
+    names = "cells.py flash_doubles.py packages.toml statements.py statements.toml"
+    files = [HERE / name for name in names.split()]
     own = provenance.code_hash([source], source.parent)
     return [provenance.code_hash(files, HERE), own]
 
