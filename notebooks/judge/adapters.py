@@ -11,9 +11,11 @@ import sys
 import tomllib
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import ringlab
@@ -116,23 +118,41 @@ def with_ring_flash_attn(call: Call, name: str, layout: str = "contiguous") -> R
 # yunchang
 
 
-def with_yunchang(call: Call, ring: str, ulysses: int) -> Result:
+def with_yunchang(call: Call, ring: str, ulysses: int, xfuser=False) -> Result:
     import yunchang
     from yunchang.comm.extract_local import EXTRACT_FUNC_DICT
 
-    s = call.statement
-    options = flash_options(call) | {"softcap": s.softcap or 0.0}
+    s, options, first = call.statement, flash_options(call), ()
     if ring == "ulysses":
-        rows, group = call.rows(), dist.group.WORLD
-        attention = yunchang.UlyssesAttention(group)
-        return attention(*call.shards(rows), **options), rows, None
-    sizes = ulysses, call.ranks // ulysses
-    yunchang.set_seq_parallel_pg(*sizes, call.rank, call.ranks)
-    positions = torch.arange(s.n).reshape(1, s.n, 1, 1)
-    cut = EXTRACT_FUNC_DICT[ring]
-    rows = cut(positions, call.rank, call.ranks, rd=sizes[1], ud=ulysses).flatten()
-    attention = yunchang.LongContextAttention(ring_impl_type=ring)
-    return attention(*call.shards(rows), **options), rows, None
+        rows, attention = call.rows(), yunchang.UlyssesAttention(dist.group.WORLD)
+    else:
+        sizes = ulysses, call.ranks // ulysses
+        yunchang.set_seq_parallel_pg(*sizes, call.rank, call.ranks)
+        positions = torch.arange(s.n).reshape(1, s.n, 1, 1)
+        cut = EXTRACT_FUNC_DICT[ring]
+        rows = cut(positions, call.rank, call.ranks, rd=sizes[1], ud=ulysses).flatten()
+        attention = yunchang.LongContextAttention(ring_impl_type=ring)
+    if xfuser:
+        attention, first = xfuser_layer(), (None,)
+    else:
+        options["softcap"] = s.softcap or 0.0
+    return attention(*first, *call.shards(rows), **options), rows, None
+
+
+def xfuser_layer() -> nn.Module:
+    """Its layer without its pipelines, which import what is not here. Imported, it looks
+    for a GPU.
+    """
+    folder = find_spec("xfuser").submodule_search_locations[0]
+    for name, path in (("xfuser", folder), ("xfuser.core", f"{folder}/core")):
+        module = sys.modules[name] = ModuleType(name)
+        module.__path__ = [path]
+    around = mock.MagicMock()  # whose names are there, and which says that it is a GPU
+    for name in ("envs", "core.distributed", "core.cache_manager.cache_manager"):
+        sys.modules[f"xfuser.{name}"] = around
+    layers = "xfuser.core.long_ctx_attention"
+    sys.modules[f"{layers}.ring.ring_npu_flash_attn"] = around
+    return import_module(layers).xFuserLongContextAttention()
 
 
 # --------------------------------------------------------------------------------------
@@ -198,7 +218,7 @@ def with_diffusers(call: Call, kind: str) -> Result:
     if s.window and kind == "ring":
         more, causal = {"window_size": s.window}, False
     elif kind == "ulysses" and (s.causal or s.window or s.documents or s.pattern):
-        mask, causal = dense_mask(call, torch.arange(s.n)), False
+        mask, causal = dense_mask(call), False
     if s.how == "lse gradient":
         more = {"return_lse": True}
     out = dispatch_attention_fn(
@@ -220,23 +240,27 @@ def with_diffusers(call: Call, kind: str) -> Result:
 # DeepSpeed
 
 
-def dense_mask(call: Call, rows: torch.Tensor) -> torch.Tensor:
-    """The pairs that a statement shows, bool (batch, 1, rows, n), for torch's attention;
-    of patterns those that are equal for all heads.
-    """
+def weights(call: Call, rows: torch.Tensor) -> torch.Tensor:
+    """How often each query sees each key, int64 (batch, heads, rows, n)."""
     s, keys = call.statement, torch.arange(call.statement.n)
-    distance = keys[None] - rows[:, None]  # (rows, n)
-    seen = distance <= 0 if s.causal else torch.ones_like(distance, dtype=torch.bool)
-    if s.window:
-        seen = seen & (distance >= -s.window[0]) & (distance <= s.window[1])
+    pattern, about = s.pattern_of(s.n), {"heads": s.heads, "n": s.n}
+    each = [
+        pattern.multiplicity(rows, keys, head=head, **about).reshape(len(rows), s.n)
+        for head in range(s.heads)
+    ]
+    seen = torch.stack(each)  # (heads, rows, n)
+    if s.causal:
+        seen = seen * (keys <= rows[:, None])
     if s.documents:
         document = torch.repeat_interleave(torch.tensor(s.documents))
-        seen = seen & (document[rows][:, None] == document[None])
-    if isinstance(pattern := s.pattern_of(s.n), ringlab.BlockSparse):
-        about = {"head": 0, "heads": s.heads, "n": s.n}
-        seen = seen & (pattern.multiplicity(rows, keys, **about) > 0)
+        seen = seen * (document[rows][:, None] == document)
     lengths = torch.tensor(s.lengths or [s.n] * s.batch)
-    return (seen & (keys < lengths[:, None, None]))[:, None]
+    return seen * (keys < lengths[:, None, None, None])
+
+
+def dense_mask(call: Call) -> torch.Tensor:
+    """The pairs that all heads see, bool (batch, 1, n, n), for torch's attention."""
+    return weights(call, torch.arange(call.statement.n))[:, :1] > 0
 
 
 def with_deepspeed(call: Call) -> Result:
@@ -247,7 +271,7 @@ def with_deepspeed(call: Call) -> Result:
     with mock.patch("deepspeed.comm.torch.build_shm_op", lambda: None):
         deepspeed.init_distributed("gloo", verbose=False)  # without compiling
     s = call.statement
-    mask = dense_mask(call, torch.arange(s.n))
+    mask = dense_mask(call)
 
     def local(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -308,16 +332,12 @@ def with_local_attention(call: Call) -> Result:
     from local_attention import LocalAttention
 
     s = call.statement
-    options = {
-        "window_size": 16,
-        "look_backward": 4,
-        "look_forward": 0 if s.causal else 4,
-    }
+    options = {"window_size": 16, "look_backward": 4, "look_forward": 4}
     if s.window:
         options = {"window_size": s.window[0], "exact_windowsize": True}
-        options["look_forward"] = int(not s.causal)
-    if s.scale is not None:
-        options["scale"] = s.scale
+        options["look_forward"] = 1
+    options |= {"look_forward": 0} if s.causal else {}
+    options |= {} if s.scale is None else {"scale": s.scale}
     attention = LocalAttention(causal=s.causal, autopad=True, **options)
     rows = call.rows()
     q, k, v = (x.transpose(1, 2) for x in call.shards(rows))
@@ -338,18 +358,6 @@ class Given(nn.Module):
         return self.tensor
 
 
-class Unrotated(nn.Module):
-    """In place of rotary embeddings: the same shapes, and no rotation."""
-
-    def __init__(self, rotary: nn.Module):
-        super().__init__()
-        self.rotary = rotary
-
-    def forward(self, *args, **kwargs):
-        cos, sin = self.rotary(*args, **kwargs)
-        return torch.ones_like(cos), torch.zeros_like(sin)
-
-
 class Found(Exception):
     """What a layer's attention returns, before it is projected."""
 
@@ -365,9 +373,10 @@ def with_transformers(call: Call, kind: str, kernel: str) -> Result:
     s, sizes = call.statement, {"hidden_size": 64, "intermediate_size": 8}
     sizes |= {"num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads}
     sizes |= {"num_hidden_layers": 1, "vocab_size": 8, "head_dim": s.width}
-    if s.window:
-        sizes |= {"sliding_window": s.window[0] + 1, "use_sliding_window": True}
-        sizes["max_window_layers"] = 0
+    sizes["sliding_window"] = s.window[0] + 1 if s.window else s.n
+    sizes |= {"use_sliding_window": bool(s.window), "max_window_layers": 0}
+    if s.softcap or s.sinks:
+        sizes["layer_types"] = ["full_attention"]
     if s.scale is not None:
         kind, sizes["attention_multiplier"] = "Granite", s.scale
     if s.softcap:
@@ -375,15 +384,14 @@ def with_transformers(call: Call, kind: str, kernel: str) -> Result:
         sizes["query_pre_attn_scalar"] = s.width
     if s.sinks:
         kind, sizes["num_local_experts"] = "GptOss", 2
-    if kind == "Mistral" and not s.window:
-        sizes["sliding_window"] = None
     config = getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=0)
-    if s.softcap or s.sinks:
-        config.layer_types = ["full_attention"]
     model = transformers.AutoModel.from_config(config, attn_implementation=kernel)
     layer = model.layers[0].self_attn
     layer.q_proj, layer.k_proj, layer.v_proj = Given(), Given(), Given()
-    layer.o_proj, model.rotary_emb = Caught(), Unrotated(model.rotary_emb)
+    layer.o_proj = Caught()
+    rotary = model.rotary_emb  # by no angle
+    rotary.inv_freq.zero_()
+    rotary.attention_scaling = 1.0
     if s.sinks:
         del layer.sinks
         layer.sinks = call.sinks
@@ -443,15 +451,7 @@ def with_flex_attention(call: Call) -> Result:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     s, rows = call.statement, call.rows()
-    seen = dense_mask(call, rows).expand(-1, s.heads, -1, -1)  # (batch, heads, n, n)
-    if s.pattern:
-        about = {"heads": s.heads, "n": s.n}
-        pattern = s.pattern_of(s.n)
-        each = [
-            pattern.multiplicity(rows, rows, head=head, **about).reshape(s.n, s.n)
-            for head in range(s.heads)
-        ]
-        seen = seen * torch.stack(each)[None]
+    seen = weights(call, rows)
     sizes = s.batch, s.heads, s.n, s.n
     mask = create_block_mask(lambda b, h, i, j: seen[b, h, i, j] > 0, *sizes, "cpu")
     weight, cap = seen.double().log(), s.softcap
@@ -469,6 +469,20 @@ def with_flex_attention(call: Call) -> Result:
         out = out * torch.sigmoid(lse - call.sinks[:, None]).transpose(1, 2)[..., None]
         lse = torch.logaddexp(lse, call.sinks[:, None].expand_as(lse))
     return out, rows, lse
+
+
+# --------------------------------------------------------------------------------------
+# natten
+
+
+def with_natten(call: Call) -> Result:
+    from natten import na1d
+
+    s, rows = call.statement, call.rows()
+    options = {"is_causal": s.causal, "scale": s.scale, "return_lse": True}
+    options["kernel_size"] = s.window[0] + 1 if s.window else s.n
+    out, lse = na1d(*call.shards(rows), backend="flex-fna", **options)
+    return out, rows, lse.transpose(1, 2)
 
 
 # --------------------------------------------------------------------------------------
@@ -536,8 +550,7 @@ def read(path: Path) -> tuple[Adapter, ...]:
             own = facts | call
             if (package := facts.get("package", "==")) and "==" not in package:
                 own["package"] = f"{package} {version(package)}"
-            lacks = spread(facts.get("lacks", {})) | spread(call.get("lacks", {}))
-            lacks = {need: why for need, why in lacks.items() if why}
+            lacks = spread(facts.get("lacks", {}) | call.get("lacks", {}))
             own["causes"] = facts.get("causes", {}) | call.get("causes", {})
             attend = partial(globals()[own.pop("function")], **own.pop("how", {}))
             name = ": ".join(filter(None, (title.strip(), own.pop("name"))))

@@ -118,7 +118,7 @@ class Adapter:
         alone, needs = 1 in self.ranks, list(statement.needs)
         needs += ["many ranks"] * (alone and 2 not in statement.ranks)
         needs += ["chunks over ranks"] * (not alone and statement.how == "chunks")
-        return [x for x in needs if x in self.lacks]
+        return [x for x in needs if self.lacks.get(x)]
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,7 @@ def judged(adapter: Adapter, source: str, statement: Statement, folder: str) -> 
     statement = adapter.adapted(statement)
     lacking = adapter.lacking(statement)
     why = "; ".join(adapter.lacks[x] for x in lacking[:1])
-    counts = adapter.ranks if 1 in adapter.ranks else statement.ranks
-    counts = [ranks for ranks in counts if ranks in adapter.ranks]
+    counts = [ranks for ranks in (1, *statement.ranks) if ranks in adapter.ranks]
     if not set(lacking) <= set(adapter.taken):
         return Outcome(NOT_OFFERED, why)
     if adapter.no_gradients and statement.how in OF_BACKWARDS:

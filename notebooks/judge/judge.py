@@ -105,9 +105,8 @@ def run(
                 store.append(kind="cell", **row)
                 if len(asked) > 1:
                     warn(f"{told(row)} ({row['seconds']:.0f} s)")
-    names = {a.name for a in wanted}, {s.name for s in asked}
-    rows = (r for r in read(data) if r["key"] == key)
-    return [r for r in rows if all(x in some for x, some in zip(cell(r), names))]
+    cells = {(a.name, s.name) for a in wanted for s in asked}
+    return [r for r in read(data) if r["key"] == key and cell(r) in cells]
 
 
 def told(row: dict) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -59,15 +59,14 @@ class Statement:
     @property
     def needs(self) -> list[str]:
         """What an implementation must offer."""
-        named = {"documents", "lengths", "softcap", "sinks", "scale", "window"}
-        found = {
-            f.name for f in fields(self) if f.name in named and getattr(self, f.name)
-        }
-        found |= {"causal" if self.causal else "full", self.pattern, self.how}
-        found |= {"two-sided window"} if self.window and self.window[1] else set()
-        found |= {"GQA"} if self.kv_heads < self.heads else set()
-        found |= {"wide keys"} if self.value_width != self.width else set()
-        return [*self.extra, *sorted(found - {""})]
+        named = "documents", "lengths", "softcap", "sinks", "scale", "window"
+        needed = {name: getattr(self, name) for name in named}
+        needed |= {self.pattern: self.pattern, self.how: self.how}
+        needed |= {"causal": self.causal, "full": not self.causal}
+        needed["two-sided window"] = self.window and self.window[1]
+        needed["GQA"] = self.kv_heads < self.heads
+        needed["wide keys"] = self.value_width != self.width
+        return [*self.extra, *sorted(name for name in needed if needed[name])]
 
     def inputs(self, dtype: torch.dtype, call: int = 0) -> dict[str, Tensor]:
         """q, k, v, sinks and the gradients of out and lse that come in, the same on all
