@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -133,17 +133,18 @@ def with_yunchang(call: Call, ring: str, ulysses: int, xfuser=False) -> Result:
         rows = cut(positions, call.rank, call.ranks, rd=sizes[1], ud=ulysses).flatten()
         attention = yunchang.LongContextAttention(ring_impl_type=ring)
     if xfuser:
-        attention, first = xfuser_layer(), (None,)
+        attention, first = xfuser_layer()(), (None,)
     else:
         options["softcap"] = s.softcap or 0.0
     return attention(*first, *call.shards(rows), **options), rows, None
 
 
-def xfuser_layer() -> nn.Module:
-    """Its layer without its pipelines, which import what is not here. Imported, it looks
+@cache
+def xfuser_layer() -> type[nn.Module]:
+    """Its layer, without its pipelines, which import what is not here. Imported, it looks
     for a GPU.
     """
-    folder = find_spec("xfuser").submodule_search_locations[0]
+    [folder] = find_spec("xfuser").submodule_search_locations
     for name, path in (("xfuser", folder), ("xfuser.core", f"{folder}/core")):
         module = sys.modules[name] = ModuleType(name)
         module.__path__ = [path]
@@ -152,7 +153,7 @@ def xfuser_layer() -> nn.Module:
         sys.modules[f"xfuser.{name}"] = around
     layers = "xfuser.core.long_ctx_attention"
     sys.modules[f"{layers}.ring.ring_npu_flash_attn"] = around
-    return import_module(layers).xFuserLongContextAttention()
+    return import_module(layers).xFuserLongContextAttention
 
 
 # --------------------------------------------------------------------------------------

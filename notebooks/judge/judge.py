@@ -11,6 +11,7 @@ cells run now, and their rows go to a temporary folder.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from cells import ABSENT, WRONG, Adapter, Outcome, all_of, judged, prepare
 from ringlab.measure import provenance
 from ringlab.measure.store import Store, warn
 from ringlab.report.places import UsageError, home
+from ringlab.ring import launch as launcher
 from statements import STATEMENTS, Statement
 
 HERE = Path(__file__).resolve().parent
@@ -39,18 +41,18 @@ def install(adapter: Adapter) -> tuple[str, str]:
     """The folder of an implementation's packages, which share this environment's torch,
     and why it cannot be filled, if so; pip fills it once. "" for the environment's own.
     """
-    own = [adapter.package] if "==" in adapter.package else []
-    packages = *own, *adapter.needs
-    if not packages:
+    if "==" not in adapter.package:
         return "", ""
-    folder = home() / "build" / "judge" / packages[0].replace("==", "-")
+    folder = home() / "build" / "judge" / adapter.package.replace("==", "-")
     if (folder / ".ready").exists():
         return str(folder), ""
-    warn(f"installing {packages[0]} into {folder}")
+    warn(f"installing {adapter.package} into {folder}")
     shutil.rmtree(folder, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--target", str(folder)]
     pip += ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, *packages], capture_output=True, text=True)
+    done = subprocess.run(
+        [*pip, adapter.package, *adapter.needs], capture_output=True, text=True
+    )
     if done.returncode:
         return "", (done.stderr.strip() or "pip failed").splitlines()[-1]
     (folder / ".ready").touch()
@@ -105,6 +107,7 @@ def run(
                 store.append(kind="cell", **row)
                 if len(asked) > 1:
                     warn(f"{told(row)} ({row['seconds']:.0f} s)")
+            launcher.server(os.getpid(), *launcher.MODULES)._stop()  # and its memory
     cells = {(a.name, s.name) for a in wanted for s in asked}
     return [r for r in read(data) if r["key"] == key and cell(r) in cells]
 

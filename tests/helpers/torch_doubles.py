@@ -15,9 +15,8 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 
-import package_doubles as flash
 import torch
-from flash_doubles import GARBAGE, raw
+from flash_doubles import GARBAGE, raw, sdp_backward, sdp_forward
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -517,8 +516,8 @@ _OPERATORS = {
     "_efficient_attention_backward": efficient_backward,
     "_scaled_dot_product_efficient_attention": sdp_efficient_forward,
     "_scaled_dot_product_efficient_attention_backward": sdp_efficient_backward,
-    "_scaled_dot_product_flash_attention": flash.sdp_forward,
-    "_scaled_dot_product_flash_attention_backward": flash.sdp_backward,
+    "_scaled_dot_product_flash_attention": sdp_forward,
+    "_scaled_dot_product_flash_attention_backward": sdp_backward,
     "_scaled_dot_product_cudnn_attention": cudnn_forward,
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
 }
