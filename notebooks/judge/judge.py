@@ -50,7 +50,7 @@ def install(adapter: Adapter) -> tuple[str, str]:
     shutil.rmtree(folder, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--target", str(folder)]
     pip += ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    pip += [adapter.package, *adapter.needs]
+    pip += adapter.package, *adapter.needs
     done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode:
         return "", (done.stderr.strip() or "pip failed").splitlines()[-1]
