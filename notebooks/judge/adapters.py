@@ -10,10 +10,12 @@ from __future__ import annotations
 import sys
 import tomllib
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import ringlab
@@ -69,6 +71,14 @@ def flash_options(call: Call) -> dict:
     return {"causal": s.causal, "softmax_scale": s.scale, "window_size": window}
 
 
+def padded(call: Call, multiple: int) -> Call:
+    """The call with zeros behind its rows, up to a multiple, as layers pad them."""
+    more, n = -call.statement.n % multiple, call.statement.n
+    tensors = {x: getattr(call, x) for x in "qkv"}
+    wide = {x: nn.functional.pad(t, [0] * 5 + [more]) for x, t in tensors.items()}
+    return replace(call, statement=replace(call.statement, n=n + more), **wide)
+
+
 def packed_rows(call: Call, layout: str) -> torch.Tensor:
     """The rows of a rank where each document is cut by itself."""
     limits = call.limits.tolist()
@@ -108,23 +118,42 @@ def with_ring_flash_attn(call: Call, name: str, layout: str = "contiguous") -> R
 # yunchang
 
 
-def with_yunchang(call: Call, ring: str, ulysses: int) -> Result:
+def with_yunchang(call: Call, ring: str, ulysses: int, xfuser=False) -> Result:
     import yunchang
     from yunchang.comm.extract_local import EXTRACT_FUNC_DICT
 
-    s = call.statement
-    options = flash_options(call) | {"softcap": s.softcap or 0.0}
+    s, options, first = call.statement, flash_options(call), ()
     if ring == "ulysses":
-        rows, group = call.rows(), dist.group.WORLD
-        attention = yunchang.UlyssesAttention(group)
-        return attention(*call.shards(rows), **options), rows, None
-    sizes = ulysses, call.ranks // ulysses
-    yunchang.set_seq_parallel_pg(*sizes, call.rank, call.ranks)
-    positions = torch.arange(s.n).reshape(1, s.n, 1, 1)
-    cut = EXTRACT_FUNC_DICT[ring]
-    rows = cut(positions, call.rank, call.ranks, rd=sizes[1], ud=ulysses).flatten()
-    attention = yunchang.LongContextAttention(ring_impl_type=ring)
-    return attention(*call.shards(rows), **options), rows, None
+        rows, attention = call.rows(), yunchang.UlyssesAttention(dist.group.WORLD)
+    else:
+        sizes = ulysses, call.ranks // ulysses
+        yunchang.set_seq_parallel_pg(*sizes, call.rank, call.ranks)
+        positions = torch.arange(s.n).reshape(1, s.n, 1, 1)
+        cut = EXTRACT_FUNC_DICT[ring]
+        rows = cut(positions, call.rank, call.ranks, rd=sizes[1], ud=ulysses).flatten()
+        attention = yunchang.LongContextAttention(ring_impl_type=ring)
+    if xfuser:
+        attention, first = xfuser_layer()(), (None,)
+    else:
+        options["softcap"] = s.softcap or 0.0
+    return attention(*first, *call.shards(rows), **options), rows, None
+
+
+@cache
+def xfuser_layer() -> type[nn.Module]:
+    """Its layer, without its pipelines, which import what is not here. Imported, it looks
+    for a GPU.
+    """
+    [folder] = find_spec("xfuser").submodule_search_locations
+    for name, path in (("xfuser", folder), ("xfuser.core", f"{folder}/core")):
+        module = sys.modules[name] = ModuleType(name)
+        module.__path__ = [path]
+    around = mock.MagicMock()  # whose names are there, and which says that it is a GPU
+    for name in ("envs", "core.distributed", "core.cache_manager.cache_manager"):
+        sys.modules[f"xfuser.{name}"] = around
+    layers = "xfuser.core.long_ctx_attention"
+    sys.modules[f"{layers}.ring.ring_npu_flash_attn"] = around
+    return import_module(layers).xFuserLongContextAttention
 
 
 # --------------------------------------------------------------------------------------
@@ -138,6 +167,8 @@ def with_ringmaster(
     from ringmaster.strategies.ring import make_ring_attention
     from ringmaster.strategies.ulysses import make_ulysses_attention
 
+    zigzag = balance == "head_tail"
+    call = padded(call, call.ranks * (1 + zigzag))
     s = call.statement
     config = ringmaster.RingmasterConfig(
         size=call.ranks,
@@ -149,17 +180,20 @@ def with_ringmaster(
     runtime = ringmaster.setup(
         config, num_kv_heads=s.kv_heads, device_mesh=mesh, inner_attn="sdpa"
     )
-    if s.documents:
-        runtime.varlen = call.limits, max(s.documents)
+    if s.documents or zigzag:  # whose code for a CPU is that of documents
+        runtime.varlen = call.limits, max(s.documents or (s.n,))
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = s.heads // s.kv_heads, s.causal
     if backend == "ulysses":
         attend = make_ulysses_attention("sdpa")
     else:  # its blocks for a CPU
         attend = make_ring_attention("math", "math", config.rotate_method)
-    rows = call.rows("zigzag" if balance == "head_tail" else "contiguous")
+    rows = call.rows("zigzag" if zigzag else "contiguous")
     q, k, v = (x.transpose(1, 2) for x in call.shards(rows))
     options = {"scaling": s.scale, "is_causal": s.causal}
+    # As Gemma 2 and gpt-oss of transformers hand them to their attention.
+    options |= {"softcap": s.softcap} if s.softcap else {}
+    options |= {"s_aux": call.sinks} if s.sinks else {}
     options["sliding_window"] = s.window[0] + 1 if s.window else None
     return attend(module, q, k, v, None, **options)[0], rows, None
 
@@ -180,17 +214,26 @@ def with_diffusers(call: Call, kind: str) -> Result:
     mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("ring", "ulysses"))
     config = ParallelConfig(ContextParallelConfig(**options))
     config.setup(call.rank, call.ranks, torch.device("cpu"), mesh=mesh)
-    rows = call.rows()
-    padded = rows < torch.tensor(s.lengths)[:, None] if s.lengths else None
+    rows, more, causal = call.rows(), {}, s.causal
+    mask = rows < torch.tensor(s.lengths)[:, None] if s.lengths else None
+    if s.window and kind == "ring":
+        more, causal = {"window_size": s.window}, False
+    elif kind == "ulysses" and (s.causal or s.window or s.documents or s.pattern):
+        mask, causal = dense_mask(call), False
+    if s.how == "lse gradient":
+        more = {"return_lse": True}
     out = dispatch_attention_fn(
         *call.shards(rows),
-        attn_mask=padded,
-        is_causal=s.causal,
+        attn_mask=mask,
+        is_causal=causal,
         scale=s.scale,
         enable_gqa=s.kv_heads < s.heads,
+        attention_kwargs=more,
         backend="flash" if kind == "ring" else "native",
         parallel_config=config,
     )
+    if s.how == "lse gradient":
+        return out[0], rows, out[1].transpose(1, 2)
     return out, rows, None
 
 
@@ -198,18 +241,27 @@ def with_diffusers(call: Call, kind: str) -> Result:
 # DeepSpeed
 
 
-def dense_mask(call: Call, rows: torch.Tensor) -> torch.Tensor:
-    """The pairs that a statement shows, bool (batch, 1, rows, n), for torch's attention."""
+def weights(call: Call, rows: torch.Tensor) -> torch.Tensor:
+    """How often each query sees each key, int64 (batch, heads, rows, n)."""
     s, keys = call.statement, torch.arange(call.statement.n)
-    distance = keys[None] - rows[:, None]  # (rows, n)
-    seen = distance <= 0 if s.causal else torch.ones_like(distance, dtype=torch.bool)
-    if s.window:
-        seen = seen & (distance >= -s.window[0]) & (distance <= s.window[1])
+    pattern, about = s.pattern_of(s.n), {"heads": s.heads, "n": s.n}
+    each = [
+        pattern.multiplicity(rows, keys, head=head, **about).reshape(len(rows), s.n)
+        for head in range(s.heads)
+    ]
+    seen = torch.stack(each)  # (heads, rows, n)
+    if s.causal:
+        seen = seen * (keys <= rows[:, None])
     if s.documents:
         document = torch.repeat_interleave(torch.tensor(s.documents))
-        seen = seen & (document[rows][:, None] == document[None])
+        seen = seen * (document[rows][:, None] == document)
     lengths = torch.tensor(s.lengths or [s.n] * s.batch)
-    return (seen & (keys < lengths[:, None, None]))[:, None]
+    return seen * (keys < lengths[:, None, None, None])
+
+
+def dense_mask(call: Call) -> torch.Tensor:
+    """The pairs that all heads see, bool (batch, 1, n, n), for torch's attention."""
+    return weights(call, torch.arange(call.statement.n))[:, :1] > 0
 
 
 def with_deepspeed(call: Call) -> Result:
@@ -220,7 +272,7 @@ def with_deepspeed(call: Call) -> Result:
     with mock.patch("deepspeed.comm.torch.build_shm_op", lambda: None):
         deepspeed.init_distributed("gloo", verbose=False)  # without compiling
     s = call.statement
-    mask = dense_mask(call, torch.arange(s.n))
+    mask = dense_mask(call)
 
     def local(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -251,22 +303,21 @@ BUCKET = 8  # of queries and keys
 def with_ring_attention_pytorch(call: Call, striped: bool) -> Result:
     from ring_attention_pytorch import ring_flash_attn
 
+    lengths = call.statement.lengths
+    if call.statement.n % (call.ranks * BUCKET):  # as its layer pads and masks
+        lengths, call = (call.statement.n,), padded(call, call.ranks * BUCKET)
     s = call.statement
     rows = call.rows()
     if striped:  # bucket i has every i-th position of the whole sequence
         order = torch.arange(s.n).reshape(BUCKET, -1).T.flatten()
         rows = order.tensor_split(call.ranks)[call.rank]
     q, k, v = call.shards(rows)
-    padded = (
-        torch.arange(s.n)[rows] < torch.tensor(s.lengths)[:, None]
-        if s.lengths
-        else None
-    )
+    mask = rows < torch.tensor(lengths)[:, None] if lengths else None
     out = ring_flash_attn(
         grouped(q, s.kv_heads),
         k,
         v,
-        padded,
+        mask,
         s.causal,
         1 if s.window else BUCKET,
         True,
@@ -282,16 +333,12 @@ def with_local_attention(call: Call) -> Result:
     from local_attention import LocalAttention
 
     s = call.statement
-    options = {
-        "window_size": 16,
-        "look_backward": 4,
-        "look_forward": 0 if s.causal else 4,
-    }
+    options = {"window_size": 16, "look_backward": 4, "look_forward": 4}
     if s.window:
         options = {"window_size": s.window[0], "exact_windowsize": True}
-        options["look_forward"] = int(not s.causal)
-    if s.scale is not None:
-        options["scale"] = s.scale
+        options["look_forward"] = 1
+    options |= {"look_forward": 0} if s.causal else {}
+    options |= {} if s.scale is None else {"scale": s.scale}
     attention = LocalAttention(causal=s.causal, autopad=True, **options)
     rows = call.rows()
     q, k, v = (x.transpose(1, 2) for x in call.shards(rows))
@@ -312,18 +359,6 @@ class Given(nn.Module):
         return self.tensor
 
 
-class Unrotated(nn.Module):
-    """In place of rotary embeddings: the same shapes, and no rotation."""
-
-    def __init__(self, rotary: nn.Module):
-        super().__init__()
-        self.rotary = rotary
-
-    def forward(self, *args, **kwargs):
-        cos, sin = self.rotary(*args, **kwargs)
-        return torch.ones_like(cos), torch.zeros_like(sin)
-
-
 class Found(Exception):
     """What a layer's attention returns, before it is projected."""
 
@@ -339,9 +374,10 @@ def with_transformers(call: Call, kind: str, kernel: str) -> Result:
     s, sizes = call.statement, {"hidden_size": 64, "intermediate_size": 8}
     sizes |= {"num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads}
     sizes |= {"num_hidden_layers": 1, "vocab_size": 8, "head_dim": s.width}
-    if s.window:
-        sizes |= {"sliding_window": s.window[0] + 1, "use_sliding_window": True}
-        sizes["max_window_layers"] = 0
+    sizes["sliding_window"] = s.window[0] + 1 if s.window else s.n
+    sizes |= {"use_sliding_window": bool(s.window), "max_window_layers": 0}
+    if s.softcap or s.sinks:
+        sizes["layer_types"] = ["full_attention"]
     if s.scale is not None:
         kind, sizes["attention_multiplier"] = "Granite", s.scale
     if s.softcap:
@@ -349,15 +385,14 @@ def with_transformers(call: Call, kind: str, kernel: str) -> Result:
         sizes["query_pre_attn_scalar"] = s.width
     if s.sinks:
         kind, sizes["num_local_experts"] = "GptOss", 2
-    if kind == "Mistral" and not s.window:
-        sizes["sliding_window"] = None
     config = getattr(transformers, f"{kind}Config")(**sizes, pad_token_id=0)
-    if s.softcap or s.sinks:
-        config.layer_types = ["full_attention"]
     model = transformers.AutoModel.from_config(config, attn_implementation=kernel)
     layer = model.layers[0].self_attn
     layer.q_proj, layer.k_proj, layer.v_proj = Given(), Given(), Given()
-    layer.o_proj, model.rotary_emb = Caught(), Unrotated(model.rotary_emb)
+    layer.o_proj = Caught()
+    rotary = model.rotary_emb  # by no angle
+    rotary.inv_freq.zero_()
+    rotary.attention_scaling = 1.0
     if s.sinks:
         del layer.sinks
         layer.sinks = call.sinks
@@ -417,15 +452,7 @@ def with_flex_attention(call: Call) -> Result:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     s, rows = call.statement, call.rows()
-    seen = dense_mask(call, rows).expand(-1, s.heads, -1, -1)  # (batch, heads, n, n)
-    if s.pattern:
-        about = {"heads": s.heads, "n": s.n}
-        pattern = s.pattern_of(s.n)
-        each = [
-            pattern.multiplicity(rows, rows, head=head, **about).reshape(s.n, s.n)
-            for head in range(s.heads)
-        ]
-        seen = seen * torch.stack(each)[None]
+    seen = weights(call, rows)
     sizes = s.batch, s.heads, s.n, s.n
     mask = create_block_mask(lambda b, h, i, j: seen[b, h, i, j] > 0, *sizes, "cpu")
     weight, cap = seen.double().log(), s.softcap
@@ -443,6 +470,20 @@ def with_flex_attention(call: Call) -> Result:
         out = out * torch.sigmoid(lse - call.sinks[:, None]).transpose(1, 2)[..., None]
         lse = torch.logaddexp(lse, call.sinks[:, None].expand_as(lse))
     return out, rows, lse
+
+
+# --------------------------------------------------------------------------------------
+# natten
+
+
+def with_natten(call: Call) -> Result:
+    from natten import na1d
+
+    s, rows = call.statement, call.rows()
+    options = {"is_causal": s.causal, "scale": s.scale, "return_lse": True}
+    options["kernel_size"] = s.window[0] + 1 if s.window else s.n
+    out, lse = na1d(*call.shards(rows), backend="flex-fna", **options)
+    return out, rows, lse.transpose(1, 2)
 
 
 # --------------------------------------------------------------------------------------
@@ -477,7 +518,8 @@ def branches_of(s: Statement) -> ringlab.Dilated:
 
 def over_its_sums(statement: Statement, out: torch.Tensor) -> torch.Tensor:
     """What it computes of an attention's out: the rows of each branch over their sum,
-    over the number of branches (dilated_attention.py:121, 131).
+    under a causal mask that of the rows so far, over the number of branches
+    (dilated_attention.py:106, 131).
     """
     pattern = branches_of(statement)
     parts = torch.zeros_like(out)
@@ -485,7 +527,10 @@ def over_its_sums(statement: Statement, out: torch.Tensor) -> torch.Tensor:
         for head, offset in zip(branch.heads, branch.offsets):
             rows = torch.arange(statement.n) % branch.length % branch.rate == offset
             chosen = out[:, rows, head]
-            parts[:, rows, head] = chosen / chosen.sum(1, keepdim=True)
+            total = (
+                chosen.cumsum(1) if statement.causal else chosen.sum(1, keepdim=True)
+            )
+            parts[:, rows, head] = chosen / total
     return parts / len(pattern.segment_lengths)
 
 
@@ -506,7 +551,8 @@ def read(path: Path) -> tuple[Adapter, ...]:
             own = facts | call
             if (package := facts.get("package", "==")) and "==" not in package:
                 own["package"] = f"{package} {version(package)}"
-            lacks = spread(facts.get("lacks", {})) | spread(call.get("lacks", {}))
+            lacks = spread(facts.get("lacks", {}) | call.get("lacks", {}))
+            own["causes"] = facts.get("causes", {}) | call.get("causes", {})
             attend = partial(globals()[own.pop("function")], **own.pop("how", {}))
             name = ": ".join(filter(None, (title.strip(), own.pop("name"))))
             own |= {

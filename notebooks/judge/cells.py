@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 TIMEOUT_S = 40.0
 MEMORY = 24 << 30  # of addresses, most of which are never touched
 
+OF_BACKWARDS = "expanded", "lse gradient", "two calls", "checkpoint"
 RIGHT, REFUSED, NOT_OFFERED = "right", "refused", "not offered"
 ABSENT, WRONG = "does not run here", "silently wrong"
 
@@ -92,7 +93,7 @@ class Adapter:
     conventions: str = ""  # what the adapter translates
     # The cause of what is wrong, by statement or "*": file, line and what happens there.
     causes: Mapping[str, str] = field(default_factory=dict)
-    gradients: bool = True
+    no_gradients: str = ""  # why no backward runs here, where none does
     # What it computes of an attention's out, where that is not out itself.
     translate: Callable[[Statement, Tensor], Tensor] = lambda statement, out: out
     only: tuple[str, ...] = ()  # of a control: the statements it is asked
@@ -117,7 +118,7 @@ class Adapter:
         alone, needs = 1 in self.ranks, list(statement.needs)
         needs += ["many ranks"] * (alone and 2 not in statement.ranks)
         needs += ["chunks over ranks"] * (not alone and statement.how == "chunks")
-        return [x for x in needs if x in self.lacks]
+        return [x for x in needs if self.lacks.get(x)]
 
 
 @dataclass(frozen=True)
@@ -154,10 +155,11 @@ def judged(adapter: Adapter, source: str, statement: Statement, folder: str) -> 
     statement = adapter.adapted(statement)
     lacking = adapter.lacking(statement)
     why = "; ".join(adapter.lacks[x] for x in lacking[:1])
-    counts = adapter.ranks if 1 in adapter.ranks else statement.ranks
-    counts = [ranks for ranks in counts if ranks in adapter.ranks]
+    counts = [ranks for ranks in (1, *statement.ranks) if ranks in adapter.ranks]
     if not set(lacking) <= set(adapter.taken):
         return Outcome(NOT_OFFERED, why)
+    if adapter.no_gradients and statement.how in OF_BACKWARDS:
+        return Outcome(ABSENT, adapter.no_gradients)
     outcome = Outcome(NOT_OFFERED)
     for ranks in counts:
         try:
@@ -229,10 +231,13 @@ def results(source: str, name: str, asked: str, folder: str) -> list[dict[str, T
         told = " ".join(f"{type(error).__name__}: {error}".split())
         frames = traceback.extract_tb(error.__traceback__)
         last = frames[-1]
-        if "torch/distributed" in last.filename and type(error) is RuntimeError:
+        gone = "torch/distributed" in last.filename or "/gloo/" in told
+        if gone and type(error) is RuntimeError:
             raise  # another rank has gone
         line = linecache.getline(last.filename, last.lineno).strip()
         refused = line.startswith("raise ") or isinstance(error, AssertionError)
+        # What torch raises inside of another package's call is no refusal of its own.
+        refused &= "/torch/" not in last.filename or name.startswith("torch")
         kind = Refused if refused and not isinstance(error, ImportError) else Broken
         place = "/".join(Path(last.filename).parts[-3:])
         raise kind(f"{told} ({place}:{last.lineno})") from None
@@ -256,7 +261,7 @@ def answers(adapter: Adapter, statement: Statement) -> list[dict[str, Tensor]]:
         sinks = inputs["sinks"] if statement.sinks else None
         leaves = [inputs[x] for x in "qkv"] + [sinks] * statement.sinks
         for leaf in leaves:
-            leaf.requires_grad_(adapter.gradients and statement.how != "chunks")
+            leaf.requires_grad_(not adapter.no_gradients and statement.how != "chunks")
 
         def attend(q, k, v, sinks=None):
             return adapter.attend(Call(statement, q, k, v, sinks, rank, ranks))
@@ -272,6 +277,9 @@ def answers(adapter: Adapter, statement: Statement) -> list[dict[str, Tensor]]:
 def parts_of(statement: Statement, inputs, leaves, out, rows, lse) -> dict[str, Tensor]:
     """One call's results: its rows of out and lse, and what it adds to the gradients."""
     dout = inputs["dout"]
+    if rows.max() >= statement.n:  # what an adapter has padded
+        kept = rows < statement.n
+        rows, out = rows[kept], out[:, kept]
     parts = {"rows": rows, "out": torch.zeros(dout.shape, dtype=torch.float64)}
     parts["out"][:, rows] = out.detach().double()
     if lse is not None:

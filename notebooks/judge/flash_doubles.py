@@ -370,26 +370,32 @@ def placed(modules: dict[str, dict]):
                 known.pop(name)._destroy()
 
 
+def sdp_call(tensors: dict, is_causal: bool, scale, dropout_p: float):
+    """A call of the operators below, of (b, h, n, d), as one of flash-attn."""
+    if dropout_p:
+        raise NotImplementedError("not part of these doubles: dropout")
+    turned = {name: t.transpose(1, 2) for name, t in tensors.items()}
+    return SimpleNamespace(is_causal=is_causal, softmax_scale=scale, **turned)
+
+
 def sdp_forward(q, k, v, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
     """aten::_scaled_dot_product_flash_attention of a GPU, of (b, h, n, d)."""
-    a = SimpleNamespace(is_causal=is_causal, softmax_scale=scale)
-    a.q, a.k, a.v = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse, empty, _ = forward(a, False)
-    seed = torch.zeros((), dtype=torch.int64)
+    call = sdp_call({"q": q, "k": k, "v": v}, is_causal, scale, dropout_p)
+    out, lse, empty, _ = forward(call, False)
+    seed = torch.zeros(2, dtype=torch.uint64)
     sizes = q.shape[2], k.shape[2]
-    return out.transpose(1, 2), lse, None, None, *sizes, seed, seed.clone(), empty
+    return out.transpose(1, 2), lse, None, None, *sizes, seed, seed[0], empty
 
 
 def sdp_backward(dout, q, k, v, out, lse, *rest, scale=None):
     """aten::_scaled_dot_product_flash_attention_backward of a GPU, which makes dout and
     out contiguous.
     """
-    a = SimpleNamespace(is_causal=rest[5], softmax_scale=scale, deterministic=False)
-    a.q, a.k, a.v, a.out, a.dout = (t.transpose(1, 2) for t in (q, k, v, out, dout))
-    a.out, a.dout = a.out.contiguous(), a.dout.contiguous()
-    a.softmax_lse, a.dq, a.dk, a.dv = lse, None, None, None
-    grads = backward(a, False)[1:]
-    return tuple(grad.transpose(1, 2) for grad in grads)
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
+    a = sdp_call(tensors, rest[5], scale, rest[4])
+    a.out, a.dout, a.softmax_lse = a.out.contiguous(), a.dout.contiguous(), lse
+    a.dq = a.dk = a.dv = a.deterministic = None
+    return tuple(grad.transpose(1, 2) for grad in backward(a, False)[1:])
 
 
 NAMES = {

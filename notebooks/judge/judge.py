@@ -11,6 +11,7 @@ cells run now, and their rows go to a temporary folder.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from cells import ABSENT, WRONG, Adapter, Outcome, all_of, judged, prepare
 from ringlab.measure import provenance
 from ringlab.measure.store import Store, warn
 from ringlab.report.places import UsageError, home
+from ringlab.ring import launch as launcher
 from statements import STATEMENTS, Statement
 
 HERE = Path(__file__).resolve().parent
@@ -48,8 +50,8 @@ def install(adapter: Adapter) -> tuple[str, str]:
     shutil.rmtree(folder, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--target", str(folder)]
     pip += ["--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    packages = adapter.package, *adapter.needs
-    done = subprocess.run([*pip, *packages], capture_output=True, text=True)
+    pip += adapter.package, *adapter.needs
+    done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode:
         return "", (done.stderr.strip() or "pip failed").splitlines()[-1]
     (folder / ".ready").touch()
@@ -58,8 +60,8 @@ def install(adapter: Adapter) -> tuple[str, str]:
 
 def code(source: Path) -> list[str]:
     """Hashes of the code that decides what a cell says, and of a file of adapters."""
-    names = "cells.py", "flash_doubles.py", "packages.toml", "statements.py"
-    files = [HERE / name for name in names]
+    names = "cells.py flash_doubles.py packages.toml statements.py statements.toml"
+    files = [HERE / name for name in names.split()]
     own = provenance.code_hash([source], source.parent)
     return [provenance.code_hash(files, HERE), own]
 
@@ -104,9 +106,9 @@ def run(
                 store.append(kind="cell", **row)
                 if len(asked) > 1:
                     warn(f"{told(row)} ({row['seconds']:.0f} s)")
-    names = {a.name for a in wanted}, {s.name for s in asked}
-    rows = (r for r in read(data) if r["key"] == key)
-    return [r for r in rows if all(x in some for x, some in zip(cell(r), names))]
+            launcher.server(os.getpid(), *launcher.MODULES)._stop()  # and its memory
+    cells = {(a.name, s.name) for a in wanted for s in asked}
+    return [r for r in read(data) if r["key"] == key and cell(r) in cells]
 
 
 def told(row: dict) -> str:

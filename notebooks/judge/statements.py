@@ -7,8 +7,10 @@ A window counts the keys that a query sees before and after itself, both inclusi
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from ringlab import BlockSparse, Dense, Dilated, Selected, reference
@@ -57,15 +59,14 @@ class Statement:
     @property
     def needs(self) -> list[str]:
         """What an implementation must offer."""
-        named = {"documents", "lengths", "softcap", "sinks", "scale", "window"}
-        found = {
-            f.name for f in fields(self) if f.name in named and getattr(self, f.name)
-        }
-        found |= {"causal" if self.causal else "full", self.pattern, self.how}
-        found |= {"two-sided window"} if self.window and self.window[1] else set()
-        found |= {"GQA"} if self.kv_heads < self.heads else set()
-        found |= {"wide keys"} if self.value_width != self.width else set()
-        return [*self.extra, *sorted(found - {""})]
+        named = "documents", "lengths", "softcap", "sinks", "scale", "window"
+        needed = {name: getattr(self, name) for name in named}
+        needed |= {self.pattern: self.pattern, self.how: self.how}
+        needed |= {"causal": self.causal, "full": not self.causal}
+        needed["two-sided window"] = self.window and self.window[1]
+        needed["GQA"] = self.kv_heads < self.heads
+        needed["wide keys"] = self.value_width != self.width
+        return [*self.extra, *sorted(name for name in needed if needed[name])]
 
     def inputs(self, dtype: torch.dtype, call: int = 0) -> dict[str, Tensor]:
         """q, k, v, sinks and the gradients of out and lse that come in, the same on all
@@ -170,180 +171,15 @@ PATTERNS = {
     "selected": selected,
     "chosen blocks": chosen_blocks,
 }
-full = {"causal": False}
-STATEMENTS = {
-    s.name: s
-    for s in (
-        Statement("dense", "encoders, images and video see all", **full),
-        Statement("causal", "every language model"),
-        Statement(
-            "GQA",
-            "Llama 3, Qwen, Mistral: 2 query heads share a K/V head",
-            heads=8,
-        ),
-        Statement(
-            "one K/V head",
-            "multi-query attention: Falcon, PaLM",
-            kv_heads=1,
-        ),
-        Statement(
-            "fewer K/V heads than ranks",
-            "8 K/V heads on 16 GPUs are the usual case",
-            kv_heads=2,
-            ranks=(4,),
-        ),
-        Statement(
-            "uneven heads",
-            "6 heads on 4 ranks: 12, 20 or 28 heads on 8 GPUs",
-            heads=6,
-            kv_heads=6,
-            ranks=(4,),
-            extra=("uneven heads",),
-        ),
-        Statement(
-            "uneven length",
-            "61 tokens: a batch is as long as its text",
-            n=61,
-            extra=("uneven length",),
-        ),
-        Statement(
-            "uneven length, full",
-            "61 patches of an image",
-            n=61,
-            extra=("uneven length",),
-            **full,
-        ),
-        Statement("window", "Mistral, Gemma, gpt-oss: 20 keys before", window=(20, 0)),
-        Statement(
-            "window of a few tokens", "the far shards are seen by nobody", window=(3, 0)
-        ),
-        Statement(
-            "two-sided window",
-            "Longformer, ModernBERT, genomes",
-            window=(16, 16),
-            **full,
-        ),
-        Statement(
-            "documents in shards",
-            "packing, each document in one shard of 4",
-            documents=(16, 16, 16, 16),
-        ),
-        Statement(
-            "documents across shards", "packing as it comes", documents=(24, 8, 32)
-        ),
-        Statement(
-            "documents, full",
-            "packed encoders, images of a batch",
-            documents=(24, 8, 32),
-            **full,
-        ),
-        Statement(
-            "odd documents",
-            "lengths that nothing divides",
-            documents=(13, 30, 21),
-            extra=("odd documents",),
-        ),
-        Statement(
-            "documents of one and no token",
-            "empty texts and single tokens are in every data set",
-            documents=(1, 0, 31, 0, 32),
-            extra=("odd documents",),
-        ),
-        Statement(
-            "documents and window",
-            "packing of Mistral and Gemma",
-            window=(10, 0),
-            documents=(24, 8, 32),
-        ),
-        Statement(
-            "padding", "a batch of 40 and 64 tokens", batch=2, lengths=(40, 64), **full
-        ),
-        Statement("scale", "muP, Gemma, Granite set their own", scale=0.6),
-        Statement("soft cap", "Gemma 2, Grok", softcap=1.5),
-        Statement(
-            "sinks",
-            "gpt-oss: a logit per head without a value",
-            sinks=True,
-        ),
-        Statement(
-            "large scores",
-            "scores of ±150: merges that take exp of an lse overflow",
-            size=40.0,
-        ),
-        Statement(
-            "values narrower than keys",
-            "multi-head latent attention: DeepSeek",
-            value_width=8,
-        ),
-        Statement(
-            "strided inputs",
-            "q, k and v are views of one projection",
-            how="strided",
-        ),
-        Statement(
-            "expanded gradient",
-            "the gradient of a sum or mean",
-            how="expanded",
-        ),
-        Statement(
-            "gradient of lse",
-            "losses and merges that use lse",
-            how="lse gradient",
-        ),
-        Statement(
-            "two calls before a backward",
-            "two layers: state that a call leaves behind",
-            how="two calls",
-        ),
-        Statement(
-            "checkpointing",
-            "recomputation runs a forward twice",
-            how="checkpoint",
-        ),
-        Statement(
-            "bf16 over 4 ranks",
-            "rounding must not grow with ranks: at most twice the error of one dense call",
-            n=256,
-            ranks=(4,),
-            slack=1,
-            extra=("bf16",),
-        ),
-        Statement(
-            "cache in chunks", "prefill in chunks of 24, 1 and 39 tokens", how="chunks"
-        ),
-        Statement(
-            "dilated",
-            "LongNet, branches mixed by lse, head h from offset h",
-            pattern="dilated",
-            **full,
-        ),
-        Statement(
-            "dilated, groups of heads",
-            "LongNet as ported to PyTorch: groups of heads run one branch each",
-            pattern="dilated groups",
-            **full,
-        ),
-        Statement(
-            "blocks",
-            "BigBird and block-sparse masks: blocks of 8",
-            pattern="blocks",
-            **full,
-        ),
-        Statement(
-            "local and global",
-            "Longformer: a window and 2 global tokens",
-            pattern="local and global",
-            **full,
-        ),
-        Statement(
-            "selected keys",
-            "DSA: 8 keys for each query, by content",
-            pattern="selected",
-        ),
-        Statement(
-            "chosen blocks",
-            "MoBA and NSA: blocks of 8 keys for each query and head",
-            pattern="chosen blocks",
-        ),
-    )
-}
+
+
+def read(path: Path) -> dict[str, Statement]:
+    """The statements of a file, by name; lists of TOML become tuples."""
+    found = {}
+    for name, facts in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        facts = {k: tuple(x) if isinstance(x, list) else x for k, x in facts.items()}
+        found[name] = Statement(name, **facts)
+    return found
+
+
+STATEMENTS = read(Path(__file__).with_name("statements.toml"))

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from types import SimpleNamespace
 
-import package_doubles as flash
 import torch
-from flash_doubles import GARBAGE, raw
+from flash_doubles import GARBAGE, raw, sdp_backward, sdp_forward
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -379,33 +377,6 @@ def sdp_efficient_backward(
     return *(g.transpose(1, 2) for g in grads), grad_bias
 
 
-# --- flash: FlashAttention-2 ---
-
-
-def flash_forward(query, key, value, dropout_p=0.0, is_causal=False, *, scale=None):
-    """aten::_scaled_dot_product_flash_attention, of (b, h, m, d)."""
-    _only(dropout_p)
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    a = SimpleNamespace(q=q, k=k, v=v, is_causal=is_causal, softmax_scale=scale)
-    out, lse, *_ = flash.forward(a, False)
-    state = torch.zeros(2, dtype=torch.uint64)
-    rest = None, None, q.shape[1], k.shape[1], state, state[0], out.new_empty(0)
-    return out.transpose(1, 2), lse, *rest
-
-
-def flash_backward(grad_out, query, key, value, out, logsumexp, *rest, scale=None):
-    """aten::_scaled_dot_product_flash_attention_backward, of (b, h, m, d)."""
-    cum_seq_q, cum_seq_k, _, _, dropout_p, is_causal, *_ = rest
-    _only(cum_seq_q, cum_seq_k, dropout_p)
-    tensors = dict(q=query, k=key, v=value, dout=grad_out, out=out)
-    a = SimpleNamespace(**{name: t.transpose(1, 2) for name, t in tensors.items()})
-    # attention_backward.cu, _flash_attention_backward: both are made contiguous
-    a.dout, a.out = a.dout.contiguous(), a.out.contiguous()
-    a.softmax_lse, a.is_causal, a.softmax_scale = logsumexp, is_causal, scale
-    a.dq = a.dk = a.dv = a.deterministic = None
-    return tuple(t.transpose(1, 2) for t in flash.backward(a, False)[1:])
-
-
 # --- cuDNN ---
 
 
@@ -545,8 +516,8 @@ _OPERATORS = {
     "_efficient_attention_backward": efficient_backward,
     "_scaled_dot_product_efficient_attention": sdp_efficient_forward,
     "_scaled_dot_product_efficient_attention_backward": sdp_efficient_backward,
-    "_scaled_dot_product_flash_attention": flash_forward,
-    "_scaled_dot_product_flash_attention_backward": flash_backward,
+    "_scaled_dot_product_flash_attention": sdp_forward,
+    "_scaled_dot_product_flash_attention_backward": sdp_backward,
     "_scaled_dot_product_cudnn_attention": cudnn_forward,
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
 }
