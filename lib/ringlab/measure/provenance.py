@@ -32,7 +32,6 @@ ENGINE = (
     "selection",
     "baselines",
     "compat",
-    "baselines",
     "tiles",
     "kernels",
     "engine",
