@@ -163,7 +163,8 @@ class Walk:
         for t in (*tensors, *[None] * (10 - len(tensors))):
             numbers += _place(t)
         softcap = self.softcap or 0.0
-        call = struct.pack(f"dd{len(numbers)}q", self.scale, softcap, *numbers)
+        scale = float(self.scale)
+        call = struct.pack(f"dd{len(numbers)}q", scale, softcap, *numbers)
         if getattr(native.library()[0], function)(call):
             raise MemoryError(f"no memory for the scratch of {threads} threads")
 
