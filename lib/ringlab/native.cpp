@@ -1306,7 +1306,7 @@ enum { PLAIN, NEAR, FAR };  // bands: all keys, those of the window, others
 struct Planner {
   const Lists& call;
   Table& table;
-  struct Entry { int64_t block, row, place; };  // of a document, of the tile, in the lists
+  struct Entry { int32_t block, row; int64_t place; };  // of a document, of the tile, in the lists
   std::vector<Entry> entries;
   std::vector<int32_t> last, count, found;  // of each block: the row that it was met in last, how many rows see it
   long start, end, blocks_before, lists_before;  // of the document: positions, and how many blocks and list rows come before it
@@ -1377,7 +1377,7 @@ struct Planner {
         last[block] = row + i;
         const long low = std::max(block_start(block), always), top = call.causal ? std::min(block_end(block), at + 1) : block_end(block);
         if (low >= top || (!together && is_near(low, at) && is_near(top - 1, at))) continue;
-        entries.push_back({block, i, place});
+        entries.push_back({(int32_t)block, (int32_t)i, place});
         if (!count[block]++) found.push_back(block);
       }
     }
@@ -1445,7 +1445,7 @@ struct Planner {
   void add_by_blocks(long rows, long each, long always, Visit visit) {
     std::sort(found.begin(), found.end());
     long total = table.numbers.size();
-    for (const Entry& entry : entries) count[entry.block] += std::min(each, rows - entry.row) - 1;
+    for (const Entry& entry : entries) count[entry.block] += std::min<long>(each, rows - entry.row) - 1;
     std::vector<int32_t>& place = count;  // from here on where the rows of a block go next
     for (const long block : found) {
       const long number = count[block], low = std::max(block_start(block), always);
@@ -1467,13 +1467,15 @@ struct Planner {
   void add_by_rows(long rows, long position, long always) {
     if (entries.empty()) return;
     const long average = std::max<long>(1, entries.size() * call.granularity / rows);
-    const long panel = std::max(512L, 32 * (end - start) / average), panels = (end - start + panel - 1) / panel;
+    long bits = 9;  // of the number of keys of a panel
+    while (1L << bits < 32 * (end - start) / average) bits++;
+    const long panels = ((end - start - 1) >> bits) + 1;
     std::vector<int32_t> place(panels * rows, 0);
     auto each_key = [&](auto&& use) {
       for (const Entry& entry : entries) {
         const long query = position + entry.row, stop = call.causal ? std::min(block_end(entry.block), query + 1) : block_end(entry.block);
         for (long key = std::max(block_start(entry.block), always); key < stop; key++)
-          if (!is_near(key, query)) use((key - start) / panel * rows + entry.row, row_of(entry.block, key), entry.place);
+          if (!is_near(key, query)) use(((key - start) >> bits) * rows + entry.row, row_of(entry.block, key), entry.place);
       }
     };
     each_key([&](long cell, long, long) { place[cell]++; });
