@@ -9,6 +9,7 @@ from matrix import BF16, BLOCK_SPARSE, DILATED, F32, F64, Case, all_wrong, apart
 from ringlab import Dense, Execution, KVCache, attention, blocks, kernels, reference
 from ringlab.kernels.torch_kernels import Eager
 from ringlab.ring import contiguous
+from ringlab.torch_private import IN_GRAPHS
 
 # Scores far beyond the cap.
 CASE = Case(Dense(), 101, F64, causal=True, batch=2, scale=-1.0, softcap=1.5)
@@ -45,7 +46,7 @@ def test_documents_caches_and_graphs(pattern):
     cache = KVCache(pattern, max_seq_len=101, **sizes)
     parts = zip(*(t.split([40, 1, 1, 59], 1) for t in (q, k, v)))
     found = [attention(*some, pattern, cache=cache, **how) for some in parts]
-    whole = torch.compile(attention, backend="eager", fullgraph=True)
+    whole = torch.compile(attention, backend="eager", fullgraph=IN_GRAPHS)
     lengths = attention(q, k, v, pattern, lengths=[101, 60], **how)
     for got in (torch.cat(found, 1), whole(q, k, v, pattern, **how)):
         assert torch.allclose(got, want, rtol=0, atol=1e-12)
@@ -58,7 +59,7 @@ def test_gradients_in_compiled_graphs():
     (q, k, v), g = drawn(CASE)[0], drawn(CASE)[0][0]
     how = {"causal": True, "scale": -1.0, "softcap": 1.5}
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=IN_GRAPHS)
     grads = [
         torch.autograd.grad(f(*leaves, DILATED[0], **how), leaves, g)
         for f in (attention, compiled)
