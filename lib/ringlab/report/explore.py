@@ -106,14 +106,17 @@ def fitting(call: CallSpec) -> int | None:
 
 
 def estimated(call: CallSpec) -> str:
-    """Return the estimate of a call as ``ringlab estimate`` prints it, and the longest
+    """Return the estimate of a call as ``ringlab estimate`` prints it, with the longest
     sequence that fits.
     """
-    about = {"seq_len": call.seq_len, "budget": call.profile.memory_bytes}
-    lines = lines_of("estimate", e=estimate_call(call), **about)
     most = fitting(call)
-    tokens = f"{most:,} tokens, of attention alone" if most else "see ringlab.longest"
-    return "\n".join([*lines, f"longest    {tokens}"])
+    about = {
+        "e": estimate_call(call),
+        "budget": call.profile.memory_bytes,
+        "most": most,
+    }
+    lines = lines_of("estimate", **vars(call), **about)
+    return "\n".join(lines if most else [*lines, "longest    see ringlab.longest"])
 
 
 def seen(call: CallSpec, head: int, position: int) -> Figure:
@@ -181,7 +184,7 @@ def page(values: dict) -> str:
         call = call_of(values)
         if values["show"] == "advice":
             advice = advised(**call.options("profile", "seq_len", *SHAPE))
-            return f"<pre>{escape(advice.text())}\n\n{escape(advice.code())}</pre>"
+            return f"<pre>{escape(str(advice))}</pre>"
         about = call.options("profile", "seq_len", "pattern", "dtype", *SHAPE)
         # What the memory does not hold is shown too: the estimate says so.
         code = advise(**about, memory_bytes=MOST_BYTES, estimates=False).code()
