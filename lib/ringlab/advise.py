@@ -755,10 +755,7 @@ class _Advisor:
             # To know it exactly takes long, and pays only where it may be the end.
             if about < 1.2 * ends.get("time", math.inf):
                 ends["memory"] = self._longest(self.place(Dense())) or 0
-        if not ends:
-            return None, None
-        which = min(ends, key=ends.get)
-        return ends[which], which
+        return min(zip(ends.values(), ends), default=(None, None))
 
     def _within(self, seconds: float) -> int:
         """The length at which dense attention takes so many seconds. Times grow about
@@ -782,9 +779,10 @@ class _Advisor:
         dense = options["exact"]
         until = "neither its time nor its memory is known"
         if ends:
-            limit = {"time": f"within {format_seconds(self.seconds)} a call"}
-            limit = limit.get(ends, "in memory")
-            about = "at most" if ends == "time" and dense.time == AT_LEAST else "about"
+            limit, about = "in memory", "about"
+            if ends == "time":
+                limit = f"within {format_seconds(self.seconds)} a call"
+                about = "at most" if dense.time == AT_LEAST else about
             until = (
                 f"dense attention stays {limit} up to {about} {rounded(end):,} tokens"
             )

@@ -24,7 +24,7 @@ from .checks import check_choice, parse_bytes, parse_count, parse_counts, parse_
 from .cost import PASSES, format_bytes
 from .estimate import SHAPE, estimate, longest
 from .measure import suites
-from .patterns import Pattern, from_dict
+from .patterns import from_dict
 from .presets import DEFAULTS, NAMED, named
 from .report import templates
 from .report.evidence import advised
@@ -215,8 +215,9 @@ VALUES = {
 
 
 def _add(command: argparse.ArgumentParser, option: str, text: str) -> None:
-    """Add an option: "--heads N", "--passes fwd|fwd+bwd", or a flag without a value.
-    Its help ends with its default unless the text says it.
+    """Add an option: "--heads N", "--group NAME..." (may be repeated), "--passes
+    fwd|fwd+bwd", or a flag without a value; or what stands without a name, as "BASE".
+    The help of an option ends with its default unless the text says it.
     """
     name, _, value = option.partition(" ")
     if not name.startswith("--"):
@@ -225,7 +226,7 @@ def _add(command: argparse.ArgumentParser, option: str, text: str) -> None:
     default = VALUES.get(name[2:].replace("-", "_"))
     how = {"default": default, "metavar": value, "type": reads(READ.get(value, str))}
     if "..." in value:
-        how = {"metavar": "NAME", "action": "append"}
+        how["action"] = "append"
     elif "|" in value:
         how = {"default": default, "choices": value.split("|")}
     elif not value:
@@ -313,17 +314,12 @@ JUDGE = {
 # the commands
 
 
-def _need(*packages: str) -> None:
-    """Raise UsageError unless these packages are installed."""
-    if lacking := [name for name in packages if find_spec(name) is None]:
+def _report(args) -> int | None:
+    """Measure what is missing and write reports/<profile>/."""
+    if lacking := [name for name in REPORT_PACKAGES if find_spec(name) is None]:
         raise UsageError(
             f"it needs {', '.join(lacking)}, not installed here; pip install -e './lib[report]'"
         )
-
-
-def _report(args) -> int | None:
-    """Measure what is missing and write reports/<profile>/."""
-    _need(*REPORT_PACKAGES)
     try:
         # matplotlib reads its settings as figures import it, before minutes of measuring.
         from ringlab.report import driver
@@ -383,13 +379,13 @@ def _profiles(args) -> None:
     for name, profile in hardware.profiles().items():
         runnable, why = profile.runnable(machine)
         here = profile.on(machine)
-        memory = here.memory_bytes and format_bytes(here.memory_bytes)
+        memory = format_bytes(here.memory_bytes) if here.memory_bytes else "-"
         lines.append(
             (
                 name + " *" * (name == hardware.match(machine)),
                 here.title,
                 hardware.sm(here.capability),
-                memory or "-",
+                memory,
                 dtype_name(here.default_dtype()),
                 f"{'yes' if runnable else 'no'}: {why}",
             )
@@ -410,10 +406,9 @@ def _measure(args) -> None:
             f"suite {args.suite!r} has no points for {target.profile.name!r} here: it is for a GPU"
         )
     known = [g.name for g in groups]
-    if unknown := [name for name in args.group or () if name not in known]:
-        raise ValueError(
-            f"unknown group {unknown[0]!r}; known here: {'; '.join(known)}"
-        )
+    for name in args.group or ():
+        if name not in known:
+            raise ValueError(f"unknown group {name!r}; known here: {'; '.join(known)}")
     groups = [g for g in groups if not args.group or g.name in args.group]
     measure.run(
         groups,
@@ -425,24 +420,23 @@ def _measure(args) -> None:
     print(os.path.relpath(target.data))
 
 
-def _pattern_of(args) -> Pattern | str:
-    """The pattern that the options name, or "auto"; ValueError for none."""
+def _resolve(args) -> None:
+    """Replace the profile and the pattern of the options by what they name ("auto" stays)
+    or raise ValueError.
+    """
+    args.profile = hardware.resolve(args.profile).on(hardware.detect())
     name = args.pattern
-    in_json = args.pattern.lstrip().startswith("{")
-    options = {
-        option: value
-        for option in DEFAULTS
-        if (value := getattr(args, option)) is not None
-    }
-    if options and (name == "auto" or in_json):
-        option = next(iter(options)).replace("_", "-")
+    given = {x: v for x in DEFAULTS if (v := getattr(args, x)) is not None}
+    if name != "auto" and not name.lstrip().startswith("{"):
+        args.pattern = named(name, args.seq_len, args.heads, **given)
+        return
+    if given:
+        option = next(iter(given)).replace("_", "-")
         raise ValueError(f"--{option} needs a --pattern by name: {', '.join(NAMED)}")
-    if not in_json:
-        if name == "auto":
-            return name
-        return named(name, args.seq_len, args.heads, **options)
+    if name == "auto":
+        return
     try:
-        return from_dict(json.loads(name))
+        args.pattern = from_dict(json.loads(name))
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"--pattern {name} is no pattern's to_dict(): {error}"
@@ -458,9 +452,8 @@ def _estimate(args) -> None:
     """What a call would need; with --memory, or without --seq-len, the longest sequence
     that fits.
     """
-    args.profile = hardware.resolve(args.profile).on(hardware.detect())
+    _resolve(args)
     args.dtype = args.dtype or args.profile.default_dtype()
-    args.pattern = _pattern_of(args)
     if args.ranks == 1 and (args.scheme, args.layout) != ("auto", "contiguous"):
         raise ValueError("--scheme and --layout are for several ranks: give --ranks N")
     fields = "pattern", "profile", "scheme", "layout", "backend", "dtype"
@@ -485,16 +478,11 @@ def _estimate(args) -> None:
 
 def _advise(args) -> None:
     """Say what to run for a length, on what evidence, with code (torch alone)."""
-    profile = hardware.resolve(args.profile).on(hardware.detect())
+    _resolve(args)
     if args.seq_len is None:
         raise ValueError("advise needs --seq-len")
-    advice = advised(
-        profile,
-        args.seq_len,
-        pattern=_pattern_of(args),
-        memory_bytes=args.memory,
-        **_options(args, *SHAPE, "layers", "dtype", "need", "seconds"),
-    )
+    fields = "profile", "seq_len", "pattern", "layers", "dtype", "need", "seconds"
+    advice = advised(memory_bytes=args.memory, **_options(args, *SHAPE, *fields))
     print(getattr(advice, args.show)() if args.show else advice)
 
 
