@@ -46,7 +46,13 @@ SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its bac
 START, STEPS = 65536, 4  # of the search for a length that takes so long
 ROOM = 0.5  # of the memory: checkpointing leaves more where layers would take it
 NEEDS = ("exact", "far", "local")
-TIMES = MEASURED, ABOUT, AT_LEAST = "measured", "about", "at least"  # surest first
+MEASURED, ABOUT, AT_LEAST = "measured", "about", "at least"
+# The sign of a time and what it rests on, the surest first.
+TIMES = {
+    MEASURED: ("", "measured"),
+    ABOUT: ("about ", "measured rate"),
+    AT_LEAST: ("≥ ", "computed"),
+}
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,9 @@ class Decision:
     value: object
     why: str
 
-    @property
-    def shown(self) -> str:
-        if isinstance(self.value, torch.dtype):
-            return dtype_name(self.value)
-        if isinstance(self.value, bool):
-            return "yes" if self.value else "no"
-        return str(self.value)
+    def __str__(self) -> str:
+        shown = {True: "yes", False: "no"}.get(self.value, self.value)
+        return f"{self.name} {dtype_name(shown)}"
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,24 @@ class Option:
 
     def in_words(self, seconds: float) -> str:
         """A time that is as sure as its own."""
-        sign = {MEASURED: "", ABOUT: "about ", AT_LEAST: "≥ "}[self.time]
+        sign, _ = TIMES[self.time]
         return sign + format_seconds(seconds) if seconds else "not known"
 
     @property
     def evidence(self) -> str:
         """What the time rests on, and what is known of learning."""
-        kind = {MEASURED: "measured", ABOUT: "measured rate", AT_LEAST: "computed"}
-        return "; ".join(filter(None, [kind[self.time], self.trained]))
+        return "; ".join(filter(None, [TIMES[self.time][1], self.trained]))
+
+
+def least_sure(*times: str) -> str:
+    """Return the one of ``TIMES`` that says least."""
+    return max(times, key=list(TIMES).index)
+
+
+def of_layers(layers: int, dense_every: int, dense, other):
+    """Return the sum over layers, of which one in ``dense_every`` (0: none) is dense."""
+    count = -(-layers // dense_every) if dense_every else 0
+    return count * dense + (layers - count) * other
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -240,15 +252,15 @@ class Advice:
     def takes(self) -> str:
         """One line on its time: of a layer, and of all."""
         x = self.advised
-        layers = self.layers
-        if layers == 1 or not x.seconds:
+        if self.layers == 1 or not x.seconds:
             return x.takes
-        total = layers * x.seconds
-        if x.dense_every:
-            each = {x.need: x.seconds for x in self.options}
-            dense = -(-layers // x.dense_every)
-            total = dense * each["exact"] + (layers - dense) * each["local"]
-        return f"{x.takes} a layer, {x.in_words(total)} in all {layers:,} layers"
+        each = {x.need: x.seconds for x in self.options}
+        other = each["local"] if x.dense_every else x.seconds
+        total = of_layers(self.layers, x.dense_every, each["exact"], other)
+        return f"{x.takes} a layer, {x.in_words(total)} in all {self.layers:,} layers"
+
+    def __str__(self) -> str:
+        return f"{self.text()}\n\n{self.code()}"
 
     def text(self) -> str:
         """For a terminal: what to use, whether it fits and how it runs, a line each, then
@@ -258,7 +270,7 @@ class Advice:
         if self.cache_bytes is not None:
             caches = "a cache" if self.layers == 1 else f"{self.layers} layers' caches"
             memory += f"; {caches} for generation: {format_bytes(self.cache_bytes)}"
-        settings = ", ".join(f"{x.name} {x.shown}" for x in self.choices.values())
+        settings = ", ".join(map(str, self.choices.values()))
         lines = [
             self.title,
             "",
@@ -301,7 +313,7 @@ class Advice:
         pattern = self.advised.pattern
         dense_every = self.advised.dense_every
         comments = [self.title, f"{self.advised.name}: {self.why}"]
-        comments += [f"{x.name} {x.shown}: {x.why}" for x in self.choices.values()]
+        comments += [f"{x}: {x.why}" for x in self.choices.values()]
         comments += [f"memory: {self.memory}"]
         about = "\n".join(
             f"# {x}"
@@ -509,17 +521,12 @@ class Candidate:
     across: tuple[Decision, ...] = ()  # scheme and layout
 
     @cached_property
-    def sent(self) -> dict[tuple[int, int], int]:
-        """Bytes of a call by (from rank, to rank)."""
-        return self.call.sent()
-
-    @cached_property
     def bounded(self) -> Estimate:
         """The work and its lower bounds alone: nothing is run, and memory is not known."""
         c = self.call
         work = c.cost()
         rates = rates_of(c, work)
-        return Estimate(work, c.ranks, None, {}, 0, self.sent).bounded(rates)
+        return Estimate(work, c.ranks, None, {}, 0, c.sent()).bounded(rates)
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -567,17 +574,18 @@ class _Advisor:
         if advised.dense_every and advised.peak_bytes != options["local"].peak_bytes:
             placed = self.place(Dense())  # its dense layers need most
         kept = self._checkpointing(placed)
-        choices = (
-            self.dtype,
-            self._kernel(advised.pattern),
-            *placed.across,
-            kept,
-        )
+        choices = (self.dtype, self._kernel(advised.pattern), *placed.across, kept)
         memory = {}
         if self.estimates:
             memory["need_bytes"] = need = self._need(placed.estimate, kept.value)
             if c.causal:
-                memory["cache_bytes"] = self._cache(advised)
+                cached = (
+                    self.place(each).estimate.cache_bytes
+                    for each in (Dense(), advised.pattern)
+                )
+                memory["cache_bytes"] = of_layers(
+                    self.layers, advised.dense_every, *cached
+                )
             if self.budget is not None and need > self.budget:
                 memory["longest"] = self._longest(placed)
         return Advice(
@@ -601,14 +609,11 @@ class _Advisor:
             choice = call.kernel_choice()
         except NotImplementedError as error:
             return Decision("kernel", "auto", str(error))
-        own = (
-            "of torch's own kernels"
-            if choice.name in kernels.SDPA
-            else "this library's own kernel"
-        )
-        why = [own]
+        why = ["this library's own kernel"]
+        if choice.name in kernels.SDPA:
+            why = ["of torch's own kernels"]
         if choice.rule is not None:
-            why = [f"{own}: {choice.rule}"]
+            why[0] += f": {choice.rule}"
             back = call.kernel_choice(for_gradients=True)
             if call.backward and back.rule != choice.rule:
                 why.append(f"backward {back.name}: {back.rule}")
@@ -623,50 +628,47 @@ class _Advisor:
     def _options(self, pattern: str | Pattern) -> dict[str, Option]:
         """The options by need; with a pattern that was asked for, that one first."""
         window = local(self.call.seq_len, self.call.causal)
-        dense = self._option("exact", "dense attention", Dense(), "dense")
-        near = self._option("local", f"windows of {WINDOW:,}", window, "local")
-        options = {}
+        dense = self._option("exact", "dense attention", Dense())
+        near = self._option("local", f"windows of {WINDOW:,}", window)
+        options = [dense]
         if isinstance(pattern, Pattern):
-            kind = "dense" if isinstance(pattern, Dense) else ""
-            options["asked"] = self._option("asked", str(pattern), pattern, kind)
-        options["exact"] = dense
+            options = [self._option("asked", str(pattern), pattern), dense]
         if near.share < 1:
-            options |= {"far": self._far(dense, near), "local": near}
-        return options
+            options += [self._far(dense, near), near]
+        return {x.need: x for x in options}
 
-    def _option(self, need: str, name: str, pattern: Pattern, kind: str) -> Option:
+    def _option(self, need: str, name: str, pattern: Pattern) -> Option:
         c = self.call
         n = c.seq_len
         placed = self.place(pattern)
-        every = c.batch * c.heads * (n * (n + 1) // 2 if c.causal else n * n)
+        dense = self.place(Dense())
         far = far_queries(pattern, n, c.heads, c.kv_heads, c.causal)
         seconds, time = self._time(placed)
-        if self._checkpointing(placed).value:
+        kept = self._checkpointing(placed).value
+        if kept:
             forward = Candidate(replace(placed.call, passes="fwd"))
             again, other = self._time(forward)
             seconds += again
-            time = max(time, other, key=TIMES.index)
+            time = least_sure(time, other)
         return Option(
             need,
             name,
             pattern,
-            placed.bounded.cost.distinct_pairs / every,
+            placed.bounded.cost.distinct_pairs / dense.bounded.cost.distinct_pairs,
             far / n,
             seconds,
             time,
-            self._least(placed) if self.estimates else None,
-            sum(placed.sent.values()),
-            trained=self.trained.get(kind, ""),
+            self._need(placed.estimate, kept) if self.estimates else None,
+            sum(placed.bounded.sent.values()),
+            trained=self.trained.get("dense" if placed is dense else need, ""),
         )
 
     def _far(self, dense: Option, near: Option) -> Option:
         """Windows with a dense layer of so many: the average of a layer."""
-        peaks = near.peak_bytes, dense.peak_bytes
 
         def mean(name: str) -> float:
-            one = getattr(dense, name)
-            others = getattr(near, name)
-            return (one + (DENSE_LAYER - 1) * others) / DENSE_LAYER
+            each = getattr(dense, name), getattr(near, name)
+            return of_layers(DENSE_LAYER, DENSE_LAYER, *each) / DENSE_LAYER
 
         return replace(
             near,
@@ -675,8 +677,8 @@ class _Advisor:
             share=mean("share"),
             reach=dense.reach,
             seconds=mean("seconds"),
-            time=max(dense.time, near.time, key=TIMES.index),
-            peak_bytes=None if None in peaks else max(peaks),
+            time=least_sure(dense.time, near.time),
+            peak_bytes=near.peak_bytes and max(near.peak_bytes, dense.peak_bytes),
             sent_bytes=int(mean("sent_bytes")),
             dense_every=DENSE_LAYER,
             trained=self.trained.get("far", ""),
@@ -753,10 +755,7 @@ class _Advisor:
             # To know it exactly takes long, and pays only where it may be the end.
             if about < 1.2 * ends.get("time", math.inf):
                 ends["memory"] = self._longest(self.place(Dense())) or 0
-        if not ends:
-            return None, None
-        which = min(ends, key=ends.get)
-        return ends[which], which
+        return min(zip(ends.values(), ends), default=(None, None))
 
     def _within(self, seconds: float) -> int:
         """The length at which dense attention takes so many seconds. Times grow about
@@ -764,9 +763,8 @@ class _Advisor:
         """
         n = START
         for _ in range(STEPS):
-            call = replace(self.call, seq_len=n, ranks=min(self.call.ranks, n))
-            other = replace(self, call=call)
-            takes, _ = other._time(other.place(Dense()))
+            ranks = min(self.call.ranks, n)
+            takes, _ = self._time(self.place(Dense(), seq_len=n, ranks=ranks))
             n = min(max(int(n * math.sqrt(seconds / takes)), 1), LARGEST)
         return n
 
@@ -781,9 +779,10 @@ class _Advisor:
         dense = options["exact"]
         until = "neither its time nor its memory is known"
         if ends:
-            limit = {"time": f"within {format_seconds(self.seconds)} a call"}
-            limit = limit.get(ends, "in memory")
-            about = "at most" if ends == "time" and dense.time == AT_LEAST else "about"
+            limit, about = "in memory", "about"
+            if ends == "time":
+                limit = f"within {format_seconds(self.seconds)} a call"
+                about = "at most" if dense.time == AT_LEAST else about
             until = (
                 f"dense attention stays {limit} up to {about} {rounded(end):,} tokens"
             )
@@ -817,15 +816,12 @@ class _Advisor:
         saved = ("q",) if checkpointing else SAVED
         return estimated.peak_bytes + others * sum(map(estimated.parts.get, saved))
 
-    def _least(self, placed: Candidate) -> int:
-        """Bytes of the rank that needs most, with checkpointing if that is chosen."""
-        return self._need(placed.estimate, self._checkpointing(placed).value)
-
-    def _place(self, pattern: Pattern) -> Candidate:
-        """The pattern with a layout and the scheme that sends the fewest bytes of those
-        that fit, as ``ring.bytes_by_scheme`` orders them.
+    def _place(self, pattern: Pattern, **shape: int) -> Candidate:
+        """The pattern, in this call or one of another ``shape``, with a layout and the
+        scheme that sends the fewest bytes of those that fit, as ``ring.bytes_by_scheme``
+        orders them.
         """
-        c = replace(self.call, pattern=pattern)
+        c = replace(self.call, pattern=pattern, **shape)
         if c.ranks == 1:
             return Candidate(c)
         for name in ("contiguous", "zigzag"):
@@ -837,7 +833,7 @@ class _Advisor:
                 break
         placed = {scheme: Candidate(replace(call, scheme=scheme)) for scheme in total}
         # An estimate takes long.
-        if self.estimates and self.budget is not None and len(total) > 1:
+        if self.estimates and self.budget is not None:
             fitting = (
                 scheme
                 for scheme in total
@@ -888,23 +884,15 @@ class _Advisor:
         """The longest sequence that fits with this pattern, scheme and layout, and
         checkpointing; None for none.
         """
+
+        def least(call: CallSpec) -> int:
+            estimated = estimate_call(call)
+            return min(self._need(estimated, kept) for kept in (False, True))
+
         try:
-            return longest_call(placed.call, self.budget, self._least_of)
+            return longest_call(placed.call, self.budget, least)
         except ValueError:
             return None
-
-    def _least_of(self, call: CallSpec) -> int:
-        estimated = estimate_call(call)
-        return min(self._need(estimated, kept) for kept in (False, True))
-
-    def _cache(self, advised: Option) -> int:
-        """Bytes of the caches of all layers, on the rank with most."""
-        each = self.place(advised.pattern).estimate.cache_bytes
-        if not advised.dense_every:
-            return self.layers * each
-        dense = -(-self.layers // advised.dense_every)
-        whole = self.place(Dense()).estimate.cache_bytes
-        return dense * whole + (self.layers - dense) * each
 
 
 def rounded(n: int) -> int:

@@ -11,7 +11,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +18,13 @@ from pathlib import Path
 import torch
 
 from . import __version__, hardware, measure
-from .advise import NEEDS, SECONDS, columns, dtype_name
+from .advise import NEEDS, advise, columns, dtype_name
+from .call import CallSpec
 from .checks import check_choice, parse_bytes, parse_count, parse_counts, parse_dtype
 from .cost import PASSES, format_bytes
 from .estimate import SHAPE, estimate, longest
 from .measure import suites
-from .patterns import Pattern, from_dict
+from .patterns import from_dict
 from .presets import DEFAULTS, NAMED, named
 from .report import templates
 from .report.evidence import advised
@@ -38,12 +38,6 @@ from .report.places import (
 )
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
-# What an impossible call raises.
-CALL = (
-    ValueError,
-    NotImplementedError,
-    torch.OutOfMemoryError,
-)
 # Exit codes: done; a notebook or worker failed; asked for what cannot be.
 OK, FAILED, REFUSED = 0, 1, 2
 # What pyproject.toml's [report] installs, asked for before minutes are spent on
@@ -148,23 +142,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ringlab {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
-    for run, options, refuses in (
-        (_report, REPORT, ()),
-        (_measure, MEASURE, (ValueError,)),
-        (_compare, COMPARE, ()),
-        (_check, CHECK, ()),
-        (_estimate, ESTIMATE, (*CALL, TypeError)),
-        (_advise, ADVISE, CALL),
-        (_judge, JUDGE, ()),
-        (_profiles, {}, ()),
-    ):
+    for run, options in {
+        _report: REPORT,
+        _measure: MEASURE,
+        _compare: COMPARE,
+        _check: CHECK,
+        _estimate: ESTIMATE,
+        _advise: ADVISE,
+        _judge: JUDGE,
+        _profiles: {},
+    }.items():
         about = run.__doc__
         one = commands.add_parser(
             run.__name__.strip("_"), help=about, description=about
         )
-        one.set_defaults(run=run, refuses=refuses, parser=one)
-        for name, how in options.items():
-            one.add_argument(name, **how)
+        one.set_defaults(run=run, refuses=REFUSES.get(run, ()), parser=one)
+        for option, text in options.items():
+            _add(one, option, text)
+    commands.choices["estimate"].set_defaults(pattern="dilated")
     return parser
 
 
@@ -194,130 +189,124 @@ def folder(text: str) -> Path:
 
 
 # --------------------------------------------------------------------------------------
-# the options of each command, as argparse takes them
+# the options of each command
 
 
-def _option(text: str, default=None, **how) -> dict:
-    """An option, whose help ends with its default unless the text says it."""
-    shown = "" if "(default: " in text else f" (default: {default})"
-    return {"help": text + shown, "default": default, **how}
-
-
-def _flag(text: str) -> dict:
-    return {"help": f"{text} (default: no)", "action": "store_true"}
-
-
-_name = partial(_option, metavar="NAME")
-_number = partial(_option, metavar="X", type=float)
-_count = partial(_option, metavar="N", type=reads(parse_count))
-_counts = partial(_option, metavar="N", type=reads(parse_counts))
-_directory = partial(_option, metavar="DIR", type=reads(folder))
-
-PROFILE = {"--profile": _name("auto: this machine", "auto")}
-REPORTS = {
-    "--reports": _directory("where profiles lie (default: reports/ of the checkout)")
+# How a value is read, by what stands for it behind the name of an option.
+READ = {
+    "N": parse_count,
+    "N,N": parse_counts,
+    "X": float,
+    "SIZE": parse_bytes,
+    "DTYPE": parse_dtype,
+    "DIR": folder,
 }
+# Options of a call and of advice have the defaults of the code.
+VALUES = {
+    **advise.__kwdefaults__,
+    "scheme": CallSpec.scheme,
+    "layout": CallSpec.layout,
+    "backend": CallSpec.backend,
+    "profile": "auto",
+    "suite": "all",
+    "against": "auto",
+    "tolerance": 0.10,
+}
+
+
+def _add(command: argparse.ArgumentParser, option: str, text: str) -> None:
+    """Add an option: "--heads N", "--group NAME..." (may be repeated), "--passes
+    fwd|fwd+bwd", or a flag without a value; or what stands without a name, as "BASE".
+    The help of an option ends with its default unless the text says it.
+    """
+    name, _, value = option.partition(" ")
+    if not name.startswith("--"):
+        command.add_argument(name, help=text, nargs=value or None)
+        return
+    default = VALUES.get(name[2:].replace("-", "_"))
+    how = {"default": default, "metavar": value, "type": reads(READ.get(value, str))}
+    if "..." in value:
+        how["action"] = "append"
+    elif "|" in value:
+        how = {"default": default, "choices": value.split("|")}
+    elif not value:
+        how = {"action": "store_true"}
+    if "(default: " not in text:
+        text += f" (default: {'%(default)s' if value else 'no'})"
+    command.add_argument(name, help=text, **how)
+
+
+PROFILE = {"--profile NAME": "auto: this machine"}
+REPORTS = {"--reports DIR": "where profiles lie (default: reports/ of the checkout)"}
 REPORT = {
     **PROFILE,
     **REPORTS,
-    "--strict": _flag("refuse all but real measurements, exit 2"),
-    "--force": _flag("run and render the notebooks even if nothing changed"),
-    "--remeasure": _flag("measure again what is there already"),
+    "--strict": "refuse all but real measurements, exit 2",
+    "--force": "run and render the notebooks even if nothing changed",
+    "--remeasure": "measure again what is there already",
 }
 MEASURE = {
     **PROFILE,
-    "--suite": _name("the points of which pages", "all"),
-    "--group": _name(
-        "only this group of points; may be repeated (default: all)", action="append"
-    ),
-    "--minutes": _number(
-        "begin no group after so long; a rerun goes on (default: none)"
-    ),
-    "--data": _directory("where rows go (default: reports/<profile>/data)"),
-    "--force": _flag("measure again what is there already"),
+    "--suite NAME": "the points of which pages",
+    "--group NAME...": "only this group of points; may be repeated (default: all)",
+    "--minutes X": "begin no group after so long; a rerun goes on (default: none)",
+    "--data DIR": "where rows go (default: reports/<profile>/data)",
+    "--force": "measure again what is there already",
 }
 COMPARISON = {
     **REPORTS,
-    "--markdown": _flag("tables as Markdown"),
-    "--all": _flag("every row, not only the largest differences"),
+    "--markdown": "tables as Markdown",
+    "--all": "every row, not only the largest differences",
 }
 ROWS = "a profile with rows, a folder with samples.jsonl, such a file, or REVISION:PROFILE, as committed"
-COMPARE = {
-    "A": {"help": ROWS},
-    "B": {"help": "the same; ratios are A over B"},
-    **COMPARISON,
-}
+COMPARE = {"A": ROWS, "B": "the same; ratios are A over B", **COMPARISON}
 CHECK = {
-    "BASE": {"help": ROWS},
-    "--against": _name("rows to check; auto: this machine's", "auto"),
-    "--tolerance": _number("allowed slowdown", 0.10),
+    "BASE": ROWS,
+    "--against NAME": "rows to check; auto: this machine's",
+    "--tolerance X": "allowed slowdown",
     **COMPARISON,
 }
-PATTERN = f"{', '.join(NAMED)}, or a pattern's to_dict() as JSON"
 # Of one call of attention.
 CALL_OPTIONS = {
-    "--segment-lengths": _counts("of dilated, as 2K,4K (default: 2048,4096)"),
-    "--dilation-rates": _counts("of dilated (default: 1,2)"),
-    "--block-size": _count("of window, local_global, bigbird (default: 128)"),
-    "--before": _count("blocks of their window, either way (default: 2)"),
-    "--count": _count("global blocks of local_global, bigbird (default: 2)"),
-    "--random": _count("random blocks of bigbird (default: 3)"),
-    "--seq-len": _count("tokens of the whole sequence, as 131072, 128K, 1M or 1e6"),
-    "--batch": _count("sequences at a time", 1),
-    "--heads": _count("query heads", 8),
-    "--kv-heads": _count("K/V heads (default: as many as heads)"),
-    "--head-dim": _count("size of a head", 64),
-    "--dtype": _name(
-        "float32 or fp32, bfloat16 or bf16, float16 or fp16, float64 or fp64 (default: the profile's policy)",
-        type=reads(parse_dtype),
-    ),
-    "--causal": _flag("hide what comes after"),
-    "--passes": _option("forward, or a training step", "fwd", choices=PASSES),
-    "--ranks": _count("GPUs or processes that share it", 1),
-    "--memory": _option(
-        "of a rank, as 8GiB (default: the profile's)",
-        metavar="SIZE",
-        type=reads(parse_bytes),
-    ),
+    **PROFILE,
+    "--pattern NAME": f"{', '.join(NAMED)}, or a pattern's to_dict() as JSON",
+    "--segment-lengths N,N": "of dilated, as 2K,4K (default: 2048,4096)",
+    "--dilation-rates N,N": "of dilated (default: 1,2)",
+    "--block-size N": "of window, local_global, bigbird (default: 128)",
+    "--before N": "blocks of their window, either way (default: 2)",
+    "--count N": "global blocks of local_global, bigbird (default: 2)",
+    "--random N": "random blocks of bigbird (default: 3)",
+    "--seq-len N": "tokens of the whole sequence, as 131072, 128K, 1M or 1e6",
+    "--batch N": "sequences at a time",
+    "--heads N": "query heads",
+    "--kv-heads N": "K/V heads (default: as many as heads)",
+    "--head-dim N": "size of a head",
+    "--dtype DTYPE": "float32 or fp32, bfloat16 or bf16, float16 or fp16, float64 or fp64 "
+    "(default: the profile's policy)",
+    "--causal": "hide what comes after",
+    f"--passes {'|'.join(PASSES)}": "forward, or a training step",
+    "--ranks N": "GPUs or processes that share it",
+    "--memory SIZE": "of a rank, as 8GiB (default: the profile's)",
 }
 ESTIMATE = {
-    **PROFILE,
-    "--pattern": _name(PATTERN, "dilated"),
     **CALL_OPTIONS,
-    "--scheme": _name("plan, ring, all_gather, ulysses", "auto"),
-    "--layout": _name("contiguous, zigzag, striped", "contiguous"),
-    "--backend": _name("a kernel's name", "auto"),
+    "--scheme NAME": "plan, ring, all_gather, ulysses",
+    "--layout NAME": "contiguous, zigzag, striped",
+    "--backend NAME": "a kernel's name",
 }
 ADVISE = {
-    **PROFILE,
-    "--pattern": _name(PATTERN, "auto"),
     **CALL_OPTIONS,
-    "--layers": _count("layers that keep their tensors from forward to backward", 1),
-    "--need": _option(
-        "beyond dense attention: every key, keys from far away, or neighbours",
-        "far",
-        choices=NEEDS,
-    ),
-    "--seconds": _number("up to which dense attention is advised, a call", SECONDS),
-    "--show": _option(
-        "what to print (default: text and code)", choices=("text", "code")
-    ),
+    "--layers N": "layers that keep their tensors from forward to backward",
+    f"--need {'|'.join(NEEDS)}": "beyond dense attention: every key, keys from far away, or neighbours",
+    "--seconds X": "up to which dense attention is advised, a call",
+    "--show text|code": "what to print (default: text and code)",
 }
 JUDGE = {
-    "NAME": {
-        "nargs": "*",
-        "help": "the beginning of an implementation's name (default: all of them)",
-    },
-    "--adapter": _name(
-        "a Python file with ADAPTERS of your own (default: ours)", metavar="FILE"
-    ),
-    "--statement": _name(
-        "only this statement; may be repeated (default: all)", action="append"
-    ),
-    "--again": _flag("ask again what is answered already"),
-    "--data": _directory(
-        "where rows go (default: reports/judge/data; of single statements nowhere)"
-    ),
+    "NAME *": "the beginning of an implementation's name (default: all of them)",
+    "--adapter FILE": "a Python file with ADAPTERS of your own (default: ours)",
+    "--statement NAME...": "only this statement; may be repeated (default: all)",
+    "--again": "ask again what is answered already",
+    "--data DIR": "where rows go (default: reports/judge/data; of single statements nowhere)",
 }
 
 
@@ -325,17 +314,12 @@ JUDGE = {
 # the commands
 
 
-def _need(*packages: str) -> None:
-    """Raise UsageError unless these packages are installed."""
-    if lacking := [name for name in packages if find_spec(name) is None]:
+def _report(args) -> int | None:
+    """Measure what is missing and write reports/<profile>/."""
+    if lacking := [name for name in REPORT_PACKAGES if find_spec(name) is None]:
         raise UsageError(
             f"it needs {', '.join(lacking)}, not installed here; pip install -e './lib[report]'"
         )
-
-
-def _report(args) -> int | None:
-    """Measure what is missing and write reports/<profile>/."""
-    _need(*REPORT_PACKAGES)
     try:
         # matplotlib reads its settings as figures import it, before minutes of measuring.
         from ringlab.report import driver
@@ -351,10 +335,8 @@ def _report(args) -> int | None:
     try:
         written = driver.run(
             args.profile,
-            strict=args.strict,
             reports=reports,
-            force=args.force,
-            remeasure=args.remeasure,
+            **_options(args, "strict", "force", "remeasure"),
         )
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(told(*stop.args or [STOPPED])) from None
@@ -366,8 +348,7 @@ def _compare(args) -> None:
     """Set two runs side by side: ratios with intervals."""
     from .report import compare
 
-    reports = args.reports or reports_folder()
-    sides = (compare.read_side(name, reports) for name in (args.A, args.B))
+    sides = (compare.read_side(name, args.reports) for name in (args.A, args.B))
     parts = compare.sections(compare.compare(*sides), args.all)
     print(compare.text(parts, args.markdown))
 
@@ -379,11 +360,10 @@ def _check(args) -> int:
         raise UsageError(f"'{tolerance:g}' is no part: 0.10 is 10 %")
     from .report import compare
 
-    reports = args.reports or reports_folder()
     first = args.against
     if first == "auto":
         first = hardware.match(hardware.detect())
-    sides = (compare.read_side(name, reports) for name in (first, args.BASE))
+    sides = (compare.read_side(name, args.reports) for name in (first, args.BASE))
     comparison, failures = compare.check(*sides, tolerance)
     parts = [compare.worse(comparison, failures, tolerance)]
     if args.all:
@@ -399,13 +379,13 @@ def _profiles(args) -> None:
     for name, profile in hardware.profiles().items():
         runnable, why = profile.runnable(machine)
         here = profile.on(machine)
-        memory = here.memory_bytes and format_bytes(here.memory_bytes)
+        memory = format_bytes(here.memory_bytes) if here.memory_bytes else "-"
         lines.append(
             (
                 name + " *" * (name == hardware.match(machine)),
                 here.title,
                 hardware.sm(here.capability),
-                memory or "-",
+                memory,
                 dtype_name(here.default_dtype()),
                 f"{'yes' if runnable else 'no'}: {why}",
             )
@@ -426,108 +406,84 @@ def _measure(args) -> None:
             f"suite {args.suite!r} has no points for {target.profile.name!r} here: it is for a GPU"
         )
     known = [g.name for g in groups]
-    if unknown := [name for name in args.group or () if name not in known]:
-        raise ValueError(
-            f"unknown group {unknown[0]!r}; known here: {'; '.join(known)}"
-        )
+    for name in args.group or ():
+        if name not in known:
+            raise ValueError(f"unknown group {name!r}; known here: {'; '.join(known)}")
     groups = [g for g in groups if not args.group or g.name in args.group]
     measure.run(
         groups,
         target.data,
         profile=target.profile,
-        force=args.force,
-        minutes=args.minutes,
         progress=True,
+        **_options(args, "force", "minutes"),
     )
     print(os.path.relpath(target.data))
 
 
-def _pattern_of(args) -> Pattern | str:
-    """The pattern that the options name, or "auto"; ValueError for none."""
+def _resolve(args) -> None:
+    """Replace the profile and the pattern of the options by what they name ("auto" stays)
+    or raise ValueError.
+    """
+    args.profile = hardware.resolve(args.profile).on(hardware.detect())
     name = args.pattern
-    in_json = args.pattern.lstrip().startswith("{")
-    options = {
-        option: value
-        for option in DEFAULTS
-        if (value := getattr(args, option)) is not None
-    }
-    if options and (name == "auto" or in_json):
-        option = next(iter(options)).replace("_", "-")
+    given = {x: v for x in DEFAULTS if (v := getattr(args, x)) is not None}
+    if name != "auto" and not name.lstrip().startswith("{"):
+        args.pattern = named(name, args.seq_len, args.heads, **given)
+        return
+    if given:
+        option = next(iter(given)).replace("_", "-")
         raise ValueError(f"--{option} needs a --pattern by name: {', '.join(NAMED)}")
-    if not in_json:
-        if name == "auto":
-            return name
-        return named(name, args.seq_len, args.heads, **options)
+    if name == "auto":
+        return
     try:
-        return from_dict(json.loads(name))
+        args.pattern = from_dict(json.loads(name))
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"--pattern {name} is no pattern's to_dict(): {error}"
         ) from None
 
 
-def _options(args, *more: str) -> dict:
-    """The options of a call that ``estimate`` and ``advise`` share, and ``more``."""
-    return {name: getattr(args, name) for name in (*SHAPE, *more)}
+def _options(args, *names: str) -> dict:
+    """Return options by name, as keyword arguments of another function."""
+    return {name: getattr(args, name) for name in names}
 
 
 def _estimate(args) -> None:
     """What a call would need; with --memory, or without --seq-len, the longest sequence
     that fits.
     """
-    profile = hardware.resolve(args.profile).on(hardware.detect())
-    args.dtype = args.dtype or profile.default_dtype()
-    pattern = _pattern_of(args)
+    _resolve(args)
+    args.dtype = args.dtype or args.profile.default_dtype()
     if args.ranks == 1 and (args.scheme, args.layout) != ("auto", "contiguous"):
         raise ValueError("--scheme and --layout are for several ranks: give --ranks N")
-    call = _options(args, "scheme", "layout", "backend", "dtype")
-    call["profile"] = profile
-    estimated = (
-        None
-        if args.seq_len is None
-        else estimate(pattern, seq_len=args.seq_len, **call)
-    )
-    budget = profile.memory_bytes if args.memory is None else args.memory
-    most = None
+    fields = "pattern", "profile", "scheme", "layout", "backend", "dtype"
+    call = _options(args, *SHAPE, *fields)
+    estimated = most = None
+    if args.seq_len is not None:
+        estimated = estimate(seq_len=args.seq_len, **call)
+    budget = args.profile.memory_bytes if args.memory is None else args.memory
     if estimated is None or args.memory is not None:  # it takes many runs without data
         if budget is None:
             raise ValueError(
-                f"profile {profile.name!r} states no memory; give --memory"
+                f"profile {args.profile.name!r} states no memory; give --memory"
             )
         try:
-            most = longest(pattern, budget, **call)
+            most = longest(memory_bytes=budget, **call)
         except ValueError:  # an estimate says itself that it does not fit
             if estimated is None or budget < 1:
                 raise
-    print(
-        f"{pattern}, {dtype_name(args.dtype)}{', causal' if args.causal else ''}, {args.passes}, on {profile.title}"
-    )
-    if estimated:
-        about = {"e": estimated, "seq_len": args.seq_len, "budget": budget}
-        print(*templates.lines_of("estimate", **about), sep="\n")
-    if most:
-        print(
-            f"longest    {most:,} tokens in {format_bytes(budget)} a rank, of attention alone"
-        )
+    about = vars(args) | {"e": estimated, "budget": budget, "most": most}
+    print(*templates.lines_of("estimate", **about), sep="\n")
 
 
 def _advise(args) -> None:
     """Say what to run for a length, on what evidence, with code (torch alone)."""
-    profile = hardware.resolve(args.profile).on(hardware.detect())
+    _resolve(args)
     if args.seq_len is None:
         raise ValueError("advise needs --seq-len")
-    advice = advised(
-        profile,
-        args.seq_len,
-        pattern=_pattern_of(args),
-        memory_bytes=args.memory,
-        **_options(args, "layers", "dtype", "need", "seconds"),
-    )
-    print(
-        getattr(advice, args.show)()
-        if args.show
-        else f"{advice.text()}\n\n{advice.code()}"
-    )
+    fields = "profile", "seq_len", "pattern", "layers", "dtype", "need", "seconds"
+    advice = advised(memory_bytes=args.memory, **_options(args, *SHAPE, *fields))
+    print(getattr(advice, args.show)() if args.show else advice)
 
 
 def _judge(args) -> int:
@@ -535,3 +491,8 @@ def _judge(args) -> int:
     sys.path.insert(0, str(home() / "notebooks" / "judge"))
     ask = import_module("judge").ask
     return ask(args.NAME, args.adapter, args.statement, args.again, args.data)
+
+
+# What a command raises where an impossible call is asked for.
+CALL = ValueError, TypeError, NotImplementedError, torch.OutOfMemoryError
+REFUSES = {_measure: (ValueError,), _estimate: CALL, _advise: CALL}

@@ -26,7 +26,7 @@ from ..measure.stats import Ratio
 from ..measure.store import NAME
 from ..measure.validity import status, threads, why_not_quotable
 from .noise import Noise, noise_between
-from .places import UsageError, note
+from .places import UsageError, note, reports_folder
 from .rows import label
 from .study import Study, study_of
 from .tables import Table, cell, interval, number, size
@@ -78,13 +78,15 @@ def alike(first: Side, second: Side, name: str) -> bool:
     return first.values(name) == second.values(name)
 
 
-def read_side(text: str, reports: Path) -> Side:
+def read_side(text: str, reports: Path | None = None) -> Side:
     """The rows that ``text`` names, of their newest machine, device and engine.
 
-    ``text`` is a profile of ``reports``, a folder with samples.jsonl, such a file by
-    any name, or REVISION:PROFILE, the rows as they were committed. Raises UsageError,
-    one line, where there are none or another version wrote them.
+    ``text`` is a profile of ``reports`` (None: those of the checkout), a folder with
+    samples.jsonl, such a file by any name, or REVISION:PROFILE, the rows as they were
+    committed. Raises UsageError, one line, where there are none or another version
+    wrote them.
     """
+    reports = reports or reports_folder()
     data = _committed(text, reports) if ":" in text else _in_files(text, reports)
     schemas = set(map(int, re.findall(rb'"schema": (\d+)', data)))
     if other := sorted(schemas - {measure.SCHEMA}):

@@ -84,18 +84,15 @@ def call_of(values: dict) -> CallSpec:
 
 
 def estimated(call: CallSpec) -> str:
-    """Return the estimate of a call as ``ringlab estimate`` prints it, and the longest
+    """Return the estimate of a call as ``ringlab estimate`` prints it, with the longest
     sequence that fits; not on several ranks, where that takes seconds to find. Raises
     ValueError where none fits.
     """
-    e = estimate_call(call)
-    memory = call.profile.memory_bytes
-    lines = lines_of("estimate", e=e, seq_len=call.seq_len, budget=memory)
+    memory, most = call.profile.memory_bytes, None
     if memory and call.ranks == 1:
-        how = call.options(*SHAPE, "dtype", "profile")
-        most = longest(call.pattern, memory, **how)
-        lines.append(f"longest    {most:,} tokens, of attention alone")
-    return "\n".join(lines)
+        most = longest(call.pattern, memory, **call.options(*SHAPE, "dtype", "profile"))
+    about = {"e": estimate_call(call), "budget": memory, "most": most}
+    return "\n".join(lines_of("estimate", **vars(call), **about))
 
 
 def seen(call: CallSpec, head: int, position: int) -> str:
@@ -154,7 +151,7 @@ def page(values: dict) -> str:
         about = call.options("profile", "seq_len", *SHAPE)
         if values["show"] == "advice":
             advice = advised(**about)
-            return f"<pre>{escape(advice.text())}\n\n{escape(advice.code())}</pre>"
+            return f"<pre>{escape(str(advice))}</pre>"
         # What the memory does not hold is shown too: the estimate says so.
         own = call.options("pattern", "dtype") | {"memory_bytes": MOST_BYTES}
         code = advise(**about, **own, estimates=False).code()
