@@ -3,6 +3,7 @@ kernel that walks it computes attention to them.
 """
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,20 +111,10 @@ def test_a_walk_is_attention_to_what_the_table_shows(head_dim):
         options["sinks"] = (None, sinks)[seed // 2 % 2]
         found = walked(table, q, k, v, dout, dlse, **options)
         exact = [t.double().requires_grad_() for t in (q, k, v)]
-        each = [t.transpose(1, 2) for t in exact]
-        each = [t.repeat_interleave(heads // t.shape[1], 1) for t in each]
-        scores = 0.2 * each[0] @ each[1].mT
-        if seed % 2:
-            scores = 2.0 * (scores / 2.0).tanh()
-        scores = scores + table.multiplicity((1, *seen.shape)).log()
-        if options["sinks"] is not None:
-            column = sinks.double()[None, :, None, None].expand(1, -1, rows, 1)
-            scores = torch.cat([scores, column], 3)
-        dead = (scores == -torch.inf).all(3)
-        scores = scores.masked_fill(dead.unsqueeze(3), 0.0)
-        shares = scores.softmax(3).masked_fill(dead.unsqueeze(3), 0.0)[..., :keys]
-        out = (shares @ each[2]).transpose(1, 2)
-        lse = scores.logsumexp(3).masked_fill(dead, 0.0)
+        m = table.multiplicity((1, *seen.shape))
+        pattern = SimpleNamespace(multiplicity=lambda *_, head, **__: m[:, head])
+        out, lse = reference.attention(*exact, pattern, scale=0.2, **options)
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)
         grads = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), exact)
         floor = reference.gradient_floor(q, k, dout, 0.2)
         for got, want, least in zip(found, (out, lse, *grads), (1, 1, *[floor] * 3)):
@@ -166,15 +157,3 @@ def test_a_document_has_the_same_bits_alone_and_packed(window):
         some = (t[:, rows] for t in (q, k, v))
         alone = attention(*some, Selected(lists, **options), causal=True)
         assert torch.equal(packed[:, rows], alone)
-
-
-@pytest.mark.parametrize("granularity", [1, 16])
-def test_a_key_that_is_no_number_reaches_the_queries_that_list_it_alone(granularity):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 64, 2, 16)
-    k[:, 3], v[:, 3] = torch.nan, torch.nan
-    indices = torch.randint(1, 64 // granularity, (1, 2, 64, 2))
-    indices[indices == 3 // granularity] = -1
-    indices[:, :, 50, 0] = 3 // granularity
-    out = attention(q, k, v, Selected(indices, granularity))
-    assert out[:, 50].isnan().all() and out.isnan().sum() == out[:, 50].numel()

@@ -98,7 +98,8 @@ def reference_of(q, k, v, pattern: Selected, options: dict):
         if start == stop:
             continue
         document = [t[entry : entry + 1, start:stop] for t in (q, k, v)]
-        call = {"causal": options["causal"], "scale": options["scale"]}
+        names = "causal", "scale", "sinks", "softcap"
+        call = {name: options[name] for name in names if name in options}
         o, l = reference.attention(*document, one, **call)
         outs.append(((entry, slice(start, stop)), o[0]))
         lses.append(((entry, slice(None), slice(start, stop)), l[0]))
@@ -115,15 +116,18 @@ def _grid(t, where):
 
 
 def errors(tensors, pattern, options, **more) -> dict[str, float]:
+    """Of out, lse and the gradients, those of weights and sinks included."""
     given = [t.clone().requires_grad_() for t in tensors]
     exact = [t.double().clone().requires_grad_() for t in tensors]
-    patterns = [pattern, pattern]
-    weights = []
+    patterns, hows, learned = [pattern] * 2, [options] * 2, {}
     if pattern.log_weights is not None:
-        weights = [pattern.log_weights.clone().requires_grad_() for _ in range(2)]
-        patterns = [replace(pattern, log_weights=each) for each in weights]
-    out, lse = attention(*given, patterns[0], return_lse=True, **options, **more)
-    right, right_lse = reference_of(*exact, patterns[1], options)
+        learned["dweights"] = twice(pattern.log_weights)
+        patterns = [replace(pattern, log_weights=w) for w in learned["dweights"]]
+    if "sinks" in options:
+        learned["dsinks"] = twice(options["sinks"])
+        hows = [options | {"sinks": each} for each in learned["dsinks"]]
+    out, lse = attention(*given, patterns[0], return_lse=True, **hows[0], **more)
+    right, right_lse = reference_of(*exact, patterns[1], hows[1])
     found = {"out": reference.error(out, right, 1.0)}
     found["lse"] = reference.error(lse, right_lse, 1.0)
     generator = torch.Generator().manual_seed(0)
@@ -138,10 +142,14 @@ def errors(tensors, pattern, options, **more) -> dict[str, float]:
     for name, t, e in zip("qkv", given, exact):
         e.grad = torch.zeros_like(e) if e.grad is None else e.grad
         found[f"d{name}"] = reference.error(t.grad, e.grad, floor)
-    if weights:
-        got, want = (torch.zeros_like(w) if w.grad is None else w.grad for w in weights)
-        found["dweights"] = reference.error(got, want, 1.0)
+    for name, leaves in learned.items():
+        got, want = (torch.zeros_like(w) if w.grad is None else w.grad for w in leaves)
+        found[name] = reference.error(got, want, 1.0)
     return found
+
+
+def twice(t) -> list[torch.Tensor]:
+    return [t.clone().requires_grad_() for _ in range(2)]
 
 
 def stained(tensors, pattern, options, bad: float, **more) -> list[torch.Tensor]:
