@@ -135,6 +135,8 @@ def test_padding_is_no_query():
     for o, l in ((out, lse), same):
         assert not o[1, dead].any() and (l[1, :, dead] == -torch.inf).all()
         assert l.isfinite().sum() == 4 * 73
+    with pytest.raises(ValueError, match="without gradients"):
+        attention(q, k, v, Dense(), cache=cache, **how)
     assert reference.error(out, same[0].detach(), 1.0) <= 1e-12
     dout, dlse = torch.ones_like(out), torch.ones_like(lse)
     (clean,) = torch.autograd.grad(same, sinks, (dout, dlse), retain_graph=True)
@@ -224,14 +226,3 @@ def test_sinks_that_differ_by_query_are_for_one_device_without_documents():
     for how in ({"lengths": [53, 40]}, {"group": Simulated(2)}):
         with pytest.raises(ValueError, match=r"\(heads,\) = \(4,\)"):
             attention(*drawn(CASE)[0][:3], CASE.pattern, sinks=by_query, **how)
-
-
-def test_a_cache_takes_no_gradients_of_sinks():
-    q, k, v, sinks = drawn(replace(CASE, pattern=Dense()))[0]
-    cache = KVCache(
-        Dense(), batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=53, dtype=F64
-    )
-    with pytest.raises(ValueError, match="without gradients"):
-        attention(
-            q, k, v, Dense(), causal=True, cache=cache, sinks=sinks.requires_grad_()
-        )

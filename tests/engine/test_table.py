@@ -112,7 +112,7 @@ def test_a_walk_is_attention_to_what_the_table_shows(head_dim):
         found = walked(table, q, k, v, dout, dlse, **options)
         exact = [t.double().requires_grad_() for t in (q, k, v)]
         m = table.multiplicity((1, *seen.shape))
-        pattern = SimpleNamespace(multiplicity=lambda *_, head, **__: m[:, head])
+        pattern = SimpleNamespace(multiplicity=lambda *_, head, m=m, **__: m[:, head])
         out, lse = reference.attention(*exact, pattern, scale=0.2, **options)
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         grads = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), exact)
