@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from matrix import cache_for
 from random_cases import seeds
 from refusals import refused
 from ringlab import (
@@ -329,15 +330,7 @@ def test_a_cache_gives_the_rows_of_the_whole_sequence(at_most):
     fields = {"granularity": 8, "window": 5, "first": 2}
     options = {"causal": True, "sinks": sinks, "return_lse": True}
     whole = attention(q, k, v, Selected(indices, **fields), **options)
-    cache = KVCache(
-        Dense(),
-        batch=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        max_seq_len=at_most,
-        dtype=torch.float64,
-    )
+    cache = cache_for(Dense(), q, k, at_most)
     at = [0, 0]
     with torch.no_grad():
         for new in ([17, 17], [1, 1], [1, 0], [9, 3], [1, 1]):

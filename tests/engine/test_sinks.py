@@ -13,11 +13,12 @@ from matrix import (
     F64,
     Case,
     all_wrong,
+    cache_for,
     drawn,
     errors,
     paths,
 )
-from ringlab import Dense, KVCache, Simulated, attention, blocks, kernels, reference
+from ringlab import Dense, Simulated, attention, blocks, kernels, reference
 from ringlab.engine import sinks as merged
 from ringlab.kernels.torch_kernels import Eager
 from ringlab.torch_private import IN_GRAPHS
@@ -126,9 +127,7 @@ def test_padding_is_no_query():
     """Of documents and of a cache: out 0, lse -inf; NaN there reaches no gradient."""
     q, k, v, sinks = drawn(replace(CASE, pattern=Dense()))[0]
     lengths, dead = [53, 20], torch.arange(53) >= 20
-    cache = KVCache(
-        Dense(), batch=2, heads=4, kv_heads=2, head_dim=16, max_seq_len=53, dtype=F64
-    )
+    cache = cache_for(Dense(), q, k, 53)
     how = {"causal": True, "return_lse": True, "sinks": sinks, "lengths": lengths}
     out, lse = attention(q, k, v, Dense(), cache=cache, **how)
     same = attention(q, k, v, Dense(), **how | {"sinks": sinks.requires_grad_()})

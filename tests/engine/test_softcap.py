@@ -5,8 +5,19 @@ from itertools import product
 
 import pytest
 import torch
-from matrix import BF16, BLOCK_SPARSE, DILATED, F32, F64, Case, all_wrong, apart, drawn
-from ringlab import Dense, Execution, KVCache, attention, blocks, kernels, reference
+from matrix import (
+    BF16,
+    BLOCK_SPARSE,
+    DILATED,
+    F32,
+    F64,
+    Case,
+    all_wrong,
+    apart,
+    cache_for,
+    drawn,
+)
+from ringlab import Dense, Execution, attention, blocks, kernels, reference
 from ringlab.kernels.torch_kernels import Eager
 from ringlab.ring import contiguous
 
@@ -41,8 +52,7 @@ def test_documents_and_caches(pattern):
     q, k, v = drawn(CASE)[0]
     how = {"causal": True, "scale": -1.0, "softcap": 1.5}
     want = attention(q, k, v, pattern, **how)
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": F64}
-    cache = KVCache(pattern, max_seq_len=101, **sizes)
+    cache = cache_for(pattern, q, k, 101)
     parts = zip(*(t.split([40, 1, 1, 59], 1) for t in (q, k, v)))
     found = [attention(*some, pattern, cache=cache, **how) for some in parts]
     lengths = attention(q, k, v, pattern, lengths=[101, 60], **how)

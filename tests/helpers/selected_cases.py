@@ -89,7 +89,7 @@ def reference_of(q, k, v, pattern: Selected, options: dict):
     """out and lse, document by document."""
     out = 0.0 * q
     lse = torch.full_like(q[..., 0], -torch.inf, dtype=torch.float64).transpose(1, 2)
-    outs, lses, row = [], [], 0
+    row = 0
     for entry, start, stop in spans(*q.shape[:2], options):
         count = -(-(stop - start) // pattern.query_block)
         one = pattern.rows(slice(entry, entry + 1), slice(row, row + count))
@@ -97,22 +97,13 @@ def reference_of(q, k, v, pattern: Selected, options: dict):
             row += count
         if start == stop:
             continue
-        document = [t[entry : entry + 1, start:stop] for t in (q, k, v)]
+        own = slice(start, stop)
+        document = [t[entry : entry + 1, own] for t in (q, k, v)]
         names = "causal", "scale", "sinks", "softcap"
         call = {name: options[name] for name in names if name in options}
         o, l = reference.attention(*document, one, **call)
-        outs.append(((entry, slice(start, stop)), o[0]))
-        lses.append(((entry, slice(None), slice(start, stop)), l[0]))
-    for where, o in outs:
-        out = out.index_put(_grid(out, where), o)
-    for where, l in lses:
-        lse = lse.index_put(_grid(lse, where), l)
+        out[entry, own], lse[entry, :, own] = o[0], l[0]
     return out, lse
-
-
-def _grid(t, where):
-    number = torch.arange(t.numel()).view(t.shape)[where]
-    return torch.unravel_index(number, t.shape)
 
 
 def errors(tensors, pattern, options, **more) -> dict[str, float]:
