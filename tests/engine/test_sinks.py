@@ -85,8 +85,6 @@ def test_sinks_that_differ_by_query():
         return out, lse, *torch.autograd.grad([out, lse], leaves, given)
 
     for a, b in zip(run(attention, return_lse=True), run(reference.attention)):
-        assert torch.equal(a.isfinite(), b.isfinite())
-        a, b = (t.detach().masked_fill(~t.isfinite(), 0.0) for t in (a, b))
         assert reference.error(a, b, 1e-9) <= 1e-12
 
 
