@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from document_cases import spans_of
 from ringlab import Selected, attention, reference
 from ringlab.ring import contiguous
 
@@ -78,11 +79,7 @@ def weighed_call(seed: int, dtype=torch.float64) -> tuple:
 
 
 def spans(batch: int, n: int, options: dict) -> list[tuple[int, int, int]]:
-    if "cu_seqlens" in options:
-        at = options["cu_seqlens"]
-        return [(0, a, b) for a, b in zip(at, at[1:])]
-    lengths = options.get("lengths", [n] * batch)
-    return [(i, 0, length) for i, length in enumerate(lengths)]
+    return spans_of({"lengths": [n] * batch} | options)
 
 
 def reference_of(q, k, v, pattern: Selected, options: dict):
@@ -147,15 +144,14 @@ def stained(tensors, pattern, options, bad: float, **more) -> list[torch.Tensor]
     """out, lse and the gradients where padding, and queries that see nothing, hold
     ``bad``: in q, k, v and the incoming gradients.
     """
-    exact = [t.double() for t in tensors]
-    _, lse = reference_of(*exact, pattern, options)
+    _, lse = reference_of(*tensors, pattern, options)
     dead = (lse == -torch.inf).transpose(1, 2)  # (b, n, h)
     padding = torch.ones(dead.shape[:2], dtype=torch.bool)
     for entry, start, stop in spans(*dead.shape[:2], options):
         padding[entry, start:stop] = False
     shapes = tensors[0].shape, lse.transpose(1, 2).shape
     generator = torch.Generator().manual_seed(0)
-    douts = [torch.randn(s, generator=generator).to(exact[0]) for s in shapes]
+    douts = [torch.randn(s, generator=generator) for s in shapes]
     q, *kv = (t.clone() for t in tensors)
     for t in (q, *douts):
         t[dead] = bad
