@@ -286,7 +286,7 @@ def test_cross_attention_and_values_of_another_width_are_the_reference(
                 *reference.attention(*exact, pattern, **how), exact, dout, dlse
             )
             assert found["out"].shape == dout.shape and found["out"].is_contiguous()
-            limit = {torch.float64: 1e-12, torch.float32: 5e-6}.get(dtype, 0.02)
+            limit = reference.EXACT.get(dtype, 0.02)
             assert max(errors(found, want, q, k, dout).values()) <= limit, (
                 width,
                 pattern,

@@ -4,7 +4,9 @@ from itertools import product
 
 import pytest
 import torch
+from matrix import cache_for
 from random_cases import seeds
+from refusals import refused
 from ringlab import (
     Dense,
     KVCache,
@@ -20,7 +22,6 @@ from selected_cases import (
     errors,
     random_call,
     rank_call,
-    reference_of,
     stained,
     weighed_call,
 )
@@ -37,19 +38,19 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+EACH_ORDER = pytest.mark.parametrize(
+    "order, backend", [*product(ORDERS, ["eager", "cpu_flash"]), ("chosen", "auto")]
+)
+
+
+@pytest.mark.parametrize(
+    "order, make", [*zip(ORDERS, [random_call] * 4), ("chosen", weighed_call)]
+)
 @pytest.mark.parametrize("dtype, limit", reference.EXACT.items())
-def test_random_selections_equal_the_reference(monkeypatch, order, dtype, limit):
+def test_random_calls_equal_the_reference(monkeypatch, order, make, dtype, limit):
     monkeypatch.setattr(selected, "parts", ORDERS[order])
-    for seed in seeds(10 if dtype == torch.float64 else 2):
-        call = random_call(seed, dtype)
-        assert max(errors(*call).values()) <= limit, (seed, errors(*call))
-
-
-@pytest.mark.parametrize("dtype, limit", reference.EXACT.items())
-def test_random_weights_of_slots_equal_the_reference(dtype, limit):
-    for seed in seeds(10 if dtype == torch.float64 else 2):
-        call = weighed_call(seed, dtype)
+    for seed in seeds(10):
+        call = make(seed, dtype)
         assert max(errors(*call).values()) <= limit, (seed, errors(*call))
 
 
@@ -152,16 +153,11 @@ def test_weights_that_do_not_fit_are_refused():
 def test_a_list_of_all_keys_is_dense_attention_and_a_window_that_of_blocks():
     q, k, v = (torch.randn(1, 96, h, 16, dtype=torch.float64) for h in (4, 2, 2))
     every = torch.arange(12).expand(1, 1, 96, 12)
-    for causal in (False, True):
-        dense = attention(q, k, v, Dense(), causal=causal)
-        out = attention(q, k, v, Selected(every, granularity=8), causal=causal)
-        assert reference.error(out, dense, 1.0) <= 1e-12
-    nothing = torch.empty(1, 1, 96, 0, dtype=torch.int64)
-    pattern = Selected(nothing, granularity=16, window=20)
-    window = attention(q, k, v, blocks.sliding_window(tokens=20), causal=True)
-    assert (
-        reference.error(attention(q, k, v, pattern, causal=True), window, 1.0) < 1e-12
-    )
+    window = Selected(every[..., :0], window=20), blocks.sliding_window(tokens=20)
+    whole = Selected(every, granularity=8), Dense()
+    for causal, equal in ((False, whole), (True, whole), (True, window)):
+        found = (attention(q, k, v, pattern, causal=causal) for pattern in equal)
+        assert reference.error(*found, 1.0) <= 1e-12
 
 
 def test_the_kernel_that_reads_rows_where_they_lie_takes_any_layout():
@@ -182,58 +178,23 @@ def test_the_kernel_that_reads_rows_where_they_lie_takes_any_layout():
         assert found["out"] <= 2 * limits["out"] and found["dv"] <= 2 * limits["dv"]
 
 
-def test_sinks_and_a_soft_cap_count():
-    q, k, v = (torch.randn(1, 40, h, 8, dtype=torch.float64) for h in (4, 2, 2))
-    pattern = Selected(torch.randint(0, 5, (1, 2, 40, 2)), granularity=8, window=4)
-    sinks = torch.randn(4, dtype=torch.float64)
-    for more in ({"sinks": sinks}, {"softcap": 0.7}, {"sinks": sinks, "softcap": 2.0}):
-        tensors = [t.clone().requires_grad_() for t in (q, k, v)]
-        exact = [t.clone().requires_grad_() for t in (q, k, v)]
-        out = attention(*tensors, pattern, causal=True, **more)
-        right, _ = reference.attention(*exact, pattern, causal=True, **more)
-        assert reference.error(out, right, 1.0) <= 1e-12
-        dout = torch.randn_like(out)
-        for o in (out, right):
-            o.backward(dout)
-        for t, e in zip(tensors, exact):
-            assert reference.error(t.grad, e.grad, 1.0) <= 1e-12
-
-
+@pytest.mark.parametrize("dtype, limit", reference.EXACT.items())
 @pytest.mark.parametrize("group", [None, Simulated(3)])
-def test_sinks_of_padded_sequences(group):
-    """Padding has no sink; a row that sees nothing has one. lse and all gradients."""
+def test_sinks_and_a_soft_cap_count(group, dtype, limit):
+    """Padding has no sink; a row that sees nothing has one."""
     generator = torch.Generator().manual_seed(0)
-    made = {"dtype": torch.float64, "generator": generator}
-    lengths = [48, 20]
+    shapes = [(2, 48, h, 8) for h in (4, 2, 2)] + [(4,)]
+    *tensors, sinks = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
     indices = torch.randint(-1, 3, (2, 2, 48, 2), generator=generator)
-    pattern = Selected(indices, granularity=8)
-    tensors = [torch.randn(2, 48, h, 8, **made) for h in (4, 2, 2)]
-    tensors.append(torch.randn(4, **made))
-    dout, dlse = torch.randn(2, 48, 4, 8, **made), torch.randn(2, 4, 48, **made)
-    results = []
-    for exact in (False, True):
-        *qkv, sinks = given = [t.clone().requires_grad_() for t in tensors]
-        if exact:
-            out, lse = reference_of(*qkv, pattern, {"causal": True, "scale": None})
-            weight = torch.sigmoid(lse - sinks[:, None])
-            out = out * weight.transpose(1, 2).unsqueeze(3)
-            lse = torch.logaddexp(lse, sinks[:, None])
-            beyond = torch.arange(48) >= torch.tensor(lengths)[:, None]
-            out = out.masked_fill(beyond[:, :, None, None], 0.0)
-            lse = lse.masked_fill(beyond[:, None], -torch.inf)
-        else:
-            options = {"causal": True, "lengths": lengths, "group": group}
-            options |= {"sinks": sinks, "return_lse": True}
-            out, lse = attention(*qkv, pattern, **options)
-        scores = lse.masked_fill(lse == -torch.inf, 0.0)
-        grads = torch.autograd.grad((out * dout).sum() + (scores * dlse).sum(), given)
-        results.append((out, lse, *grads))
-    for got, want in zip(*results):
-        assert reference.error(got, want, 1.0) <= 1e-12
+    each = {"sinks": sinks}, {"softcap": 0.7}, {"sinks": sinks, "softcap": 2.0}
+    for more, window in product(each, (0, 4)):
+        pattern = Selected(indices, granularity=8, window=window)
+        options = {"causal": True, "scale": None, "lengths": [48, 20]} | more
+        found = errors(tensors, pattern, options, group=group)
+        assert max(found.values()) <= limit, (more, window, found)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("backend", ["eager", "cpu_flash", "compiled"])
+@EACH_ORDER
 def test_padding_and_queries_that_see_nothing_reach_no_gradient(
     monkeypatch, order, backend
 ):
@@ -243,13 +204,10 @@ def test_padding_and_queries_that_see_nothing_reach_no_gradient(
         (Selected(torch.zeros(2, 1, 2, 1).long()), {"lengths": [1, 2]}),
         (Selected(torch.tensor([[[[0], [-1]]]])), {}),
     ]
-    calls = [
-        ([torch.ones(len(pattern.indices), 2, 1, 8)] * 3, pattern, how)
-        for pattern, how in smallest
-    ]
-    calls = [
-        (*call[:2], {"causal": True, "scale": None} | call[2], {}) for call in calls
-    ]
+    calls = []
+    for pattern, how in smallest:
+        tensors = [torch.ones(len(pattern.indices), 2, 1, 8)] * 3
+        calls.append((tensors, pattern, {"causal": True, "scale": None} | how, {}))
     for seed in range(12):
         weighed = seed % 3 == 0 and order == "chosen"
         call = (weighed_call if weighed else random_call)(seed, torch.float32)
@@ -264,8 +222,7 @@ def test_padding_and_queries_that_see_nothing_reach_no_gradient(
             assert all(map(torch.equal, each, clean)), number
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("backend", ["auto", "eager", "compiled", "cpu_flash"])
+@EACH_ORDER
 def test_a_key_that_is_not_finite_changes_no_query_that_it_is_hidden_from(
     monkeypatch, order, backend
 ):
@@ -276,10 +233,12 @@ def test_a_key_that_is_not_finite_changes_no_query_that_it_is_hidden_from(
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 61, 2, 16, generator=generator) for _ in range(3))
     at = torch.arange(61)
-    for step, window, causal in product((1, 8), (0, 2), (False, True)):
-        indices = torch.randint(-1, 8, (1, 1, -(-61 // step), 3), generator=generator)
+    for size, step, window, causal in product((1, 8), (1, 8), (0, 2), (False, True)):
+        rows = 1, 1, -(-61 // step), 3
+        indices = torch.randint(-1, -(-61 // size), rows, generator=generator)
         indices[0, 0, 1::2, 1:] = -1
-        shape = {"granularity": 8, "query_block": step, "window": window * causal}
+        indices[0, 0, -1, 0] = 40 // size
+        shape = {"granularity": size, "query_block": step, "window": window * causal}
         pattern = Selected(indices, **shape)
         how = {"causal": causal, "backend": backend}
         clean = attention(q, k, v, pattern, **how)
@@ -313,78 +272,48 @@ def test_a_kernel_that_is_wrong_in_causal_mode_is_refused(monkeypatch):
     kernels.forget_probes()
 
 
-def test_rows_of_padding_are_not_read_and_sizes_are_cut_to_the_sequence():
-    q = torch.randn(2, 77, 2, 16, dtype=torch.float64)
-    options = {"causal": True, "scale": None, "lengths": [77, 40]}
-    indices = (torch.arange(77) // 8)[None, None, :, None].expand(2, 1, -1, -1)
-    assert (
-        max(errors((q, q, q), Selected(indices, granularity=8), options).values())
-        < 1e-12
-    )
+def test_sizes_are_cut_to_the_sequence():
     one = torch.zeros(2, 1, 1, 1, dtype=torch.int64)
-    huge = {"granularity": 2**40, "query_block": 2**40, "window": 2**40, "first": 2**40}
-    for name in huge:
+    for name in ("granularity", "query_block", "window", "first"):
         rows = one if name == "query_block" else one.expand(-1, -1, 77, -1)
-        pattern = Selected(rows, **{name: huge[name]})
-        out = attention(q, q, q, pattern, causal=True)
-        assert (
-            reference.error(
-                out, reference.attention(q, q, q, pattern, causal=True)[0], 1.0
-            )
-            < 1e-12
-        )
+        pattern = Selected(rows, **{name: 2**40})
+        for dtype, limit in reference.EXACT.items():
+            q = torch.randn(2, 77, 2, 16, dtype=dtype)
+            found = errors([q, q, q], pattern, {"causal": True, "scale": None})
+            assert max(found.values()) <= limit, (name, found)
 
 
 def test_what_does_not_fit_is_refused():
     q = torch.randn(1, 32, 4, 8)
     indices = torch.zeros(1, 2, 32, 1, dtype=torch.int64)
-    refused = [
-        (ValueError, lambda: Selected(indices.float())),
-        (ValueError, lambda: Selected(indices[0])),
-        (TypeError, lambda: Selected([[0]])),
-        (ValueError, lambda: Selected(indices, granularity=0)),
-        (ValueError, lambda: Selected(indices, window=-1)),
-        (ValueError, lambda: Selected(indices, counts=indices)),
-        (ValueError, lambda: Selected(indices, counts=indices[..., 0].float())),
-        (ValueError, lambda: attention(q, q, q, Selected(indices + 32))),
-        (ValueError, lambda: attention(q, q, q, Selected(indices[:, :, :31]))),
-        (ValueError, lambda: attention(q, q, q, Selected(indices, query_block=2))),
-        (ValueError, lambda: attention(q, q[:, :16], q[:, :16], Selected(indices))),
-        (
-            ValueError,
-            lambda: attention(q, q, q, Selected(indices[:, :1].expand(1, 3, 32, 1))),
-        ),
-        (
-            ValueError,
-            lambda: attention(q, q, q, Selected(indices + 20), cu_seqlens=[0, 10, 32]),
-        ),
-        (
-            NotImplementedError,
-            lambda: attention(
-                q, q, q, Selected(indices), group=Simulated(2), scheme="ring"
-            ),
-        ),
-        (
-            ValueError,
-            lambda: attention(
-                q, q, q, Selected(indices), group=Simulated(2), layout="zigzag"
-            ),
-        ),
-        (
-            ValueError,
-            lambda: attention(
-                q,
-                q,
-                q,
-                Selected(indices[:, :, :2], query_block=16),
-                group=Simulated(3),
-            ),
-        ),
-    ]
-    for number, (error, call) in enumerate(refused):
-        with pytest.raises(error) as raised:
-            call()
-        assert "\n" not in str(raised.value), number
+    for fields in (
+        {"indices": indices.float()},
+        {"indices": indices[0]},
+        {"granularity": 0},
+        {"window": -1},
+        {"counts": indices},
+        {"counts": indices[..., 0].float()},
+    ):
+        with refused(ValueError):
+            Selected(**{"indices": indices} | fields)
+    with refused(TypeError):
+        Selected([[0]])
+    group = {"group": Simulated(2)}
+    for pattern, how in (
+        (Selected(indices + 32), {}),
+        (Selected(indices[:, :, :31]), {}),
+        (Selected(indices, query_block=2), {}),
+        (Selected(indices[:, :1].expand(1, 3, 32, 1)), {}),
+        (Selected(indices + 20), {"cu_seqlens": [0, 10, 32]}),
+        (Selected(indices), group | {"layout": "zigzag"}),
+        (Selected(indices[:, :, :2], query_block=16), {"group": Simulated(3)}),
+    ):
+        with refused(ValueError):
+            attention(q, q, q, pattern, **how)
+    with refused(ValueError):
+        attention(q, q[:, :16], q[:, :16], Selected(indices))
+    with refused(NotImplementedError):
+        attention(q, q, q, Selected(indices), scheme="ring", **group)
 
 
 @pytest.mark.parametrize("at_most", [29, 60])
@@ -401,22 +330,12 @@ def test_a_cache_gives_the_rows_of_the_whole_sequence(at_most):
     fields = {"granularity": 8, "window": 5, "first": 2}
     options = {"causal": True, "sinks": sinks, "return_lse": True}
     whole = attention(q, k, v, Selected(indices, **fields), **options)
-    cache = KVCache(
-        Dense(),
-        batch=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        max_seq_len=at_most,
-        dtype=torch.float64,
-    )
+    cache = cache_for(Dense(), q, k, at_most)
     at = [0, 0]
     with torch.no_grad():
         for new in ([17, 17], [1, 1], [1, 0], [9, 3], [1, 1]):
             most = max(new)
-            piece = [
-                torch.zeros(2, most, *t.shape[2:], **made_as(t)) for t in (q, k, v)
-            ]
+            piece = [t.new_zeros(2, most, *t.shape[2:]) for t in (q, k, v)]
             lists = torch.full((2, 2, most, 3), -1)
             for entry, (start, count) in enumerate(zip(at, new)):
                 rows = slice(start, start + count)
@@ -439,10 +358,6 @@ def test_a_cache_gives_the_rows_of_the_whole_sequence(at_most):
                 assert not out[entry, count:].any()
                 at[entry] += count
             assert cache.lengths == at
-
-
-def made_as(t):
-    return {"dtype": t.dtype, "device": t.device}
 
 
 def test_writing_to_indices_before_the_backward_is_noticed():

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from document_cases import PATTERNS
+from matrix import cache_for
 from ringlab import (
     Dense,
     Dilated,
@@ -118,9 +119,8 @@ def drafted(pattern, heads=8, kv_heads=2, counts=(3, 1, 16, 2, 5, 9)) -> dict:
     """
     rows = [torch.randn(2, 40, h, 16) for h in (heads, kv_heads, kv_heads)]
     want = reference.attention(*rows, pattern, causal=True)[0]
-    made = {"batch": 2, "heads": heads, "kv_heads": kv_heads, "head_dim": 16}
-    made["max_seq_len"] = 40
-    cache, t, off, launches, launch = spoiled(KVCache(pattern, **made)), 0, 0.0, [], []
+    cache = spoiled(cache_for(pattern, *rows[:2], 40))
+    t, off, launches, launch = 0, 0.0, [], []
 
     def counted(*args, run=decode.launch, **constants):
         launch.append(1)
@@ -196,10 +196,11 @@ def replayed(pattern, scale: float | None = None, device="cpu", record=Graph) ->
     """A step in a graph, replayed between calls without one: how far it is off, whether
     the same rows are kept, and what comes of replays that were not prepared.
     """
-    made = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "max_seq_len": 40}
-    made |= {"max_crop": 4, "device": device}
-    plain, cache = (spoiled(KVCache(pattern, **made)) for _ in range(2))
     rows = [torch.randn(2, 40, h, 16, device=device) for h in (4, 2, 2)]
+    made = {"max_crop": 4, "device": device}
+    plain, cache = (
+        spoiled(cache_for(pattern, *rows[:2], 40, **made)) for _ in range(2)
+    )
     still, t, off, graph = [x[:, :1].clone() for x in rows], 0, 0.0, None
     call = {"causal": True, "scale": scale}
     # Positions outside of a graph, then replays.
@@ -287,9 +288,8 @@ class Seen(TorchDispatchMode):
 def called(pattern, steps: int = 40) -> dict:
     """What steps between two look-ahead ones call: operators, and launches at most."""
     launches, ahead, noted = [], 0, []
-    made = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "max_seq_len": 80}
-    cache = KVCache(pattern, **made)
     rows = [torch.randn(2, steps, h, 16) for h in (4, 2, 2)]
+    cache = cache_for(pattern, *rows[:2], 80)
     launch, (kept,) = decode.launch, cache._parts
 
     def counted(*args, **constants):

@@ -17,6 +17,7 @@ from ringlab import (
     Dense,
     Dilated,
     Execution,
+    KVCache,
     Simulated,
     attention,
     baselines,
@@ -225,6 +226,14 @@ def drawn(case: Case):
     if case.sinks:  # of all, some and none of the weight
         inputs.append(4 * draw(case.heads).to(accumulated))
     return inputs, dout, dlse
+
+
+def cache_for(pattern, q, k, max_seq_len: int, **how) -> KVCache:
+    """A cache for rows as those of q and k."""
+    batch, _, heads, head_dim = q.shape
+    own = {"batch": batch, "heads": heads, "kv_heads": k.shape[2]}
+    own |= {"head_dim": head_dim, "max_seq_len": max_seq_len, "dtype": q.dtype}
+    return KVCache(pattern, **own, **how)
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ import pytest
 
 
 @contextmanager
-def refused(error, match: str):
+def refused(error, match: str | None = None):
     """Expect an error of one line."""
     with pytest.raises(error, match=match) as caught:
         yield

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from document_cases import spans_of
 from ringlab import Selected, attention, reference
 from ringlab.ring import contiguous
 
@@ -78,18 +79,14 @@ def weighed_call(seed: int, dtype=torch.float64) -> tuple:
 
 
 def spans(batch: int, n: int, options: dict) -> list[tuple[int, int, int]]:
-    if "cu_seqlens" in options:
-        at = options["cu_seqlens"]
-        return [(0, a, b) for a, b in zip(at, at[1:])]
-    lengths = options.get("lengths", [n] * batch)
-    return [(i, 0, length) for i, length in enumerate(lengths)]
+    return spans_of({"lengths": [n] * batch} | options)
 
 
 def reference_of(q, k, v, pattern: Selected, options: dict):
     """out and lse, document by document."""
     out = 0.0 * q
     lse = torch.full_like(q[..., 0], -torch.inf, dtype=torch.float64).transpose(1, 2)
-    outs, lses, row = [], [], 0
+    row = 0
     for entry, start, stop in spans(*q.shape[:2], options):
         count = -(-(stop - start) // pattern.query_block)
         one = pattern.rows(slice(entry, entry + 1), slice(row, row + count))
@@ -97,33 +94,28 @@ def reference_of(q, k, v, pattern: Selected, options: dict):
             row += count
         if start == stop:
             continue
-        document = [t[entry : entry + 1, start:stop] for t in (q, k, v)]
-        call = {"causal": options["causal"], "scale": options["scale"]}
+        own = slice(start, stop)
+        document = [t[entry : entry + 1, own] for t in (q, k, v)]
+        names = "causal", "scale", "sinks", "softcap"
+        call = {name: options[name] for name in names if name in options}
         o, l = reference.attention(*document, one, **call)
-        outs.append(((entry, slice(start, stop)), o[0]))
-        lses.append(((entry, slice(None), slice(start, stop)), l[0]))
-    for where, o in outs:
-        out = out.index_put(_grid(out, where), o)
-    for where, l in lses:
-        lse = lse.index_put(_grid(lse, where), l)
+        out[entry, own], lse[entry, :, own] = o[0], l[0]
     return out, lse
 
 
-def _grid(t, where):
-    number = torch.arange(t.numel()).view(t.shape)[where]
-    return torch.unravel_index(number, t.shape)
-
-
 def errors(tensors, pattern, options, **more) -> dict[str, float]:
+    """Of out, lse and the gradients, those of weights and sinks included."""
     given = [t.clone().requires_grad_() for t in tensors]
     exact = [t.double().clone().requires_grad_() for t in tensors]
-    patterns = [pattern, pattern]
-    weights = []
+    patterns, hows, learned = [pattern] * 2, [options] * 2, {}
     if pattern.log_weights is not None:
-        weights = [pattern.log_weights.clone().requires_grad_() for _ in range(2)]
-        patterns = [replace(pattern, log_weights=each) for each in weights]
-    out, lse = attention(*given, patterns[0], return_lse=True, **options, **more)
-    right, right_lse = reference_of(*exact, patterns[1], options)
+        learned["dweights"] = twice(pattern.log_weights)
+        patterns = [replace(pattern, log_weights=w) for w in learned["dweights"]]
+    if "sinks" in options:
+        learned["dsinks"] = twice(options["sinks"])
+        hows = [options | {"sinks": each} for each in learned["dsinks"]]
+    out, lse = attention(*given, patterns[0], return_lse=True, **hows[0], **more)
+    right, right_lse = reference_of(*exact, patterns[1], hows[1])
     found = {"out": reference.error(out, right, 1.0)}
     found["lse"] = reference.error(lse, right_lse, 1.0)
     generator = torch.Generator().manual_seed(0)
@@ -138,25 +130,28 @@ def errors(tensors, pattern, options, **more) -> dict[str, float]:
     for name, t, e in zip("qkv", given, exact):
         e.grad = torch.zeros_like(e) if e.grad is None else e.grad
         found[f"d{name}"] = reference.error(t.grad, e.grad, floor)
-    if weights:
-        got, want = (torch.zeros_like(w) if w.grad is None else w.grad for w in weights)
-        found["dweights"] = reference.error(got, want, 1.0)
+    for name, leaves in learned.items():
+        got, want = (torch.zeros_like(w) if w.grad is None else w.grad for w in leaves)
+        found[name] = reference.error(got, want, 1.0)
     return found
+
+
+def twice(t) -> list[torch.Tensor]:
+    return [t.clone().requires_grad_() for _ in range(2)]
 
 
 def stained(tensors, pattern, options, bad: float, **more) -> list[torch.Tensor]:
     """out, lse and the gradients where padding, and queries that see nothing, hold
     ``bad``: in q, k, v and the incoming gradients.
     """
-    exact = [t.double() for t in tensors]
-    _, lse = reference_of(*exact, pattern, options)
+    _, lse = reference_of(*tensors, pattern, options)
     dead = (lse == -torch.inf).transpose(1, 2)  # (b, n, h)
     padding = torch.ones(dead.shape[:2], dtype=torch.bool)
     for entry, start, stop in spans(*dead.shape[:2], options):
         padding[entry, start:stop] = False
     shapes = tensors[0].shape, lse.transpose(1, 2).shape
     generator = torch.Generator().manual_seed(0)
-    douts = [torch.randn(s, generator=generator).to(exact[0]) for s in shapes]
+    douts = [torch.randn(s, generator=generator) for s in shapes]
     q, *kv = (t.clone() for t in tensors)
     for t in (q, *douts):
         t[dead] = bad
