@@ -666,11 +666,11 @@ struct Walk {
 typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t unaligned_ints __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
-// tanh(x) = t / (t + 2) with t = e^(2x) - 1: exact for small x, too.
-INLINE vec tanh_of(vec x) {
-  const vec most = all(10.f);  // beyond, it is 1
-  const vec y = (x > most ? most : x < -most ? -most : x) * all(2 * LOG2E);
-  const vec magic = all(12582912.f);
+struct Capped { vec value, slope; };
+// tanh and its derivative by e = e^(-2|x|): -(e - 1) / (e + 1) and 4 e / (e + 1)^2, exact for small and for large x, too.
+INLINE Capped tanh_of(vec x) {
+  const vec far = (x < vec{} ? -x : x) * all(-2 * LOG2E), least = all(-126.f);
+  const vec y = far < least ? least : far, magic = all(12582912.f);
   const vec whole = y + magic, f = y - (whole - magic);
   vec p = all(1.326472731e-3f);
   p = p * f + all(9.671512991e-3f);
@@ -678,8 +678,9 @@ INLINE vec tanh_of(vec x) {
   p = p * f + all(2.402224243e-1f);
   p = p * f + all(6.931470037e-1f);
   const vec power = (vec)(((uvec)whole - (0x4b400000u - 127u)) << 23);
-  const vec t = power * (p * f) + (power - all(1.f));
-  return t / (t + all(2.f));
+  const vec less = power * (p * f) + (power - all(1.f)), e = power * (p * f) + power;
+  const vec t = -less / (less + all(2.f));
+  return {x < vec{} ? -t : t, all(4.f) * e / ((e + all(1.f)) * (e + all(1.f)))};
 }
 
 // What a pass does to scores after the product: scale, soft cap, weights. Without the last two the scale is left to the
@@ -775,9 +776,9 @@ INLINE void shape_scores(const Shape& shape, float* scores, long keys, long colu
     for (long c = 0; c < columns; c += WIDTH) {
       vec x = load(scores + j * QUERIES + c) * all(shape.scale);
       if (shape.softcap) {
-        const vec t = tanh_of(x * all(1 / shape.softcap));
-        x = t * all(shape.softcap);
-        if (slope) store(slope + j * QUERIES + c, all(1.f) - t * t);
+        const Capped t = tanh_of(x * all(1 / shape.softcap));
+        x = t.value * all(shape.softcap);
+        if (slope) store(slope + j * QUERIES + c, t.slope);
       }
       store(scores + j * QUERIES + c, x + (by_row ? load(by_row + c) : vec{}) + all(log_m));
     }
@@ -926,9 +927,9 @@ INLINE void shape_few(const Walk& walk, const Plan& plan, const Shape& shape, fl
       for (long j = 0; j < count; j += WIDTH) {
         vec x = load(row + j) * all(shape.scale);
         if (shape.softcap) {
-          const vec t = tanh_of(x * all(1 / shape.softcap));
-          x = t * all(shape.softcap);
-          if (slope) store(slope + i * SPAN + j, all(1.f) - t * t);
+          const Capped t = tanh_of(x * all(1 / shape.softcap));
+          x = t.value * all(shape.softcap);
+          if (slope) store(slope + i * SPAN + j, t.slope);
         }
         store(row + j, x + all(whole));
       }

@@ -18,9 +18,10 @@ from matrix import (
     drawn,
 )
 from refusals import refused
-from ringlab import Dense, Execution, attention, blocks, kernels, reference
+from ringlab import Dense, Execution, Selected, attention, blocks, kernels, reference
 from ringlab.kernels.torch_kernels import Eager
 from ringlab.ring import contiguous
+from ringlab.torch_private import IN_GRAPHS
 
 # Scores far beyond the cap.
 CASE = Case(Dense(), 101, F64, causal=True, batch=2, scale=-1.0, softcap=1.5)
@@ -89,14 +90,17 @@ def test_caps_of_any_size_train(softcap, dtype):
     )
 
 
-def test_slopes_far_beyond_the_cap_are_right_relative_to_themselves():
+@pytest.mark.parametrize(
+    "pattern", [Dense(), Selected(torch.zeros(1, 1, 9, 1).int(), 9)]
+)
+def test_slopes_far_beyond_the_cap_are_right_relative_to_themselves(pattern):
     """Of about 7 times the cap: 1 - tanh(x)^2 would be off by a hundredth in fp32."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = 1 + 0.1 * torch.rand(3, 1, 9, 2, 8, generator=generator)
     found = []
     for attend, dtype in ((attention, F32), (reference.attention, F64)):
         leaves = [t.to(dtype).requires_grad_() for t in (q, k)]
-        out = attend(*leaves, v.to(dtype), Dense(), scale=0.75, softcap=1.0)
+        out = attend(*leaves, v.to(dtype), pattern, scale=0.75, softcap=1.0)
         out = out if dtype == F32 else out[0]
         found.append(torch.autograd.grad(out[..., 0].sum(), leaves))
     assert 0 < apart(*found) <= 1e-3
