@@ -887,7 +887,9 @@ struct Held {
   // Plan a visit; whether its rows are not those that stand transposed.
   bool visit(const Visit& visit) {
     plan_visit(walk, *tile, visit, plan);
-    if (visit.row_list < 0 && visit.row == shown.row && visit.row_step == shown.row_step && visit.rows == shown.rows && visit.grain == shown.grain) return false;
+    if (visit.row_list < 0 && visit.row == shown.row && visit.row_step == shown.row_step && visit.rows == shown.rows && visit.grain == shown.grain &&
+        (visit.ranges < 0) == (shown.ranges < 0))  // groups of one head, or of all
+      return false;
     shown = visit;
     if (visit.row_list >= 0) shown.rows = -1;
     return true;
@@ -1382,7 +1384,6 @@ struct Planner {
         if (!count[block]++) found.push_back(block);
       }
     }
-    for (const Entry& entry : entries) last[entry.block] = -1;
     if (call.granularity < FEW_KEYS)
       add_by_rows(rows, position, always);
     else if (together && !call.weighed)

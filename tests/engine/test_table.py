@@ -26,7 +26,7 @@ def random_lists(seed: int) -> tuple[Lists, torch.Tensor]:
         choose.choice([0, 1, 200]), lengths[0] - 1
     )  # keys before the first query
     granularity = choose.choice([1, 3, 8, 16, 64])
-    step = choose.choice([1, 5, 16, 24, 64, 128])
+    step = choose.choice([1, 5, 16, 24, 64, 100, 128])
     before = choose.choice([-1, -1, 0, 4, 90])
     causal, first = choose.random() < 0.5, choose.choice([0, 0, 1, 70])
     after = choose.choice([0, 7]) if before >= 0 and not causal else min(before, 0)
@@ -106,7 +106,7 @@ def walked(walk: Walk, q, k, v, dout, dlse):
 @pytest.mark.parametrize("head_dim", [8, 64, 20])
 def test_a_walk_is_attention_to_what_the_table_shows(head_dim):
     """With M, sinks and a soft cap, for every number of threads in the same bits."""
-    for seed in seeds(12):
+    for seed in seeds(20):
         lists, seen = random_lists(seed)
         table = lists.table()
         torch.manual_seed(seed)
@@ -141,12 +141,12 @@ def test_a_block_pattern_of_any_size_is_lists_of_its_blocks():
     pattern, n = bigbird(block_size=16), 700
     row, block = pattern.seen(n)
     starts = torch.searchsorted(row, torch.arange(pattern.count(n) + 1))
-    whole = torch.tensor([[0, n]]), torch.tensor([[0, n, 0]]), 1, 1
+    whole = torch.tensor([[0, n]]), torch.tensor([[0, n, 0]]), 1, 1, True
     options = {"granularity": 16, "query_block": 16, "blocks": pattern.count(n)}
     table = Lists(*whole, lists=block, starts=starts, **options).table()
     positions = torch.arange(n)
     want = pattern.multiplicity(positions, positions, head=0, heads=1, n=n)
-    assert (multiplicity(table, (1, n, n), 1) - want.double()).abs().max() < 1e-4
+    assert (multiplicity(table, (1, n, n), 1) - want.double().tril()).abs().max() < 1e-4
     # Blocks that neighbour each other are one visit, with a range for each list.
     assert len(table.visits) < len(block) / 2
     assert set(table.visits[:, VISIT.index("grain")].tolist()) == {16}
