@@ -154,8 +154,9 @@ def attention(
     documents and cache, they may be (heads, seq), one per query.
 
     ``softcap``: a score s becomes ``softcap * tanh(s / softcap)`` before log M is added,
-    as in Gemma 2. Only the kernel "eager" does it, so "auto" is that one: it computes
-    scores as matrices, ``execution=Execution(tile=...)`` some at a time.
+    as in Gemma 2. Over ranks, with a cache and on a GPU only the kernel "eager" does it,
+    so "auto" is that one: it computes scores as matrices,
+    ``execution=Execution(tile=...)`` some at a time.
 
     Generation: with ``cache``, a ``ringlab.KVCache``, under ``torch.no_grad()`` and
     ``causal``, q, k, v are the rows of new positions, which see all positions so far.

@@ -125,7 +125,7 @@ def _forward(q, k, v, call: LocalCall, way: str) -> tuple[Tensor, Tensor]:
     q, k, v = (t.contiguous() for t in (flip(q), k, v))
     with without_autocast(q):
         if way == "views":
-            return views.forward((q, k, v), scale, call.execution)
+            return views.forward((q, k, v), scale, call)
         where = call.pattern, *q.shape[1:3], k.shape[2], call.causal, q.device, way
         build = bsr_index if way == "bsr" else rows_to_copy
         index = call.execution.cached(("baseline", *where), partial(build, *where))
@@ -142,7 +142,7 @@ def _backward(dout, dlse, q, k, v, out, lse, call: LocalCall, way: str):
         *reads, lse = fold_lse_gradient(dout, flip(q), k, v, out, lse, dlse)
         reads = [*(t.contiguous() for t in reads), lse]
         views = _views(*reads[1:3], call, True)
-        grads = views.backward(None, reads, scale, call.execution)
+        grads = views.backward(None, reads, scale, call)
     dq, dk, dv = (grad[..., : q.shape[3]] for grad in grads)
     return flip(dq), dk, dv
 

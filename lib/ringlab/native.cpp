@@ -1,4 +1,4 @@
-// Dense attention of some query rows by some key rows on a CPU, softmax(scale * q k^T + bias) v, and its gradients.
+// Attention of tiles of query rows by the keys of their visits on a CPU, its gradients, and the table of tiles of lists.
 //
 // Online softmax over blocks of keys, as in FlashAttention-2 (arXiv 2307.08691). Scores are held as (keys, queries):
 // maxima and sums over keys then go down whole vectors, and k is read without a transpose. Products and sums are fp32.
@@ -10,7 +10,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <new>
 #include <utility>
@@ -29,8 +28,7 @@ constexpr int WIDTH = 8, COLUMNS = 2;
 #endif
 constexpr int ROWS = 6;                  // of a register tile
 constexpr int QUERIES = 64, KEYS = 96;   // of a block of scores
-constexpr int CHUNK = 512, PANEL = 192;  // queries that share a copy of the keys in a forward; keys in a backward
-constexpr int FEW = 8, SPAN = 128;       // so few queries read each key where it lies, in blocks of so many
+constexpr int FEW_ROWS = 8, SPAN = 128;  // so few rows read each key where it lies, in blocks of so many
 constexpr float LOG2E = 1.44269504088896341f, INF = INFINITY;
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
@@ -43,8 +41,9 @@ INLINE void store(float* p, vec x) { *(unaligned*)p = x; }
 INLINE vec all(float x) { return x - vec{}; }  // no addition is made of it, which bits of two bf16 would not survive
 INLINE vec larger(vec a, vec b) { return a > b ? a : b; }
 
-// 2^x to about 1e-7, 0 below 2^-126: a polynomial of the fraction, which is 1 at 0, times a power. NaN stays NaN.
-INLINE vec exp2_of(vec x) {
+// 2^x as a power times (1 + rest), to about 1e-7; not below 2^-126.
+struct Power { vec power, rest; };
+INLINE Power power_of(vec x) {
   const vec magic = all(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
   const vec whole = x + magic, f = x - (whole - magic);
   vec p = all(1.326472731e-3f);
@@ -52,9 +51,12 @@ INLINE vec exp2_of(vec x) {
   p = p * f + all(5.550733581e-2f);
   p = p * f + all(2.402224243e-1f);
   p = p * f + all(6.931470037e-1f);
-  p = p * f + all(1.f);
-  const vec power = (vec)(((uvec)whole - (0x4b400000u - 127u)) << 23);
-  return x < all(-126.f) ? vec{} : p * power;
+  return {(vec)(((uvec)whole - (0x4b400000u - 127u)) << 23), p * f};
+}
+// 2^x, 0 below 2^-126. NaN stays NaN.
+INLINE vec exp2_of(vec x) {
+  const Power y = power_of(x);
+  return x < all(-126.f) ? vec{} : y.power * (y.rest + all(1.f));
 }
 
 // How an item of A, for all columns alike, multiplies vectors of B: a float each, or two bf16, neighbours along k.
@@ -111,12 +113,6 @@ void multiply_rows(long rows, long columns, long count, As A, long k_step, Bs B,
   for (; c + COLUMNS * WIDTH <= columns; c += COLUMNS * WIDTH)
     register_strip<Kind, ADD, COLUMNS>(rows, A, k_step, B, C, c, count);
   for (; c < columns; c += WIDTH) register_strip<Kind, ADD, 1>(rows, A, k_step, B, C, c, count);
-}
-
-// The same where all rows are evenly spaced.
-template <class Kind, bool ADD>
-void product(long rows, long columns, long count, const float* A, long row_step, long k_step, const float* B, long b_row, float* C, long c_row) {
-  multiply_rows<Kind, ADD>(rows, columns, count, Spaced<const float>{A, row_step}, k_step, Spaced<const float>{B, b_row}, Spaced<float>{C, c_row});
 }
 
 struct Bfloat { uint16_t bits; };
@@ -239,59 +235,6 @@ struct Rows {  // (batch, rows, heads, d), or without d
   T* at(long b, long h, long r = 0) const { return (T*)data + b * batch + h * head + r * row; }
 };
 
-struct Call {  // kernels/compiled.py fills it; every field has 8 bytes
-  double scale;
-  // merge: of a forward, with what is there; of a backward, 1: add to dq, 2: to dk and dv.
-  int64_t batch, heads, queries, keys, d, dtype, causal, merge, narrow, threads;
-  Rows q, k, v, bias, out, lse;
-  Rows index;  // of a forward: key j is row index[j] of k and v
-  Rows dout, dq, dk, dv;  // of a backward
-};
-
-// Add a bias, of the first query and key at ``bias``, over ``scale``, to scores (keys, QUERIES).
-INLINE void add_bias(float* scores, const float* bias, long by_row, long by_key, long keys, long queries, float scale) {
-  const float over = 1 / scale;
-  auto add = [over](float x, float y) { return y == -INF ? -INF : x + y * over; };
-  for (long j = 0; j < keys; j++, scores += QUERIES, bias += by_key) {
-    long i = 0;
-    for (; (by_row == 0 || by_row == 1) && i + WIDTH <= queries; i += WIDTH) {
-      const vec y = by_row ? load(bias + i) : all(*bias);
-      store(scores + i, y == all(-INF) ? y : load(scores + i) + y * all(over));
-    }
-    for (; i < queries; i++) scores[i] = add(scores[i], bias[i * by_row]);
-  }
-}
-
-// Causal: of these keys the first query sees ``seen``, each later one another; scores (keys, QUERIES) of the rest are -inf.
-INLINE void hide(float* scores, long keys, long seen) {
-  for (long j = std::max(0L, seen); j < keys; j++)
-    for (long i = 0; i < std::min<long>(QUERIES, j - seen + 1); i++) scores[j * QUERIES + i] = -INF;
-}
-
-// Scores (keys, QUERIES) to probabilities against the largest one so far; scale what was summed up before.
-template <class Kind, class T>
-INLINE void softmax(float* scores, long keys, float scale, float* top, float* sum, float* out, long d) {
-  const vec by = all(scale);
-  for (int c = 0; c < QUERIES; c += WIDTH) {
-    const vec before = load(top + c);
-    vec most = before, total{};
-    for (long j = 0; j < keys; j++) most = larger(most, load(scores + j * QUERIES + c));
-    const vec shift = most == all(-INF) ? vec{} : most;
-    for (long j = 0; j < keys; j++) {
-      const vec p = exp2_of((load(scores + j * QUERIES + c) - shift) * by);  // 1 for the largest, without rounding
-      store(scores + j * QUERIES + c, p);
-      total += p;
-    }
-    const vec less = before == all(-INF) ? all(1.f) : exp2_of((before - shift) * by);  // nothing is summed up yet
-    store(top + c, most);
-    store(sum + c, load(sum + c) * less + total);
-    for (int i = 0; i < WIDTH; i++)
-      if (less[i] != 1.f)
-        for (long x = 0; x < d; x += WIDTH) store(out + (c + i) * d + x, load(out + (c + i) * d + x) * all(less[i]));
-    Reader<Kind, T>::probabilities(scores, keys, c);
-  }
-}
-
 INLINE void add_scaled(float* __restrict to, const float* __restrict from, long d, float keep, float by) {
   for (long x = 0; x < d; x++) to[x] = to[x] * keep + from[x] * by;
 }
@@ -299,27 +242,6 @@ template <class T>
 INLINE void write_scaled(T* __restrict to, const float* __restrict from, long d, float by) {
   for (long x = 0; x < d; x++) put(to + x, from[x] * by);
 }
-// Scale, then add, each rounded, as if the row were a result of its own.
-INLINE void add_rounded(float* __restrict to, float* __restrict from, long d, float by) {
-  for (long x = 0; x < d; x++) from[x] *= by;
-  for (long x = 0; x < d; x++) to[x] += from[x];
-}
-
-// One row of the result: over all keys of this call, or merged with what is there, in fp32, over others.
-template <class C, class T>
-INLINE void finish(const C& call, const float* row, float top, float sum, T* out, float* lse) {
-  const float over = sum == 0 ? 0 : 1 / sum, mine = sum == 0 ? -INF : top + logf(sum);
-  if (call.merge && mine == -INF) return;
-  if (call.merge) {
-    const float apart = *lse - mine, weight = 1 / (1 + expf(apart));
-    *lse = std::max(*lse, mine) + log1pf(expf(-fabsf(apart)));
-    add_scaled((float*)out, row, call.d, 1 - weight, over * weight);
-  } else {
-    *lse = mine;
-    write_scaled(out, row, call.d, over);
-  }
-}
-
 struct Memory {  // for the arrays of all threads, made before these start: there is no way out of them for an error
   long floats;
   std::unique_ptr<float[]> memory;
@@ -347,276 +269,6 @@ INLINE vec sums_of(vec* x) {
   for (int i = 0; i < BIT; i++) x[i] = add_halves<BIT>(x[i], x[i + BIT], std::make_integer_sequence<int, WIDTH>{});
   if constexpr (BIT > 1) return sums_of<BIT / 2>(x);
   return x[0];
-}
-
-// Add the products of weights p (count,) and rows of so many vectors to out, which is scaled before.
-template <int N = COLUMNS>
-INLINE void add_rows(float* out, int vectors, float keep, const float* p, const float* rows, long step, long count) {
-  if constexpr (N > 1)
-    if (vectors < N) return add_rows<N - 1>(out, vectors, keep, p, rows, step, count);
-  vec sum[N];
-  for (int c = 0; c < N; c++) sum[c] = load(out + c * WIDTH) * all(keep);
-  for (long j = 0; j < count; j++)
-    for (int c = 0; c < N; c++) sum[c] += all(p[j]) * load(rows + j * step + c * WIDTH);
-  for (int c = 0; c < N; c++) store(out + c * WIDTH, sum[c]);
-}
-
-// Few queries, each of which sees all keys: a matrix product is not worth its copies, and reading k and v takes the
-// time. Keys are shared out among threads, and their results merged at the end.
-template <class T>
-void run_few(const Call& call, float scale) {
-  const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, few = call.queries, all_heads = call.batch * call.heads;
-  const long most = std::max(1L, 256 / all_heads);  // parts of the keys of a head, however many threads there are
-  const long part = std::max(8L * SPAN, (call.keys + most - 1) / most), parts = (call.keys + part - 1) / part;
-  const long row = D + WIDTH;  // a result, its largest score and its sum
-  const Memory results(1, all_heads * parts * few * row), memory(call.threads, few * (D + SPAN) + SPAN * D);
-  float* found = (float*)(((uintptr_t)results.memory.get() + 63) & ~(uintptr_t)63);
-  constexpr bool in_place = sizeof(T) == 4;
-#pragma omp parallel num_threads(call.threads)
-  {
-    Scratch own(memory);
-    float *q = own.take(few * D), *scores = own.take(few * SPAN), *copy = own.take(SPAN * D);
-#pragma omp for schedule(dynamic)
-    for (long item = 0; item < all_heads * parts; item++) {
-      const long b = item / parts / call.heads, h = item / parts % call.heads, start = item % parts * part;
-      const long end = std::min<long>(call.keys, start + part);
-      const T *k_in = call.k.at<const T>(b, h), *v_in = call.v.at<const T>(b, h);
-      float* mine = found + item * few * row;
-      std::fill(mine, mine + few * row, 0.f);
-      for (long i = 0; i < few; i++) {
-        Reader<Single, T>::rows(q + i * D, Spaced<const T>{call.q.at<const T>(b, h, i), 0}, 1, d, D);
-        mine[i * row + D] = -INF;
-      }
-      for (long key = start; key < end; key += SPAN) {
-        const long count = std::min<long>(SPAN, end - key);
-        const float* rows = (const float*)(k_in + key * call.k.row);
-        long step = call.k.row;
-        const bool there = in_place && d == D;
-        if (!there) Reader<Single, T>::rows(copy, Spaced<const T>{k_in + key * step, step}, count, d, D), rows = copy, step = D;
-        for (long j = 0; j < count; j += WIDTH)
-          for (long i = 0; i < few; i++) {
-            vec sum[WIDTH] = {};
-            for (long x = 0; x < D; x += WIDTH) {
-              const vec a = load(q + i * D + x);
-              for (int c = 0; c < WIDTH; c++) sum[c] += a * load(rows + std::min(j + c, count - 1) * step + x);
-            }
-            store(scores + i * SPAN + j, sums_of(sum));
-          }
-        rows = (const float*)(v_in + key * call.v.row), step = call.v.row;
-        if (!there) Reader<Single, T>::rows(copy, Spaced<const T>{v_in + key * step, step}, count, d, D), rows = copy, step = D;
-        for (long i = 0; i < few; i++) {
-          float *p = scores + i * SPAN, *out = mine + i * row, *top = out + D;
-          const float* bias = call.bias.data ? call.bias.at<float>(b, h, i) + key * call.bias.item : nullptr;
-          vec most = all(*top);
-          for (long j = count; j % WIDTH; j++) p[j] = -INF;
-          if (bias)
-            for (long j = 0; j < count; j++)
-              p[j] = bias[j * call.bias.item] == -INF ? -INF : p[j] + bias[j * call.bias.item] / scale;
-          for (long j = 0; j < count; j += WIDTH) most = larger(most, load(p + j));
-          float highest = *top, total = 0;
-          for (int c = 0; c < WIDTH; c++) highest = most[c] > highest ? most[c] : highest;
-          const vec shift = all(highest == -INF ? 0 : highest), by = all(scale * LOG2E);
-          vec sum{};
-          for (long j = 0; j < count; j += WIDTH) {
-            const vec found = exp2_of((load(p + j) - shift) * by);
-            store(p + j, found);
-            sum += found;
-          }
-          for (int c = 0; c < WIDTH; c++) total += sum[c];
-          const float less = *top == -INF ? 1 : exp2_of((all(*top) - shift) * by)[0];
-          *top = highest, top[1] = top[1] * less + total;
-          for (long x = 0; x < D; x += COLUMNS * WIDTH)
-            add_rows(out + x, std::min<long>(COLUMNS, (D - x) / WIDTH), less, p, rows + x, step, count);
-        }
-      }
-    }
-#pragma omp for
-    for (long item = 0; item < all_heads * few; item++) {
-      const long b = item / few / call.heads, h = item / few % call.heads, i = item % few;
-      float *first = found + (item / few * parts * few + i) * row, *top = first + D;
-      for (long n = 1; n < parts; n++) {
-        const float *next = first + n * few * row, *other = next + D, highest = std::max(*top, *other);
-        if (*other == -INF) continue;
-        const float keep = expf((*top - highest) * scale), add = expf((*other - highest) * scale);
-        add_scaled(first, next, d, keep, add);
-        top[1] = top[1] * keep + other[1] * add, *top = highest;
-      }
-      float* lse = call.lse.at<float>(b, h, i);
-      if (call.narrow)
-        finish(call, first, *top * scale, top[1], call.out.at<T>(b, h, i), lse);
-      else
-        finish(call, first, *top * scale, top[1], call.out.at<float>(b, h, i), lse);
-    }
-  }
-}
-
-template <class Kind, class T>
-void run_forward(const Call& call, float scale) {
-  if (!call.index.data && (call.queries == 1 || (call.queries <= FEW && !call.causal))) return run_few<T>(call, scale);
-  typedef Reader<Kind, T> Read;
-  const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, chunks = (call.queries + CHUNK - 1) / CHUNK;
-  const long depth = (d + Read::item - 1) / Read::item;
-  const Memory memory(call.threads, 2 * CHUNK * D + QUERIES * KEYS + 2 * KEYS * D + 2 * CHUNK);
-#pragma omp parallel num_threads(call.threads)
-  {
-    Scratch own(memory);
-    float *sums = own.take(CHUNK * D), *q = own.take(CHUNK * D), *scores = own.take(QUERIES * KEYS);
-    float *k = own.take(KEYS * D), *v = own.take(KEYS * D), *top = own.take(CHUNK), *sum = own.take(CHUNK);
-#pragma omp for schedule(dynamic)
-    for (long item = 0; item < call.batch * call.heads * chunks; item++) {
-      const long b = item / (call.heads * chunks), h = item / chunks % call.heads, start = item % chunks * CHUNK;
-      const long rows = std::min<long>(CHUNK, call.queries - start);
-      const long ahead = start + call.keys - call.queries;
-      const T *k_in = call.k.at<const T>(b, h), *v_in = call.v.at<const T>(b, h);
-      const float* bias = call.bias.data ? call.bias.at<float>(b, h, start) : nullptr;
-      const int64_t* index = call.index.data ? call.index.at<int64_t>(b, h) : nullptr;
-      const long s_k = call.k.row, s_v = call.v.row, s_i = call.index.row;
-      for (long r = 0; r < rows; r += QUERIES) {
-        const Spaced<const T> from{call.q.at<const T>(b, h, start + r), call.q.row};
-        Read::columns(q + r * D, from, std::min<long>(QUERIES, rows - r), d);
-      }
-      const long padded = (rows + QUERIES - 1) / QUERIES * QUERIES;
-      std::fill(sums, sums + padded * D, 0.f);
-      std::fill(top, top + padded, -INF);
-      std::fill(sum, sum + padded, 0.f);
-      const long end = call.causal ? ahead + rows : call.keys;
-      for (long key = 0; key < end; key += KEYS) {
-        const long count = std::min<long>(KEYS, end - key);
-        if (index) {
-          for (long j = 0; j < count; j++) Read::rows(k + j * D, Spaced<const T>{k_in + index[(key + j) * s_i] * s_k, 0}, 1, d, D);
-          for (long j = 0; j < count; j += Read::item) {
-            const long some = std::min<long>(Read::item, count - j), at = index[(key + j) * s_i];
-            const long next = index[(key + j + some - 1) * s_i];
-            Read::values(v + j / Read::item * D, Spaced<const T>{v_in + at * s_v, (next - at) * s_v}, some, d, D);
-          }
-        } else {
-          Read::rows(k, Spaced<const T>{k_in + key * s_k, s_k}, count, d, D);
-          Read::values(v, Spaced<const T>{v_in + key * s_v, s_v}, count, d, D);
-        }
-        const long next = std::max(0L, std::min<long>(KEYS, end - key - KEYS));
-        for (long r = 0; r < rows; r += QUERIES) {
-          // Memory reads a part of the next block of keys while the products are computed.
-          for (long j = next * r / padded; j < next * (r + QUERIES) / padded; j++) {
-            const long at = index ? index[(key + KEYS + j) * s_i] : key + KEYS + j;
-            for (long x = 0; x < d; x += 64 / sizeof(T)) {
-              __builtin_prefetch(k_in + at * s_k + x, 0, 2);
-              __builtin_prefetch(v_in + at * s_v + x, 0, 2);
-            }
-          }
-          const long some = std::min<long>(QUERIES, rows - r), seen = ahead + r + 1 - key;
-          const long mine = call.causal ? std::min(count, seen + some - 1) : count;
-          if (mine <= 0) continue;
-          product<Kind, false>(mine, QUERIES, depth, k, D, 1, q + r * D, QUERIES, scores, QUERIES);
-          if (bias) add_bias(scores, bias + r * call.bias.row + key * call.bias.item, call.bias.row, call.bias.item, mine, some, scale);
-          if (call.causal) hide(scores, mine, seen);
-          softmax<Kind, T>(scores, mine, scale * LOG2E, top + r, sum + r, sums + r * D, D);
-          const long items = (mine + Read::item - 1) / Read::item;
-          product<Kind, true>(some, D, items, scores, 1, QUERIES, v, D, sums + r * D, D);
-        }
-      }
-      for (long r = 0; r < rows; r++) {
-        const long row = start + r;
-        float* lse = call.lse.at<float>(b, h, row);
-        if (call.narrow)
-          finish(call, sums + r * D, top[r] * scale, sum[r], call.out.at<T>(b, h, row), lse);
-        else
-          finish(call, sums + r * D, top[r] * scale, sum[r], call.out.at<float>(b, h, row), lse);
-      }
-    }
-  }
-}
-
-// Keys a panel at a time: its gradients are summed up over all queries, those of the queries over all panels.
-template <class T>
-void run_backward(const Call& call, float scale) {
-  typedef Reader<Single, T> Read;
-  const long d = call.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, ahead = call.keys - call.queries;
-  const long padded = (call.queries + QUERIES - 1) / QUERIES * QUERIES;
-  const long summed = call.merge & 1 ? padded * D : 0;  // dq of all panels, to be added at once
-  const Memory memory(call.threads, 5 * QUERIES * D + 4 * PANEL * D + 2 * KEYS * QUERIES + 2 * padded + summed);
-#pragma omp parallel num_threads(call.threads)
-  {
-    Scratch own(memory);
-    float *q = own.take(QUERIES * D), *q_t = own.take(QUERIES * D), *dout = own.take(QUERIES * D);
-    float *dout_t = own.take(QUERIES * D), *dq = own.take(QUERIES * D), *k = own.take(PANEL * D), *v = own.take(PANEL * D);
-    float *dk = own.take(PANEL * D), *dv = own.take(PANEL * D), *p = own.take(KEYS * QUERIES), *ds = own.take(KEYS * QUERIES);
-    float *lse = own.take(padded), *delta = own.take(padded), *sums = own.take(summed);
-#pragma omp for schedule(dynamic)
-    for (long item = 0; item < call.batch * call.heads; item++) {
-      const long b = item / call.heads, h = item % call.heads;
-      const T *k_in = call.k.at<const T>(b, h), *v_in = call.v.at<const T>(b, h);
-      const long queries = call.queries;
-      auto rows_of = [&](const Rows& t, long r) { return Spaced<const T>{t.at<const T>(b, h, r), t.row}; };
-      for (long r = 0; r < padded; r++) {
-        const float found = r < queries ? *call.lse.at<float>(b, h, r) : -INF;
-        lse[r] = found == -INF ? INF : found;  // a row that sees nothing has probabilities of 0
-      }
-      for (long r = 0; r < queries; r += QUERIES) {
-        const long some = std::min<long>(QUERIES, queries - r);
-        Read::columns(q_t, rows_of(call.out, r), some, d);
-        Read::columns(dout_t, rows_of(call.dout, r), some, d);
-        for (int c = 0; c < QUERIES; c += WIDTH) {
-          vec sum{};  // in the order of the products below: what a row that sees one key subtracts is then 0
-          for (long x = 0; x < d; x++) sum += load(q_t + x * QUERIES + c) * load(dout_t + x * QUERIES + c);
-          store(delta + r + c, sum);
-        }
-      }
-      for (long first = 0; first < call.keys; first += PANEL) {
-        const long held = std::min<long>(PANEL, call.keys - first);
-        Read::rows(k, Spaced<const T>{k_in + first * call.k.row, call.k.row}, held, d, D);
-        Read::rows(v, Spaced<const T>{v_in + first * call.v.row, call.v.row}, held, d, D);
-        std::fill(dk, dk + held * D, 0.f);
-        std::fill(dv, dv + held * D, 0.f);
-        for (long r = 0; r < queries; r += QUERIES) {
-          const long some = std::min<long>(QUERIES, queries - r), seen = ahead + r + 1 - first;
-          const long end = call.causal ? std::min(held, seen + some - 1) : held;
-          if (end <= 0) continue;
-          Read::rows(q, rows_of(call.q, r), some, d, D);
-          Read::rows(dout, rows_of(call.dout, r), some, d, D);
-          Read::columns(q_t, rows_of(call.q, r), some, d);
-          Read::columns(dout_t, rows_of(call.dout, r), some, d);
-          std::fill(dq, dq + QUERIES * D, 0.f);
-          for (long key = 0; key < end; key += KEYS) {
-            const long mine = std::min<long>(KEYS, end - key);
-            product<Single, false>(mine, QUERIES, d, k + key * D, D, 1, q_t, QUERIES, p, QUERIES);
-            if (call.bias.data) {
-              const float* bias = call.bias.at<float>(b, h, r) + (first + key) * call.bias.item;
-              add_bias(p, bias, call.bias.row, call.bias.item, mine, some, scale);
-            }
-            if (call.causal) hide(p, mine, seen - key);
-            product<Single, false>(mine, QUERIES, d, v + key * D, D, 1, dout_t, QUERIES, ds, QUERIES);
-            for (long j = 0; j < mine; j++)
-              for (int c = 0; c < QUERIES; c += WIDTH) {
-                const vec x = load(p + j * QUERIES + c) * all(scale) - load(lse + r + c);
-                const vec found = exp2_of((x > vec{} ? vec{} : x) * all(LOG2E));  // no probability is above 1
-                store(p + j * QUERIES + c, found);
-                store(ds + j * QUERIES + c, found * (load(ds + j * QUERIES + c) - load(delta + r + c)));
-              }
-            product<Single, true>(mine, D, some, p, QUERIES, 1, dout, D, dv + key * D, D);
-            product<Single, true>(mine, D, some, ds, QUERIES, 1, q, D, dk + key * D, D);
-            product<Single, true>(some, D, mine, ds, 1, QUERIES, k + key * D, D, dq, D);
-          }
-          for (long i = 0; i < some; i++) {
-            float* to = call.merge & 1 ? sums + (r + i) * D : call.dq.at<float>(b, h, r + i);
-            if (first)
-              add_scaled(to, dq + i * D, d, 1, scale);
-            else
-              write_scaled(to, dq + i * D, d, scale);
-          }
-        }
-        for (long j = 0; j < held; j++) {
-          float *to_k = call.dk.at<float>(b, h, first + j), *to_v = call.dv.at<float>(b, h, first + j);
-          if (call.merge & 2)
-            add_rounded(to_k, dk + j * D, d, scale), add_rounded(to_v, dv + j * D, d, 1);
-          else
-            write_scaled(to_k, dk + j * D, d, scale), write_scaled(to_v, dv + j * D, d, 1);
-        }
-      }
-      for (long r = 0; call.merge & 1 && r < queries; r++) {
-        add_rounded(call.dq.at<float>(b, h, r), sums + r * D, d, 1);
-      }
-    }
-  }
 }
 
 // Products of one register tile in the nearest cache, again and again; the FLOPs of all threads.
@@ -651,15 +303,16 @@ struct Band { int32_t before, after, inner_before, inner_after; };
 
 struct Walk {
   double scale, softcap;  // softcap 0: none
-  int64_t tiles, heads, kv_heads, keys, d, dtype, merge, narrow, threads, copies;
+  int64_t tiles, weight_count;
   const Tile* tile;
   const Visit* visit;
   const Band* band;
   const int32_t* numbers;  // lists of keys and rows, ranges
   const float* weights;    // added to scores: a number for each listed key, or for each row where keys are a run
-  float* dweights;         // (copies, weights): one for each of the tiles that share visits
   const float* sinks;      // (heads,)
-  int64_t weight_count;
+  // merge: a forward continues the result that is there, a backward adds to dq.
+  int64_t heads, kv_heads, keys, d, dtype, merge, narrow, threads, copies;
+  float* dweights;         // (copies, weights): one for each of the tiles that share visits
   Rows q, k, v, out, lse, dout, dq, dk, dv, dlse;
 };
 
@@ -670,15 +323,8 @@ struct Capped { vec value, slope; };
 // tanh and its derivative by e = e^(-2|x|): -(e - 1) / (e + 1) and 4 e / (e + 1)^2, exact for small and for large x, too.
 INLINE Capped tanh_of(vec x) {
   const vec far = (x < vec{} ? -x : x) * all(-2 * LOG2E), least = all(-126.f);
-  const vec y = far < least ? least : far, magic = all(12582912.f);
-  const vec whole = y + magic, f = y - (whole - magic);
-  vec p = all(1.326472731e-3f);
-  p = p * f + all(9.671512991e-3f);
-  p = p * f + all(5.550733581e-2f);
-  p = p * f + all(2.402224243e-1f);
-  p = p * f + all(6.931470037e-1f);
-  const vec power = (vec)(((uvec)whole - (0x4b400000u - 127u)) << 23);
-  const vec less = power * (p * f) + (power - all(1.f)), e = power * (p * f) + power;
+  const Power y = power_of(far < least ? least : far);
+  const vec less = y.power * y.rest + (y.power - all(1.f)), e = y.power * y.rest + y.power;
   const vec t = -less / (less + all(2.f));
   return {x < vec{} ? -t : t, all(4.f) * e / ((e + all(1.f)) * (e + all(1.f)))};
 }
@@ -706,6 +352,8 @@ INLINE long key_row(const Walk& walk, const Visit& visit, long j) {
   return visit.key_list < 0 ? visit.key + j * visit.key_step : walk.numbers[visit.key_list + j];
 }
 
+INLINE long width_of(long grain) { return (grain + WIDTH - 1) / WIDTH * WIDTH; }
+
 // Fill the plan of a visit.
 INLINE void plan_visit(const Walk& walk, const Tile& tile, const Visit& visit, Plan& plan) {
   plan.tile = &tile, plan.visit = &visit;
@@ -714,7 +362,7 @@ INLINE void plan_visit(const Walk& walk, const Tile& tile, const Visit& visit, P
   for (long h = 0; h < tile.heads; h++)
     for (long i = 0; i < visit.rows; i++, s++)
       plan.index[s] = h * tile.count + (visit.row_list < 0 ? visit.row + i * visit.row_step : walk.numbers[visit.row_list + i]);
-  plan.rows = s, plan.width = (grain + WIDTH - 1) / WIDTH * WIDTH;
+  plan.rows = s, plan.width = width_of(grain);
   for (long h = 0; h < heads; h++)
     for (long r = 0; r < s / heads; r += grain) plan.start[g++] = h * (s / heads) + r;
   plan.start[g] = s, plan.groups = g;
@@ -755,6 +403,8 @@ INLINE void hide_by_band(const Walk& walk, const Plan& plan, float* scores, long
     least = std::min(least, position[i]), most = std::max(most, position[i]);
   }
   const bool inner = band.inner_before >= 0;
+  const long begin = visit.key_position + key * visit.key_step, end = begin + (keys - 1) * visit.key_step;
+  if (!inner && begin - most >= -band.before && end - least <= band.after) return;
   for (long j = 0; j < keys; j++) {
     const int32_t at = visit.key_position + (key + j) * visit.key_step;
     const bool seen = at - most >= -band.before && at - least <= band.after;
@@ -764,8 +414,7 @@ INLINE void hide_by_band(const Walk& walk, const Plan& plan, float* scores, long
       const ivec apart = at - *(const unaligned_ints*)(position + c);
       ivec hidden = (apart < -band.before) | (apart > band.after);
       if (inner) hidden |= (apart >= -band.inner_before) & (apart <= band.inner_after);
-      vec x = load(scores + j * QUERIES + c);
-      store(scores + j * QUERIES + c, hidden ? all(-INF) : x);
+      store(scores + j * QUERIES + c, hidden ? all(-INF) : load(scores + j * QUERIES + c));
     }
   }
 }
@@ -808,7 +457,6 @@ INLINE void soften(float* scores, long keys, long columns, float factor, float* 
   }
 }
 
-constexpr int FEW_ROWS = 4;  // a visit of so few rows takes no matrix product
 constexpr int PARTS = 8;     // of dk and dv, where K/V heads are fewer: so many threads have work, and sums one order
 
 INLINE long most_rows(const Walk& walk) {
@@ -816,8 +464,18 @@ INLINE long most_rows(const Walk& walk) {
   for (long i = 0; i < walk.tiles; i++) most = std::max<long>(most, (long)walk.tile[i].heads * walk.tile[i].count);
   return (most + QUERIES - 1) / QUERIES * QUERIES;
 }
+// Of rows that stand transposed, each group of them in columns of its own.
+INLINE long most_columns(const Walk& walk) {
+  long most = most_rows(walk);
+  for (long i = 0; i < walk.tiles; i++)
+    for (long n = walk.tile[i].from; n < walk.tile[i].to; n++) {
+      const Visit& visit = walk.visit[n];
+      if (visit.ranges >= 0) most = std::max<long>(most, walk.tile[i].heads * ((visit.rows + visit.grain - 1) / visit.grain) * width_of(visit.grain));
+    }
+  return most;
+}
 INLINE Shape shape_of(const Walk& walk) {
-  bool scaled = walk.softcap || walk.weights || walk.sinks;
+  bool scaled = walk.softcap || walk.weights || walk.sinks || walk.scale < 1e-20;  // by which an lse is not divided
   for (long i = 0; !scaled && i < walk.tiles; i++)
     for (long n = walk.tile[i].from; !scaled && n < walk.tile[i].to; n++) scaled = walk.visit[n].log_m != 0;
   return {(float)walk.scale, (float)walk.softcap, scaled};
@@ -831,24 +489,20 @@ INLINE const float* row_weights(const Walk& walk, const Plan& plan, long row, lo
   return to;
 }
 
-// Scale out (D,) and add rows times weights p (count,).
-template <int N = COLUMNS>
-INLINE void add_weighted(float* out, long D, float keep, const float* p, const float* const* rows, long count) {
-  long x = 0;
+// Scale out (D,) and add rows times weights p (count,), from column x on.
+template <int N = COLUMNS, class Bs>
+INLINE void add_weighted(float* out, long D, float keep, const float* p, Bs rows, long count, long x = 0) {
   for (; x + N * WIDTH <= D; x += N * WIDTH) {
     vec sum[N];
     for (int c = 0; c < N; c++) sum[c] = load(out + x + c * WIDTH) * all(keep);
-    for (long j = 0; j < count; j++)
-      for (int c = 0; c < N; c++) sum[c] += all(p[j]) * load(rows[j] + x + c * WIDTH);
+    for (long j = 0; j < count; j++) {
+      const float* row = rows[j] + x;
+      for (int c = 0; c < N; c++) sum[c] += all(p[j]) * load(row + c * WIDTH);
+    }
     for (int c = 0; c < N; c++) store(out + x + c * WIDTH, sum[c]);
   }
-  if constexpr (N > 1) {
-    if (x < D) {
-      const float* rest[SPAN];
-      for (long j = 0; j < count; j++) rest[j] = rows[j] + x;
-      add_weighted<1>(out + x, D - x, keep, p, rest, count);
-    }
-  }
+  if constexpr (N > 1)
+    if (x < D) add_weighted<1>(out, D, keep, p, rows, count, x);
 }
 
 INLINE vec probability(vec x) { return exp2_of((x > vec{} ? vec{} : x) * all(LOG2E)); }  // none is above 1
@@ -873,7 +527,8 @@ struct Held {
   long rows() const { return (long)tile->heads * tile->count; }
   template <class X>
   X* row(const Rows& t, long i) const {
-    return t.at<X>(tile->batch, tile->head + i / tile->count, tile->first + i % tile->count * tile->step);
+    const long head = tile->heads == 1 ? 0 : i / tile->count;  // a division takes long
+    return t.at<X>(tile->batch, tile->head + head, tile->first + (i - head * tile->count) * tile->step);
   }
   long kv_head() const { return tile->head / (walk.heads / walk.kv_heads); }
   std::pair<float*, float*> gradients(long row) const {
@@ -884,6 +539,8 @@ struct Held {
     tile = &next, shown.rows = -1;
     for (long i = 0; i < rows(); i++) q[i] = row<const T>(walk.q, i);
   }
+  // Whether the visit is of few rows. Not asked of lists: how many rows see a block depends on what other rows list.
+  bool has_few() const { return plan.visit->row_list < 0 && plan.rows <= FEW_ROWS; }
   // Plan a visit; whether its rows are not those that stand transposed.
   bool visit(const Visit& visit) {
     plan_visit(walk, *tile, visit, plan);
@@ -893,6 +550,17 @@ struct Held {
     shown = visit;
     if (visit.row_list >= 0) shown.rows = -1;
     return true;
+  }
+  // Bring keys into the cache, while others are worked on. In line, as gcc else finds no effect and leaves it out.
+  __attribute__((always_inline)) void fetch(long key, long stop) const {
+    const T *k_in = walk.k.at<const T>(tile->batch, kv_head()), *v_in = walk.v.at<const T>(tile->batch, kv_head());
+    for (; key < stop; key++) {
+      const long at = key_row(walk, *plan.visit, key);
+      for (long x = 0; x < walk.d; x += 64 / sizeof(T)) {
+        __builtin_prefetch(k_in + at * walk.k.row + x, 0, 2);
+        __builtin_prefetch(v_in + at * walk.v.row + x, 0, 2);
+      }
+    }
   }
   // Where the keys from ``key`` on lie.
   void find_keys(long key, long count) {
@@ -905,7 +573,8 @@ struct Held {
 };
 
 // Products of rows a (few,) and b (count,), as many floats of whole vectors each: (few, SPAN).
-INLINE void dot_rows(float* to, const float* a, long few, const float* const* b, long count, long D) {
+template <class Bs>
+INLINE void dot_rows(float* to, const float* a, long few, Bs b, long count, long D) {
   for (long j = 0; j < count; j += WIDTH)
     for (long i = 0; i < few; i++) {
       vec sum[WIDTH] = {};
@@ -956,35 +625,113 @@ INLINE const float* const* as_floats(const T* const* rows, long count, long d, l
   return at;
 }
 
+struct Few {  // of a thread, for visits of few rows
+  float *q, *p, *k, *v;
+  const float **k_at, **v_at;
+  float *dout, *out, *ds, *slope;  // of a backward
+};
+
+// Some keys of a visit of few rows.
+template <class Kind, class T, class Rows>
+INLINE void add_keys(const Held<Kind, T>& held, const Shape& shape, const Few& few, Rows keys, Rows values, long key, long count, float* sums, float* top, float* sum, long D) {
+  const Plan& plan = held.plan;
+  dot_rows(few.p, few.q, plan.rows, keys, count, D);
+  shape_few(held.walk, plan, shape, few.p, key, count, nullptr);
+  for (long i = 0; i < plan.rows; i++) {
+    float *p = few.p + i * SPAN, *out = sums + plan.index[i] * D, *largest = top + plan.index[i];
+    vec most = all(*largest), total{};
+    for (long j = 0; j < count; j += WIDTH) most = larger(most, load(p + j));
+    float highest = *largest, added = 0;
+    for (int c = 0; c < WIDTH; c++) highest = most[c] > highest ? most[c] : highest;
+    const vec shift = all(highest == -INF ? 0 : highest), by = all(shape.factor() * LOG2E);
+    for (long j = 0; j < count; j += WIDTH) {
+      const vec x = exp2_of((load(p + j) - shift) * by);
+      store(p + j, x);
+      total += x;
+    }
+    for (int c = 0; c < WIDTH; c++) added += total[c];
+    const float less = *largest == -INF ? 1 : exp2_of((all(*largest) - shift) * by)[0];
+    *largest = highest, sum[plan.index[i]] = sum[plan.index[i]] * less + added;
+    add_weighted(out, D, less, p, values, count);
+  }
+}
+
 // A visit of few rows: a matrix product is not worth its copies.
 template <class Kind, class T>
-void visit_few(Held<Kind, T>& held, const Shape& shape, float* q, float* scores, float* copy, const float** at, float* sums, float* top, float* sum, long D) {
+void visit_few(Held<Kind, T>& held, const Shape& shape, const Few& few, float* sums, float* top, float* sum, long D) {
   const Walk& walk = held.walk;
   const Plan& plan = held.plan;
-  for (long i = 0; i < plan.rows; i++) Reader<Single, T>::rows(q + i * D, held.q + plan.index[i], 1, walk.d, D);
+  const Visit& visit = *plan.visit;
+  const bool apart = visit.key_list >= 0 || visit.key_step * walk.k.row != walk.d;  // else the CPU sees what comes next
+  for (long i = 0; i < plan.rows; i++) Reader<Single, T>::rows(few.q + i * D, held.q + plan.index[i], 1, walk.d, D);
   for (long key = plan.first; key < plan.stop; key += SPAN) {
     const long count = std::min<long>(SPAN, plan.stop - key);
-    held.find_keys(key, count);
-    dot_rows(scores, q, plan.rows, as_floats(held.k, count, walk.d, D, copy, at), count, D);
-    shape_few(walk, plan, shape, scores, key, count, nullptr);
-    const float* const* values = as_floats(held.v, count, walk.d, D, copy, at);
-    for (long i = 0; i < plan.rows; i++) {
-      float *p = scores + i * SPAN, *out = sums + plan.index[i] * D, *largest = top + plan.index[i];
-      vec most = all(*largest), total{};
-      for (long j = 0; j < count; j += WIDTH) most = larger(most, load(p + j));
-      float highest = *largest, added = 0;
-      for (int c = 0; c < WIDTH; c++) highest = most[c] > highest ? most[c] : highest;
-      const vec shift = all(highest == -INF ? 0 : highest), by = all(shape.factor() * LOG2E);
-      for (long j = 0; j < count; j += WIDTH) {
-        const vec x = exp2_of((load(p + j) - shift) * by);
-        store(p + j, x);
-        total += x;
-      }
-      for (int c = 0; c < WIDTH; c++) added += total[c];
-      const float less = *largest == -INF ? 1 : exp2_of((all(*largest) - shift) * by)[0];
-      *largest = highest, sum[plan.index[i]] = sum[plan.index[i]] * less + added;
-      add_weighted(out, D, less, p, values, count);
+    if (apart) held.fetch(key + count, std::min(plan.stop, key + count + SPAN));
+    if (sizeof(T) == 4 && walk.d == D && visit.key_list < 0) {
+      const long at = key_row(walk, visit, key), k_step = visit.key_step * walk.k.row, v_step = visit.key_step * walk.v.row;
+      const Spaced<const float> k_rows{walk.k.at<const float>(held.tile->batch, held.kv_head(), at), k_step};
+      const Spaced<const float> v_rows{walk.v.at<const float>(held.tile->batch, held.kv_head(), at), v_step};
+      add_keys(held, shape, few, k_rows, v_rows, key, count, sums, top, sum, D);
+    } else {
+      held.find_keys(key, count);
+      const float* const* k_rows = as_floats(held.k, count, walk.d, D, few.k, few.k_at);
+      const float* const* v_rows = as_floats(held.v, count, walk.d, D, few.v, few.v_at);
+      add_keys(held, shape, few, k_rows, v_rows, key, count, sums, top, sum, D);
     }
+  }
+}
+
+// A tile, or one of the parts of the keys of a tile of few rows, which threads share.
+struct Item {
+  int32_t tile, part, parts;
+  int64_t place;  // of the result of a part
+};
+constexpr int64_t PART = 1024;  // keys of a part at least
+
+// The result of a part: sums (rows, D), then the largest score and the sum of each row.
+INLINE long part_floats(const Tile& tile, long D) { return (long)tile.heads * tile.count * D + 2 * QUERIES; }
+
+// Tiles are cut that have one visit, of all rows. So bits depend neither on the number of threads nor on other tiles, nor
+// on what other rows list.
+INLINE std::vector<Item> split_tiles(const Walk& walk, long D, long* floats) {
+  std::vector<Item> items;
+  for (int32_t i = 0; i < walk.tiles; i++) {
+    const Tile& tile = walk.tile[i];
+    const Visit& visit = walk.visit[tile.from];
+    const bool whole = tile.to == tile.from + 1 && visit.rows == tile.count && visit.row_list < 0 && visit.ranges < 0;
+    const int32_t parts = whole && tile.heads * tile.count <= QUERIES ? std::max<int64_t>(1, visit.keys / PART) : 1;
+    const long each = parts > 1 ? part_floats(tile, D) : 0;
+    for (int32_t part = 0; part < parts; part++, *floats += each) items.push_back({i, part, parts, *floats});
+  }
+  return items;
+}
+
+// Add the results of all parts to that of the first one, in their order.
+INLINE void add_parts(const Item& item, long rows, long D, long floats, float factor, float* sums) {
+  for (long part = 1; part < item.parts; part++)
+    for (long i = 0; i < rows; i++) {
+      float *out = sums + i * D, *top = sums + rows * D + i, *sum = top + QUERIES;
+      const float other = top[part * floats], highest = std::max(*top, other);
+      if (other == -INF) continue;
+      const float keep = expf((*top - highest) * factor), add = expf((other - highest) * factor);
+      add_scaled(out, out + part * floats, D, keep, add);
+      *sum = *sum * keep + sum[part * floats] * add, *top = highest;
+    }
+}
+
+// The result of a tile, but for rows that have what was there.
+template <class Kind, class T>
+INLINE void write_tile(const Held<Kind, T>& held, const float* sums, const float* top, const float* sum, float factor, long D) {
+  const Walk& walk = held.walk;
+  for (long i = 0; i < held.rows(); i++) {
+    float* lse = held.template row<float>(walk.lse, i);
+    if (walk.merge && sum[i] == 1 && top[i] == *lse / factor) continue;
+    const float over = sum[i] == 0 ? 0 : 1 / sum[i];
+    *lse = sum[i] == 0 ? -INF : top[i] * factor + logf(sum[i]);
+    if (walk.narrow)
+      write_scaled(held.template row<T>(walk.out, i), sums + i * D, walk.d, over);
+    else
+      write_scaled(held.template row<float>(walk.out, i), sums + i * D, walk.d, over);
   }
 }
 
@@ -992,38 +739,51 @@ template <class Kind, class T>
 void walk_forward(const Walk& walk) {
   typedef Reader<Kind, T> Read;
   const long d = walk.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, depth = (d + Read::item - 1) / Read::item;
-  const long most = most_rows(walk);
+  const long most = most_rows(walk), columns_of_all = most_columns(walk);
   const Shape shape = shape_of(walk);
   const bool in_place = sizeof(T) == 4 || (Read::item == 2 && d % 2 == 0);
-  const Memory memory(walk.threads, Held<Kind, T>::floats(most) + 3 * most * D + 4 * most + QUERIES * KEYS + (2 * SPAN + FEW_ROWS) * D +
-                                        FEW_ROWS * SPAN + 2 * SPAN + 4 * QUERIES);
+  long part_memory = 0;
+  const std::vector<Item> items = split_tiles(walk, D, &part_memory);
+  const Memory part_results(1, part_memory);
+  float* parts = (float*)(((uintptr_t)part_results.memory.get() + 63) & ~(uintptr_t)63);
+  const Memory memory(walk.threads, Held<Kind, T>::floats(most) + (most + columns_of_all) * D + 4 * most + QUERIES * KEYS + (2 * SPAN + FEW_ROWS) * D +
+                                        FEW_ROWS * SPAN + 4 * SPAN + 4 * QUERIES);
 #pragma omp parallel num_threads(walk.threads)
   {
     Scratch own(memory);
     Held<Kind, T> held(walk, own, most);
     const Plan& plan = held.plan;
-    float *sums = own.take(most * D), *q_t = own.take(2 * most * D), *top = own.take(most), *sum = own.take(most);
+    float *own_sums = own.take(most * D), *q_t = own.take(columns_of_all * D), *own_top = own.take(most), *own_sum = own.take(most);
     float *scores = own.take(QUERIES * KEYS), *k = own.take(SPAN * D), *v = own.take(SPAN * D);
-    float *q_few = own.take(FEW_ROWS * D), *few = own.take(FEW_ROWS * SPAN);
     float *largest = own.take(QUERIES), *total = own.take(QUERIES), *weights = own.take(QUERIES);
     float** out = (float**)own.take(2 * most);
-    const float** at = (const float**)own.take(2 * SPAN);
+    const float **at = (const float**)own.take(2 * SPAN), **v_at = (const float**)own.take(2 * SPAN);
+    const Few few{own.take(FEW_ROWS * D), own.take(FEW_ROWS * SPAN), k, v, at, v_at};
 #pragma omp for schedule(dynamic)
-    for (long item = 0; item < walk.tiles; item++) {
-      const Tile& tile = walk.tile[item];
+    for (long number = 0; number < (long)items.size(); number++) {
+      const Item& item = items[number];
+      const Tile& tile = walk.tile[item.tile];
       held.start(tile);
       const long rows = held.rows();
-      std::fill(sums, sums + rows * D, 0.f);
+      float *sums = own_sums, *top = own_top, *sum = own_sum;
+      if (item.parts > 1) sums = parts + item.place, top = sums + rows * D, sum = top + QUERIES;
       for (long i = 0; i < rows; i++) {
-        top[i] = walk.sinks ? walk.sinks[tile.head + i / tile.count] : -INF;
-        sum[i] = walk.sinks && top[i] != -INF;
+        const float there = walk.merge ? *held.template row<float>(walk.lse, i) : walk.sinks ? walk.sinks[tile.head + i / tile.count] : -INF;
+        const float before = item.part ? -INF : there;
+        top[i] = before / shape.factor(), sum[i] = before != -INF;
+        if (walk.merge && before != -INF)
+          Reader<Single, float>::rows(sums + i * D, Spaced<const float>{held.template row<const float>(walk.out, i), 0}, 1, d, D);
+        else
+          std::fill(sums + i * D, sums + (i + 1) * D, 0.f);
       }
       for (long n = tile.from; n < tile.to; n++) {
         const Visit& visit = walk.visit[n];
         const bool changed = held.visit(visit);
-        if (plan.rows <= FEW_ROWS) {
+        held.plan.first = std::max<long>(plan.first, (int64_t)visit.keys * item.part / item.parts);
+        held.plan.stop = std::min<long>(plan.stop, (int64_t)visit.keys * (item.part + 1) / item.parts);
+        if (held.has_few()) {
           held.shown.rows = -1;
-          visit_few(held, shape, q_few, few, k, at, sums, top, sum, D);
+          visit_few(held, shape, few, sums, top, sum, D);
           continue;
         }
         for (long g = 0; changed && g < plan.groups; g++) {
@@ -1042,7 +802,9 @@ void walk_forward(const Walk& walk) {
             keys = at;
           }
           Read::values(v, held.v, count, d, D);
+          const long next = std::min<long>(KEYS, plan.stop - key - count);
           for (long g = 0; g < plan.groups; g++) {
+            held.fetch(key + count + next * g / plan.groups, key + count + next * (g + 1) / plan.groups);
             const long first = std::max<long>(plan.low[g], key) - key, high = std::min<long>(plan.high[g], key + count) - key;
             if (first >= high) continue;
             const long r = plan.start[g], here = plan.start[g + 1] - r, low = first - first % Read::item, mine = high - low;
@@ -1062,25 +824,25 @@ void walk_forward(const Walk& walk) {
           }
         }
       }
-      for (long i = 0; i < rows; i++) {
-        float* lse = held.template row<float>(walk.lse, i);
-        if (walk.narrow)
-          finish(walk, sums + i * D, top[i] * shape.factor(), sum[i], held.template row<T>(walk.out, i), lse);
-        else
-          finish(walk, sums + i * D, top[i] * shape.factor(), sum[i], held.template row<float>(walk.out, i), lse);
-      }
+      if (item.parts == 1) write_tile(held, sums, top, sum, shape.factor(), D);
+    }
+#pragma omp for schedule(dynamic)
+    for (long number = 0; number < (long)items.size(); number++) {
+      const Item& item = items[number];
+      if (item.parts == 1 || item.part) continue;
+      const Tile& tile = walk.tile[item.tile];
+      held.start(tile);
+      float *sums = parts + item.place, *top = sums + held.rows() * D;
+      add_parts(item, held.rows(), D, part_floats(tile, D), shape.factor(), sums);
+      write_tile(held, sums, top, top + QUERIES, shape.factor(), D);
     }
   }
 }
 
-struct Few {  // of a thread, in a backward
-  float *q, *dout, *out, *p, *ds, *slope;
-};
-
 // The backward of a visit of few rows, which adds to dk and dv row by row.
 template <class T>
 void visit_few_backward(Held<Single, T>& held, const Shape& shape, const Few& few, const float* const* q, const float* const* dout, float* const* dq,
-                        const float* lse, const float* dlse, float* k, float* v, const float** k_at, const float** v_at, float* dweights, long D) {
+                        const float* lse, const float* dlse, float* dweights, long D) {
   const Walk& walk = held.walk;
   const Plan& plan = held.plan;
   const Visit& visit = *plan.visit;
@@ -1097,8 +859,8 @@ void visit_few_backward(Held<Single, T>& held, const Shape& shape, const Few& fe
   for (long key = plan.first; key < plan.stop; key += SPAN) {
     const long count = std::min<long>(SPAN, plan.stop - key);
     held.find_keys(key, count);
-    const float* const* keys = as_floats(held.k, count, d, D, k, k_at);
-    const float* const* values = as_floats(held.v, count, d, D, v, v_at);
+    const float* const* keys = as_floats(held.k, count, d, D, few.k, few.k_at);
+    const float* const* values = as_floats(held.v, count, d, D, few.v, few.v_at);
     dot_rows(few.p, few.q, plan.rows, keys, count, D);
     dot_rows(few.ds, few.dout, plan.rows, values, count, D);
     shape_few(walk, plan, shape, few.p, key, count, few.slope);
@@ -1135,7 +897,7 @@ void visit_few_backward(Held<Single, T>& held, const Shape& shape, const Few& fe
 template <class T>
 void walk_backward(const Walk& walk) {
   typedef Reader<Single, T> Read;
-  const long d = walk.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, most = most_rows(walk);
+  const long d = walk.d, D = (d + WIDTH - 1) / WIDTH * WIDTH, most = most_rows(walk), columns_of_all = most_columns(walk);
   const Shape shape = shape_of(walk);
   const bool in_place = sizeof(T) == 4 && d == D;
   const long group = walk.heads / walk.kv_heads;
@@ -1149,23 +911,24 @@ void walk_backward(const Walk& walk) {
     tiles[item * parts + met[item]++ % parts].push_back(i);
   }
   const std::unique_ptr<float[]> sums(parts > 1 ? new float[items * (parts - 1) * each]() : nullptr);
-  const Memory memory(walk.threads, Held<Single, T>::floats(most) + 7 * most * D + 11 * most + 3 * QUERIES * KEYS + 4 * SPAN * D +
+  const Memory memory(walk.threads, Held<Single, T>::floats(most) + (3 * most + 2 * columns_of_all) * D + 11 * most + 3 * QUERIES * KEYS + 4 * SPAN * D +
                                         (2 * FEW_ROWS + 1) * D + 3 * FEW_ROWS * SPAN + 4 * SPAN + 4 * QUERIES);
 #pragma omp parallel num_threads(walk.threads)
   {
     Scratch own(memory);
     Held<Single, T> held(walk, own, most);
     const Plan& plan = held.plan;
-    float *q_t = own.take(2 * most * D), *dout_t = own.take(2 * most * D), *dq = own.take(most * D);
+    float *q_t = own.take(columns_of_all * D), *dout_t = own.take(columns_of_all * D), *dq = own.take(most * D);
     float *q_copy = own.take(most * D), *dout_copy = own.take(most * D), *lse = own.take(most), *delta = own.take(most), *dlse = own.take(most);
     float *p = own.take(QUERIES * KEYS), *ds = own.take(QUERIES * KEYS), *slope = own.take(QUERIES * KEYS);
     float *k = own.take(SPAN * D), *v = own.take(SPAN * D), *dk = own.take(SPAN * D), *dv = own.take(SPAN * D);
-    Few few{own.take(FEW_ROWS * D), own.take(FEW_ROWS * D), own.take(D), own.take(FEW_ROWS * SPAN), own.take(FEW_ROWS * SPAN), own.take(FEW_ROWS * SPAN)};
     float *row_lse = own.take(QUERIES), *row_delta = own.take(QUERIES), *weights = own.take(QUERIES);
     const T** dout_in = (const T**)own.take(2 * most);
     const float **q_rows = (const float**)own.take(2 * most), **dout_rows = (const float**)own.take(2 * most);
     const float **k_at = (const float**)own.take(2 * SPAN), **v_at = (const float**)own.take(2 * SPAN);
     float** dq_rows = (float**)own.take(2 * most);
+    float *few_q = own.take(FEW_ROWS * D), *few_p = own.take(FEW_ROWS * SPAN);
+    const Few few{few_q, few_p, k, v, k_at, v_at, own.take(FEW_ROWS * D), own.take(D), own.take(FEW_ROWS * SPAN), own.take(FEW_ROWS * SPAN)};
 #pragma omp for schedule(dynamic)
     for (long item = 0; item < (long)tiles.size(); item++) {
       const long part = item % parts;
@@ -1192,8 +955,7 @@ void walk_backward(const Walk& walk) {
           for (long c = 0; c < count; c += WIDTH) {
             vec sum{};  // in the order of the products below: what a row that sees one key subtracts is then 0
             for (long x = 0; x < d; x++) sum += load(q_t + x * QUERIES + c) * load(dout_t + x * QUERIES + c);
-            for (long i = 0; i < WIDTH && c + i < count; i++)
-              delta[r + c + i] = sum[i] - dlse[r + c + i];
+            for (long i = 0; i < WIDTH && c + i < count; i++) delta[r + c + i] = sum[i] - dlse[r + c + i];
           }
         }
         if (!in_place) {
@@ -1209,9 +971,9 @@ void walk_backward(const Walk& walk) {
             dout_rows[s] = in_place ? (const float*)dout_in[i] : dout_copy + i * D;
             dq_rows[s] = dq + i * D;
           }
-          if (plan.rows <= FEW_ROWS) {
+          if (held.has_few()) {
             held.shown.rows = -1;
-            visit_few_backward(held, shape, few, q_rows, dout_rows, dq_rows, lse, dlse, k, v, k_at, v_at, dweights, D);
+            visit_few_backward(held, shape, few, q_rows, dout_rows, dq_rows, lse, dlse, dweights, D);
             continue;
           }
           for (long g = 0; changed && g < plan.groups; g++) {
@@ -1266,11 +1028,12 @@ void walk_backward(const Walk& walk) {
           }
         }
         for (long i = 0; i < rows; i++) {
-          float* to = held.template row<float>(walk.dq, i);
-          if (walk.merge)
-            add_scaled(to, dq + i * D, d, 1, shape.scale);
+          if (walk.narrow)
+            write_scaled(held.template row<T>(walk.dq, i), dq + i * D, d, shape.scale);
+          else if (walk.merge)
+            add_scaled(held.template row<float>(walk.dq, i), dq + i * D, d, 1, shape.scale);
           else
-            write_scaled(to, dq + i * D, d, shape.scale);
+            write_scaled(held.template row<float>(walk.dq, i), dq + i * D, d, shape.scale);
         }
       }
     }
@@ -1386,7 +1149,7 @@ struct Planner {
     }
     if (call.granularity < FEW_KEYS)
       add_by_rows(rows, position, always);
-    else if (together && !call.weighed)
+    else if (together && !call.weighed && grain_of(call.query_block) >= FEW_QUERIES)
       add_ranges(rows, position, always, all_rows);
     else
       add_by_blocks(rows, together ? call.query_block : 1, always, all_rows);
@@ -1396,12 +1159,15 @@ struct Planner {
       table.tiles.push_back({0, (int32_t)(unit * each), (int32_t)each, (int32_t)first, 1, (int32_t)rows, (int32_t)position, (int32_t)from, (int32_t)table.visits.size()});
   }
 
+  static long grain_of(long step) {  // the most rows of a group that divide those of a list
+    long grain = std::min<long>(step, QUERIES);
+    while (step % grain) grain--;
+    return grain;
+  }
   // Runs of blocks, one for each list of queries; those that meet are one visit.
   void add_ranges(long rows, long position, long always, const Visit& all_rows) {
     const long step = call.query_block;
-    long grain = std::min<long>(step, QUERIES);
-    while (step % grain) grain--;
-    const long groups = (rows + grain - 1) / grain, each = step / grain;
+    const long grain = grain_of(step), groups = (rows + grain - 1) / grain, each = step / grain;
     struct Run { long from, stop, list; };
     std::vector<Run> runs;
     std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return std::pair(a.row, a.block) < std::pair(b.row, b.block); });
@@ -1496,11 +1262,6 @@ struct Planner {
   }
 };
 
-static void plan_lists(const Lists& call, Table& table) {
-  Planner planner{call, table};
-  planner.plan();
-}
-
 }  // namespace
 
 extern "C" double multiply(int64_t threads, int64_t rounds, int64_t bf16) {
@@ -1510,59 +1271,35 @@ extern "C" double multiply(int64_t threads, int64_t rounds, int64_t bf16) {
   return run_multiply<Single>(threads, rounds);
 }
 
-static void any_forward(const Call* call) {
-  const float scale = call->scale;
-  if (call->dtype == 0) run_forward<Single, float>(*call, scale);
-  if (call->dtype == 1) run_forward<Single, _Float16>(*call, scale);
-#ifdef __AVX512BF16__
-  if (call->dtype == 2) run_forward<Pairs, Bfloat>(*call, scale);
-#else
-  if (call->dtype == 2) run_forward<Single, Bfloat>(*call, scale);
-#endif
-}
-
-static void any_backward(const Call* call) {
-  const float scale = call->scale;
-  if (call->dtype == 0) run_backward<float>(*call, scale);
-  if (call->dtype == 1) run_backward<_Float16>(*call, scale);
-  if (call->dtype == 2) run_backward<Bfloat>(*call, scale);
-}
-
 // 1 where there is no memory, 0 else.
-template <class C>
-static int run(void (*pass)(const C*), const C* call) {
+static int run(void (*pass)(const Walk&), const Walk* walk) {
   try {
-    pass(call);
+    pass(*walk);
   } catch (const std::bad_alloc&) {
     return 1;
   }
   return 0;
 }
 
-static void any_walk(const Walk* walk) {
-  if (walk->dtype == 0) walk_forward<Single, float>(*walk);
-  if (walk->dtype == 1) walk_forward<Single, _Float16>(*walk);
+extern "C" int walk_tiles(const Walk* walk) {
 #ifdef __AVX512BF16__
-  if (walk->dtype == 2) walk_forward<Pairs, Bfloat>(*walk);
+  typedef Pairs Halves;
 #else
-  if (walk->dtype == 2) walk_forward<Single, Bfloat>(*walk);
+  typedef Single Halves;
 #endif
+  constexpr void (*passes[])(const Walk&) = {walk_forward<Single, float>, walk_forward<Single, _Float16>, walk_forward<Halves, Bfloat>};
+  return run(passes[walk->dtype], walk);
 }
-static void any_walk_backward(const Walk* walk) {
-  if (walk->dtype == 0) walk_backward<float>(*walk);
-  if (walk->dtype == 1) walk_backward<_Float16>(*walk);
-  if (walk->dtype == 2) walk_backward<Bfloat>(*walk);
+extern "C" int walk_tiles_backward(const Walk* walk) {
+  constexpr void (*passes[])(const Walk&) = {walk_backward<float>, walk_backward<_Float16>, walk_backward<Bfloat>};
+  return run(passes[walk->dtype], walk);
 }
-extern "C" int forward(const Call* call) { return run(any_forward, call); }
-extern "C" int backward(const Call* call) { return run(any_backward, call); }
-extern "C" int walk_tiles(const Walk* walk) { return run(any_walk, walk); }
-extern "C" int walk_tiles_backward(const Walk* walk) { return run(any_walk_backward, walk); }
 
 // The table of the lists, to be copied and deleted by take_table; its sizes. Null where there is no memory.
 extern "C" Table* plan_table(const Lists* lists, int64_t* sizes) {
   try {
     std::unique_ptr<Table> table(new Table);
-    plan_lists(*lists, *table);
+    Planner{*lists, *table}.plan();
     sizes[0] = table->tiles.size(), sizes[1] = table->visits.size(), sizes[2] = table->numbers.size(), sizes[3] = table->source.size();
     return table.release();
   } catch (const std::bad_alloc&) {

@@ -1,9 +1,10 @@
-"""The compiled CPU kernel besides what ``test_kernels`` and the matrix check: bias,
+"""The compiled CPU kernel besides what ``test_kernels`` and the matrix check: log M,
 merging, extremes, no compiler.
 """
 
 import math
 import os
+from itertools import chain
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from refusals import refused
 from ringlab import Dense, Dilated, attention, kernels, native
 from ringlab.engine.execute import merge
 from ringlab.kernels import Eager
-from ringlab.kernels.compiled import Compiled
+from ringlab.kernels.compiled import Compiled, Walk, dense_walk
+from ringlab.tiles.dense import weighed
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -43,94 +45,58 @@ def off(found, want) -> float:
     return float((found.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize(
-    "dtype, most",
-    [(torch.float32, 2e-6), (torch.float16, 2e-6), (torch.bfloat16, 4e-3)],
-)
-@pytest.mark.parametrize(
-    "m, m_k, d",
-    [
-        (5, 7, 8),
-        (3, 2100, 33),
-        (8, 1100, 128),
-        (64, 96, 64),
-        (65, 97, 33),
-        (600, 250, 48),
-        (70, 300, 128),
-    ],
-)
-def test_a_bias_is_added_however_it_lies(compiled, m, m_k, d, dtype, most):
-    """The same for all queries, for each query, rows or keys side by side; hidden keys
-    have -inf.
+def into(out, lse, q, k, v, causal=False, merge=False) -> None:
+    """Write or merge results of a dense call into strided rows."""
+    dense_walk(q, k, causal, 0.2).forward(q, k, v, out, lse, merge)
+
+
+@pytest.mark.parametrize("m, m_k, d", [(1, 300, 8), (3, 2100, 33), (8, 1100, 128)])
+def test_few_queries_see_keys_by_their_log_m(compiled, m, m_k, d):
+    """The same for all queries of a head, or for each; what a query does not see has
+    -inf, and may be no number.
     """
-    q, k, v, dout = drawn(m, m_k, d, dtype)
-    whole = torch.randn(2, m, 3, m_k)
-    whole[:, :, 0, : m_k // 2] = -torch.inf
-    by_row = whole.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-    for bias in (whole[:, :1], whole, by_row, whole[:1, :, :1].expand(2, -1, 3, -1)):
-        exact = [t.double() for t in (q, k, v)]
-        want, want_lse = EXACT.forward(*exact, False, 0.3, bias.double())
-        out, lse = compiled.forward(q, k, v, False, 0.3, bias)
-        assert off(out, want) <= most and off(lse, want_lse) <= 2e-6
-        grads = compiled.backward(
-            dout, q, k, v, want.to(dtype), want_lse.float(), False, 0.3, bias
-        )
-        wanted = EXACT.backward(
-            dout.double(),
-            *exact,
-            want.to(dtype).double(),
-            want_lse,
-            False,
-            0.3,
-            bias.double(),
-        )
-        floor = 0.01 * float(dout.double().norm())
-        for found, grad in zip(grads, wanted):
-            assert float((found.double() - grad).norm()) <= 5e-6 * max(
-                float(grad.norm()), floor
-            )
+    q, k, v, _ = drawn(m, m_k, d)
+    k[:, 0], v[:, 0] = math.nan, math.nan
+    whole = torch.randn(2, 3, m, m_k)
+    whole[..., : m_k // 3] = -torch.inf
+    whole[0, 1] = -torch.inf
+    exact = [t.double().nan_to_num(0.0) for t in (q, k, v)]
+    for log_m in (whole, whole[:, :, :1]):
+        bias = log_m.double().transpose(1, 2).expand(2, m, 3, m_k)
+        want, want_lse = EXACT.forward(*exact, False, 0.3, bias)
+        want[0, :, 1], want_lse[0, 1] = 0.0, -torch.inf  # of what sees nothing
+        out, lse = torch.empty(q.shape), torch.empty(2, 3, m)
+        table, weights = weighed(log_m, m)
+        Walk(table, 0.3, weights=weights).forward(q, k, v, out, lse)
+        assert off(out, want) <= 2e-6
+        assert ((lse == want_lse) | ((lse - want_lse).abs() < 1e-5)).all()
 
 
-@pytest.mark.parametrize("m", [130, 4])
+@pytest.mark.parametrize("m", [130, 40, 4, 1])
 def test_results_are_merged_in_place_into_strided_rows(compiled, m):
     """As ``merge`` does it; what sees no key changes nothing, and is replaced where it
     came first.
     """
-    q, k, v, _ = drawn(m, 200, 40)
+    q, k, v, _ = drawn(m, 2300, 40)
     parts = [
-        compiled.forward(q, k[:, a:b], v[:, a:b], False, 0.2)
-        for a, b in ((0, 70), (70, 200))
+        EXACT.forward(q.double(), k[:, a:b].double(), v[:, a:b].double(), False, 0.2)
+        for a, b in ((0, 70), (70, 2300))
     ]
     want, want_lse = merge(*zip(*parts))
     out, lse = (
         torch.full((2, 2 * m, 3, 64), 7.0)[:, ::2, :, 8:48],
         torch.empty(2, m, 3).transpose(1, 2),
     )
-    compiled.forward_into(out, lse, q, k[:, :70], v[:, :70], False, 0.2, merge=False)
-    compiled.forward_into(out, lse, q, k[:, 70:], v[:, 70:], False, 0.2, merge=True)
-    assert off(out, want.double()) <= 1e-6 and off(lse, want_lse.double()) <= 1e-6
-    hidden, before = torch.full((2, 1, 3, 200), -torch.inf), (out.clone(), lse.clone())
-    compiled.forward_into(out, lse, q, k, v, False, 0.2, hidden, merge=True)
+    into(out, lse, q, k[:, :70], v[:, :70])
+    into(out, lse, q, k[:, 70:], v[:, 70:], merge=True)
+    assert off(out, want) <= 1e-6 and off(lse, want_lse) <= 1e-6
+    none, before = (k[:, :0], v[:, :0]), (out.clone(), lse.clone())
+    into(out, lse, q, *none, merge=True)
     assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
-    compiled.forward_into(out, lse, q, k, v, False, 0.2, hidden, merge=False)
+    into(out, lse, q, *none)
     assert not out.any() and (lse == -torch.inf).all()
-    compiled.forward_into(out, lse, q, k, v, False, 0.2, merge=True)
-    assert off(out, want.double()) <= 1e-6 and off(lse, want_lse.double()) <= 1e-6
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("m", [70, 450])  # 450: three panels of keys
-def test_gradients_are_added_in_place_as_torch_adds_them(compiled, m, causal):
-    q, k, v, dout = drawn(m, m, 40)
-    out, lse = compiled.forward(q, k, v, causal, 0.2)
-    call = dout, q, k, v, out, lse, causal, 0.2
-    grads = compiled.backward(*call)
-    for add in ((False, True), (True, False), (True, True)):
-        there = [torch.randn(2, 2 * m, 3, 48)[:, ::2, :, 8:] for _ in grads]
-        summed = [t + g for t, g in zip(there, grads)]
-        compiled.backward_into(*there, *call, add=add)
-        for t, one, total, adds in zip(there, grads, summed, (add[0], add[1], add[1])):
-            assert torch.equal(t, total if adds else one)
+    into(out, lse, q, k, v, merge=True)
+    assert off(out, want) <= 1e-6 and off(lse, want_lse) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -139,7 +105,7 @@ def test_half_precision_is_rounded_as_torch_rounds(compiled, dtype):
     v[0, :, 1] = 6e-6  # a subnormal number of fp16
     v[1, 5, 2, 7] = math.nan
     out, lse = torch.empty(2, 70, 3, 40, dtype=dtype), torch.empty(2, 3, 70)
-    compiled.forward_into(out, lse, q, k, v, False, 0.2, merge=False)
+    into(out, lse, q, k, v)
     wide, _ = compiled.forward(q, k, v, False, 0.2)
     assert wide.dtype == torch.float32 and torch.equal(
         out.nan_to_num(7), wide.to(dtype).nan_to_num(7)
@@ -148,7 +114,7 @@ def test_half_precision_is_rounded_as_torch_rounds(compiled, dtype):
 
 def test_extreme_scores(compiled):
     """Far apart, large, or not numbers: no overflow, and NaN stays where it is seen."""
-    q, k, v, _ = drawn(80, 120, 16)
+    q, k, v, _ = drawn(120, 120, 16)
     for factor in (1e-20, 1e3, 1e15):
         want, want_lse = EXACT.forward(
             q.double() * factor, k.double(), v.double(), True, 1.0
@@ -165,7 +131,7 @@ def test_extreme_scores(compiled):
         assert off(dv, wanted) <= 2e-3 * min(1, factor) + 5e-6
     k[1, 50, 2, 3] = math.nan
     out, lse = compiled.forward(q, k, v, False, 1.0)
-    seen = torch.zeros(2, 80, 3, dtype=torch.bool)
+    seen = torch.zeros(2, 120, 3, dtype=torch.bool)
     seen[1, :, 2] = True
     assert torch.equal(out.isnan().all(-1), seen) and torch.equal(
         out.isnan().any(-1), seen
@@ -225,53 +191,29 @@ def test_a_damaged_file_is_compiled_anew(monkeypatch, tmp_path):
         native.library.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_scattered_keys_are_read_as_their_copies_are(compiled, dtype):
-    """Any rows, in any order and twice, others for each head; the bits are those of a
-    call on copies.
-    """
-    q, k, v, _ = drawn(70, 333, 40, dtype)
-    index = torch.randint(0, 333, (2, 3, 205))
-    copies = [
-        torch.gather(t, 1, index.transpose(1, 2)[..., None].expand(-1, -1, -1, 40))
-        for t in (k, v)
-    ]
-    bias = torch.randn(2, 1, 3, 205)
-    for more in (None, bias):
-        found, want = (
-            compiled.forward(q, k, v, False, 0.2, more, index),
-            compiled.forward(q, *copies, False, 0.2, more),
-        )
-        assert all(map(torch.equal, found, want))
-    one = index[:, :1].expand(-1, 3, -1)  # the same for all heads
-    want = compiled.forward(
-        q, *(t[torch.arange(2)[:, None], index[:, 0]] for t in (k, v)), False, 0.2
-    )
-    assert all(map(torch.equal, compiled.forward(q, k, v, False, 0.2, None, one), want))
-
-
 def test_half_precision_results_are_not_merged(compiled):
     q, k, v, _ = drawn(8, 8, 8, torch.bfloat16)
     out, lse = torch.zeros_like(q), torch.zeros(2, 3, 8)
     with pytest.raises(ValueError, match="merged in float32"):
-        compiled.forward_into(out, lse, q, k, v, False, 1.0, merge=True)
+        into(out, lse, q, k, v, merge=True)
 
 
 def test_threads_change_no_bit(compiled):
     q, k, v, dout = drawn(700, 3000, 24)
+    calls = (q, True), (q[:, :20], True), (q[:, :3], False), (q[:, :1], False)
     found = []
-    for threads in (1, 2, 5):
+    for threads in (1, 2, 3, 5):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        out, lse = KERNEL.forward(q, k, v, True, 0.2)
-        grads = KERNEL.backward(dout, q, k, v, out, lse, True, 0.2)
-        found.append(
-            [out, lse, *grads, *KERNEL.forward(q[:, :3], k, v, False, 0.2)]
-        )  # few queries: by parts of keys
+        # The last calls, of few rows, are split by keys, and continue what is there.
+        results = [KERNEL.forward(t, k, v, causal, 0.2) for t, causal in calls]
+        grads = KERNEL.backward(dout, q, k, v, *results[0], True, 0.2)
+        for (t, causal), (out, lse) in zip(calls, results):
+            into(out, lse, t, v, k, causal, merge=True)
         torch.set_num_threads(before)
-    assert all(
-        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other)
-    )
+        found.append([*grads, *chain(*results)])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
 
 
 def test_what_records_operators_is_told_that_this_is_none(compiled):

@@ -26,6 +26,7 @@ from ..torch_private import (
 )
 from . import DEFAULT
 from .sinks import add_sinks_, sinks_gradient
+from .walk import Walked
 from .ways import LocalCall, way_of
 
 
@@ -98,10 +99,12 @@ def without_autocast(t: Tensor):
 
 def forward(q, k, v, sinks: Tensor | None, call: LocalCall):
     """out (b, n, h, d), lse (b, h, n)."""
-    rest = sinks, call, requires_grad(q, k, v, sinks)
-    if call.documents is None:
-        return _forward(q, k, v, *rest)
-    return call.documents.forward(q, k, v, lambda *tensors: _forward(*tensors, *rest))
+    differentiable = requires_grad(q, k, v, sinks)
+    documents = call.documents
+    if documents is None or isinstance(way_of(q, k, call, differentiable), Walked):
+        return _forward(q, k, v, sinks, call, differentiable)
+    rest = sinks, call._replace(documents=None), differentiable
+    return documents.forward(q, k, v, lambda *tensors: _forward(*tensors, *rest))
 
 
 def _forward(q, k, v, sinks, call: LocalCall, differentiable: bool):
@@ -109,13 +112,18 @@ def _forward(q, k, v, sinks, call: LocalCall, differentiable: bool):
     way = way_of(q, k, call, differentiable)
     flip, scale = positive_scale(call.scale)
     with without_autocast(q):
-        out, lse = way.forward((flip(q), k, v), scale, call.execution)
-    return (out, lse) if sinks is None else add_sinks_(out, lse, sinks)
+        out, lse = way.forward((flip(q), k, v), scale, call)
+    if sinks is not None:
+        out, lse = add_sinks_(out, lse, sinks)
+        if call.documents is not None:
+            call.documents.pad_(lse)
+    return out, lse
 
 
 def backward(dout, dlse, q, k, v, out, lse, call: LocalCall):
     """dq, dk, dv for cotangents of out and, if not None, of lse."""
-    if call.documents is not None:
+    way = way_of(q, k, call, True, True)
+    if call.documents is not None and not isinstance(way, Walked):
         reads = (dout, dlse, q, k, v, out, lse)
         alone = call._replace(documents=None)
         return call.documents.backward(
@@ -123,7 +131,6 @@ def backward(dout, dlse, q, k, v, out, lse, call: LocalCall):
         )
     flip, scale = positive_scale(call.scale)
     q, head_dim = flip(q), q.shape[3]
-    way = way_of(q, k, call, True, True)
     with without_autocast(q):
         reads = dout, q, k, v, out, lse
         if folds := dlse is not None and not way.takes_dlse:
@@ -131,7 +138,7 @@ def backward(dout, dlse, q, k, v, out, lse, call: LocalCall):
             way, dlse = way_of(*reads[1:3], call, True, True), None  # of wider heads
         if not way.takes_dlse:
             reads = *_rows_dense(*reads[:5]), lse
-        grads = way.backward(dlse, reads, scale, call.execution)
+        grads = way.backward(dlse, reads, scale, call)
     dq, dk, dv = (grad[..., :head_dim] for grad in grads) if folds else grads
     return flip(dq), dk, dv
 

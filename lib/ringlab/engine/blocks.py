@@ -7,8 +7,7 @@ and no larger node has taken, hence every pair is computed once. Only those leve
 the tree are used that make the calls cheapest. Equal nodes in arithmetic progression
 are one call over a strided view; scattered blocks of keys are copied together first.
 
-A window of tokens needs no tree: a bias cuts its edges, where the kernel takes one;
-else squares of 1, 2, 4, ... tokens make them up.
+A window of tokens needs no tree: squares of 1, 2, 4, ... tokens make up its edges.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 from ..block_patterns import AT_ONCE, BlockSparse, Random, window_of_tokens
 from ..kernels.base import PLAIN, Cost, Kernel
 from .dilated import even_runs, first_and_step
-from .execute import Call, HeadBlock, Plan, Planner, View, altered, anew
+from .execute import Call, HeadBlock, Plan, Planner, View, altered
 
 
 def planner(
@@ -43,7 +42,7 @@ def planner(
         whole = pattern.count(n) * size
         # A call of LONG keys from inside a block might lie wholly behind n.
         if n == whole or LONG % size:
-            return make_plan(*call, cached)
+            return make_plan(*call)
         # Sequences of as many blocks share a plan: documents of a batch have hundreds
         # of lengths.
         longer = pattern, whole, *rest
@@ -60,7 +59,6 @@ def make_plan(
     kv_heads: int = 1,
     causal: bool = False,
     kernel: Kernel = PLAIN,
-    cached=anew,
 ) -> Plan:
     """The calls for ``n`` positions of queries and of keys, for any kernel or those
     that are cheapest for ``kernel``.
@@ -71,7 +69,7 @@ def make_plan(
     (16, 1024, 1024, 512, 0)
     """
     whole = BlockParts.of([range(n)], pattern.block_size)
-    options = {"causal": causal, "itself": True, "kernel": kernel, "cached": cached}
+    options = {"causal": causal, "itself": True, "kernel": kernel}
     return plan_between(pattern, n, whole, whole, heads, kv_heads, **options)
 
 
@@ -185,7 +183,6 @@ def plan_between(
     causal: bool,
     itself: bool,
     kernel: Kernel,
-    cached=anew,
 ) -> Plan:
     """The plan of ``queries``, in this order of rows, on ``keys``, of ``n`` positions.
 
@@ -196,8 +193,8 @@ def plan_between(
     window = window_of_tokens(pattern, causal)
     rows = (queries.span, keys.span)
     if window and all(rows):
-        arguments = *window, *rows, heads, kv_heads, kernel
-        return window_plan(*arguments, causal=causal and itself, cached=cached)
+        arguments = *window, *rows, heads, kv_heads
+        return window_plan(*arguments, causal=causal and itself)
 
     def layer(shown: BlockSparse, hidden: BlockSparse | None, copied: bool) -> Layer:
         def seen(rows: range) -> tuple[Tensor, Tensor]:
@@ -231,16 +228,13 @@ def window_plan(
     keys: range,
     heads: int,
     kv_heads: int,
-    kernel: Kernel,
     *,
     causal: bool,
-    cached=anew,
 ) -> Plan:
     """The plan of a window of tokens. ``causal``: the keys are those of the queries,
     and the first of these see all before them.
 
-    Others are taken EDGE at a time, with the keys that one of them sees, and a bias
-    hides from each what it does not see; without a bias with those that all of them see.
+    Others are taken EDGE at a time, with the keys that all of them see.
     """
     before = min(before, max(0, queries.stop - keys.start))
     after = min(after, max(0, keys.stop - queries.start))
@@ -250,43 +244,17 @@ def window_plan(
         max(queries.start + first, keys.start - after),
         min(queries.stop, keys.stop + before),
     )
-    if not kernel.takes_bias:
-        apart = queries.start - keys.start
-        rows = seeing.start - queries.start, seeing.stop - queries.start
-        sides = before - apart, after + apart
-        calls += _squares_of_window(*sides, *rows, len(keys), causal)
-        return _plan(calls, [], len(queries), heads, kv_heads)
-    by_shape: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for at in seeing[::EDGE]:
-        rows = min(EDGE, seeing.stop - at)
-        begin = at - before
-        end = min(keys.stop, at + rows + after)
-        start = max(keys.start, begin)
-        places = by_shape.setdefault((rows, end - start, start - begin), [])
-        places.append((at - queries.start, start - keys.start))
-
-    def shown() -> Tensor:
-        width = EDGE + before + after
-        apart = torch.arange(EDGE)[:, None] + before - torch.arange(width)
-        hidden = (apart > before) | (apart < -after)  # (EDGE, width)
-        return torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-
-    if by_shape:  # sequences of many lengths share it
-        bias = cached(("window", before, after), shown)[:, None].expand(
-            -1, kv_heads, -1
-        )
-    for (rows, count, skipped), places in by_shape.items():
-        q, k = ((x, EDGE) for x in places[0])
-        call = _call(rows, count, len(places), q, k)
-        seen = slice(skipped, None)
-        calls.append(altered(call, bias=bias[:rows, :, seen][..., :count]))
+    apart = queries.start - keys.start
+    rows = seeing.start - queries.start, seeing.stop - queries.start
+    sides = before - apart, after + apart
+    calls += _squares_of_window(*sides, *rows, len(keys), causal)
     return _plan(calls, [], len(queries), heads, kv_heads)
 
 
 def _squares_of_window(
     before: int, after: int, first: int, stop: int, keys: int, causal: bool
 ) -> Iterator[Call]:
-    """The calls, without a bias, of the queries first .. stop - 1 on the first ``keys``
+    """The calls of the queries first .. stop - 1 on the first ``keys``
     keys: each pair of a window once. ``causal``: as of ``window_plan``.
 
     ``edge`` queries have a run of keys in common. What one of them alone sees before it
@@ -474,8 +442,6 @@ def tile(
             entries += strided
             gathered += left
     squares = _squares(queries, keys, diagonal)
-    if kernel.lower_right:
-        entries, squares = _join_squares(entries, squares)
     calls = _strided_calls(
         [part for entry in entries for part in _split_queries(entry)]
     )
@@ -546,28 +512,6 @@ def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Entry]:
         keys.starts[diagonal[on_diagonal]].tolist(),
     )
     return [(length, length, q, k) for length, q, k in entries]
-
-
-def _join_squares(
-    entries: list[Entry], squares: list[Entry]
-) -> tuple[list[Entry], list[Entry]]:
-    """(calls, causal calls): a short call that ends where a causal one of the same
-    queries begins is joined to it.
-    """
-    alone = {(length, q, k): (length, length, q, k) for length, _, q, k in squares}
-    rest = []
-    joined = []
-    for entry in entries:
-        rows, count, q, k = entry
-        if (
-            rows < SHORT
-            and rows + count < 2 * LONG
-            and alone.pop((rows, q, k + count), None)
-        ):
-            joined.append((rows, count + rows, q, k))
-        else:
-            rest.append(entry)
-    return rest, joined + list(alone.values())
 
 
 def _calls(

@@ -115,9 +115,21 @@ class Documents:
             raise ValueError(f"{wanted}, got {short_repr(lengths)}")
         return _documents(tuple((i, 0, length) for i, length in enumerate(lengths)), n)
 
+    def pad_(self, lse: Tensor) -> None:
+        """Make lse (b, h, n) -inf in the rows of padding."""
+        if not self.packs(len(lse)):
+            for entry, _, stop in self.spans:
+                lse[entry, :, stop:] = -torch.inf
+
     def packs(self, batch: int) -> bool:
         """Whether these are documents of a single batch entry, one behind the other."""
         return batch == 1 and self.spans[-1][2] == self.n
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """The rows of each document, from, to, counted through the batch."""
+        spans = ((entry * self.n, start, stop) for entry, start, stop in self.spans)
+        return tuple((at + a, at + b) for at, a, b in spans if a < b)
 
     @cached_property
     def parts(self) -> list[Alike]:

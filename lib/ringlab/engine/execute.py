@@ -40,11 +40,6 @@ def altered(value, **fields):
     return new
 
 
-def anew(key, build):
-    """What ``build`` makes, in place of a cache's."""
-    return build()
-
-
 @dataclass(frozen=True)
 class View:
     """The rows of a tensor (b, n, heads, d) that one side of a call reads, for each
@@ -174,8 +169,7 @@ class Call:
     ``causal``: the causal mask applies if the attention is causal. The last query of a
     repeat then sees all its keys, each query before it one fewer. ``first``: no earlier
     call wrote these query rows, and no two repeats share them. Where all repeats have the
-    same queries, their results are merged. ``bias`` (query rows or 1, heads, key rows)
-    is added to the scores, if the kernel takes one.
+    same queries, their results are merged.
     """
 
     q: View
@@ -184,7 +178,6 @@ class Call:
     heads: int = 1
     causal: bool = False
     first: bool = False
-    bias: Tensor | None = None
 
     @property
     def shares_kv(self) -> bool:
@@ -243,17 +236,15 @@ class Call:
             return None
         first = members[0]
         end = members[-1] + 1
-        bias = None if self.bias is None else self.bias[:, first:end]
         return altered(
             self,
             heads=len(members),
             q=self.q.from_head(first, end),
             k=self.k.from_head(first, end),
-            bias=bias,
         )
 
     def before(self, n: int) -> Iterator[Call]:
-        """The call, without a bias, for its rows among the first ``n``: repeats that lose
+        """The call for its rows among the first ``n``: repeats that lose
         as many stay together.
         """
         if all(view.ends_by(n, self.repeats) for view in (self.q, self.k)):
@@ -271,11 +262,6 @@ class Call:
                 k = self.k.of_repeats(start, start + count, keys)
                 yield altered(self, q=q, k=k, repeats=count)
             start += count
-
-    def bias_operand(self, q: Tensor) -> Operand:
-        """The bias, which there is: (b', query rows or 1, heads, key rows)."""
-        bias = self.bias.to(q.device).expand(len(q), -1, -1, -1)
-        return Operand(View(len(self.bias)), (bias,))
 
 
 class HeadBlock(NamedTuple):
@@ -311,19 +297,6 @@ class Plan:
     rows: range
     period: int
 
-    def pairs(self, causal: bool = False) -> int:
-        """(query, key, head) products of a forward pass per batch entry, without what
-        ``causal`` hides.
-        """
-        calls = (call for block in self.blocks for call in block.calls)
-        each = ((call, causal and call.causal) for call in calls)
-        return sum(
-            c.repeats
-            * c.heads
-            * (c.q.rows * c.k.rows - cut * c.q.rows * (c.q.rows - 1) // 2)
-            for c, cut in each
-        )
-
     @cached_property
     def calls(self) -> list[Call]:
         """All calls, by sets of heads."""
@@ -343,7 +316,7 @@ class Plan:
     def before(self, n: int) -> Plan:
         """The plan of the first ``n`` positions alone.
 
-        For calls without a bias, of rows that are neighbours or gathered, each of which
+        For calls of rows that are neighbours or gathered, each of which
         keeps some of its keys.
         """
         blocks = tuple(
@@ -378,7 +351,6 @@ class Plan:
             rows.step == 1
             and rows.index is None
             and call.k.index is None
-            and call.bias is None
             and (call.repeats == 1 or rows.repeat_step == rows.rows)
         )
         covers = call.first and call.heads == heads and call.repeats * rows.rows == n
@@ -475,7 +447,7 @@ def forward(
             q.dtype, heads // k.shape[2], backward=False
         )
         if results is None and not narrow:
-            covering, views = _covering_views(plan, kernel, q, k, v)
+            covering, views = _covering_views(plan, q, k, v)
         if covering is not None:  # its result becomes the output
             mask = causal and covering.causal
             out, lse = kernel.forward(*views, mask, scale)  # (b', m, h, d), (b', h, m)
@@ -498,55 +470,28 @@ def forward(
                 lse[:, start:stop] = -torch.inf
     limit = piece_limit(q)
     load = into is not None or bool(plan.uncovered)
-    steps = _steps(
-        plan,
-        q,
-        (out,),
-        1,
-        narrow,
-        pool,
-        load,
-        covering is not None,
-        copies=not kernel.in_place,
-    )
+    steps = _steps(plan, q, (out,), 1, narrow, pool, load, covering is not None)
     for call, repeats, (target,) in steps:
         rows = call.q
         keys = call.k
-        index = None
         queries = Operand(rows, (q, lse))
         result = Operand(rows, (target.tensor,), target.origin)
         if rows.index is not None:
             queries = _copies(queries, call.heads, repeats)
             result = _copies(result, call.heads, repeats)
-        if keys.index is not None and kernel.in_place:
-            index = _index_operand(keys, call.heads, repeats, len(q))
-            keys = View(k.shape[1], head=keys.head, head_step=keys.head_step)
         read = Operand(keys, (k, v))
         if keys.index is not None:
             read = _copies(read, call.heads, repeats)
-        bias = None if call.bias is None else call.bias_operand(q)
         operands = [queries, result, read]
-        if kernel.in_place:
-            operands += bias, index
-        elif bias is not None:
-            operands.append(bias)
         head_bytes = rows.rows * q.shape[3] * target.tensor.element_size()
         fresh = call.first and into is None  # nothing was written there yet
         shared = len(repeats) > 1 and rows.shared  # several results for the same rows
-        dtype = target.tensor.dtype
-        fits = dtype == torch.float32 or fresh and dtype == q.dtype
-        if in_place := kernel.in_place and fits and not shared:
-            head_bytes = 0  # no result to be kept small
         mask = causal and call.causal
-        for q_, lse_, out_, k_, v_, *more in views_of(
+        for q_, lse_, out_, k_, v_ in views_of(
             operands, repeats, call.heads, head_bytes, limit
         ):
-            if in_place:
-                inputs = q_, k_, v_, mask, scale, *more
-                kernel.forward_into(out_, lse_, *inputs, merge=not fresh)
-                continue
             # (b', m, h, d), (b', h, m)
-            o, l = kernel.forward(q_, k_, v_, mask, scale, *more)
+            o, l = kernel.forward(q_, k_, v_, mask, scale)
             if fresh:
                 out_.copy_(o)
                 lse_.copy_(l)
@@ -598,7 +543,7 @@ def backward(
     else:
         if plan.same_rows and not narrow:
             tensors = *reads[1:4], dout, *reads[4:]
-            covering, views = _covering_views(plan, kernel, *tensors)
+            covering, views = _covering_views(plan, *tensors)
         if covering is not None:  # its results become the gradients
             q_, k_, v_, dout_, out_, lse_ = views
             grads = kernel.backward(
@@ -639,7 +584,6 @@ def _steps(
     pool,
     load: bool | None,
     skip: bool,
-    copies: bool = True,
 ) -> Iterator[tuple[Call, range, list[Tile]]]:
     """The calls of a pass, some repeats at a time; ``skip``: without the first call.
 
@@ -647,7 +591,7 @@ def _steps(
     which are rounded after their last call.
     ``load``: tiles begin as the results, or uninitialised; as zeros if None. All tiles
     use the same memory, which ``pool`` lends. ``group``: query heads for one K/V head.
-    ``copies``: few repeats at a time where keys are gathered, as these are copied.
+    Few repeats come at a time where keys are gathered, as these are copied.
     """
     n = q.shape[1]
     targets = []
@@ -677,9 +621,7 @@ def _steps(
                 if stop - start < n:
                     repeats = call.within(start, stop)
                 if repeats:
-                    for subset in (
-                        _repeat_parts(call, repeats, q) if copies else (repeats,)
-                    ):
+                    for subset in _repeat_parts(call, repeats, q):
                         yield call, subset, targets
             for part, (tile, _) in zip(parts, targets):
                 part.copy_(tile)
@@ -718,8 +660,7 @@ def _call_backward(
     if keys.index is not None:
         key_read = _copies(key_read, call.heads, repeats)
         key_into = _zeros(key_into, call.heads, repeats)
-    bias = None if call.bias is None else call.bias_operand(q)
-    operands = [read, key_read, bias, into]
+    operands = [read, key_read, into]
     if width == rows:
         parts = (slice(None),)
         operands.append(key_into)
@@ -734,20 +675,11 @@ def _call_backward(
     q_axis = 0 if several and queries.shared else None
     k_axis = 0 if several and keys.shared else 2 if call.shares_kv else None
     mask = causal and call.causal
-    apart = width == rows and q_axis is None and k_axis is None
-    fits = all(tile.tensor.dtype == torch.float32 for tile in targets)
-    if in_place := apart and fits and kernel.in_place:
-        head_bytes = 0  # no result to be kept small
-    for dout_, q_, out_, lse_, k_, v_, bias, dq_, *others in views_of(
+    for dout_, q_, out_, lse_, k_, v_, dq_, *others in views_of(
         operands, repeats, call.heads, head_bytes, limit
     ):  # (b', m, h, d)
         inputs = dout_, q_, k_, v_, out_, lse_, mask, scale
-        if in_place:
-            add = not alone[0], not alone[1]
-            kernel.backward_into(dq_, *others, *inputs, bias, add=add)
-            continue
-        more = () if bias is None else (bias,)
-        dq, dk, dv = kernel.backward(*inputs, *more)
+        dq, dk, dv = kernel.backward(*inputs)
         _add(dq_, dq, alone[0], q_axis)
         for part, dk_, dv_ in zip(parts, others[::2], others[1::2]):
             _add(dk_, dk[:, part], alone[1], k_axis)
@@ -774,15 +706,14 @@ def _add(target: Tensor, grad: Tensor, alone: bool, axis: int | None) -> None:
         target.narrow(axis, 0, 1).add_(grad.to(target.dtype).sum(axis, keepdim=True))
 
 
-def _covering_views(plan: Plan, kernel: Kernel, q, k, v, *more):
+def _covering_views(plan: Plan, q, k, v, *more):
     """(the first call, its views of q, k, v and more tensors of query rows) if its
     results may become the outputs, as no piece of it is converted; (None, None)
-    otherwise. Of a kernel that writes results where they belong, this must save the
-    views.
+    otherwise.
     """
     b, n, heads, _ = q.shape
-    on_cpu = device_type_of(q) == "cpu"
-    if heads != k.shape[2] or not q.is_contiguous() or (q.dtype in HALF and on_cpu):
+    converted = q.dtype in HALF and device_type_of(q) == "cpu"
+    if heads != k.shape[2] or not q.is_contiguous() or converted:
         return None, None
     call = plan.covering_call(n, heads)
     if call is None:
@@ -794,12 +725,8 @@ def _covering_views(plan: Plan, kernel: Kernel, q, k, v, *more):
         for t in more:
             views.append(t if t.dim() == 4 else t.transpose(1, 2))
         return call, views
-    # One repeat at a time, so that a CPU thread writes pages of its own; but keys of all repeats
-    # fold into no larger batch.
-    if call.repeats > 1 and call.k.shared and (b > 1 or not on_cpu):
+    if call.repeats > 1 and call.k.shared:  # keys of all repeats fold into no batch
         rows, repeats = altered(rows, rows=n), range(1)
-    elif kernel.in_place:
-        return None, None
     operands = Operand(rows, (q,)), Operand(call.k, (k, v)), Operand(rows, more)
     views = list(views_of(operands, repeats, heads))
     # Without data, equal pieces come once.
@@ -915,13 +842,6 @@ def _zeros(operand: Operand, heads: int, repeats: range) -> Operand:
 def _dense(view: View, repeats: range) -> View:
     """The rows of a view in copies that hold those of some repeats alone."""
     return View(view.rows, -repeats.start * view.rows, repeat_step=view.rows)
-
-
-def _index_operand(view: View, heads: int, repeats: range, batch: int) -> Operand:
-    """The gathered rows, (b', heads, rows), for a kernel that reads such rows itself."""
-    index = _flat_index(view, repeats, "cpu").view(1, len(repeats) * view.rows, -1)
-    rows = altered(_dense(view, repeats), head_step=int(index.shape[2] > 1))
-    return Operand(rows, (index.expand(batch, -1, -1),))
 
 
 def _flat_index(view: View, repeats: range, device: torch.device) -> Tensor:

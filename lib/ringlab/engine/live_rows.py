@@ -29,7 +29,9 @@ from torch import Tensor
 from ..block_patterns import BlockSparse
 from ..kernels import KERNELS
 from ..kernels.base import HALF, Kernel, accumulation_dtype
+from ..kernels.compiled import Walk, dense_walk
 from ..kernels.torch_kernels import cap_
+from ..tiles.dense import weighed
 from ..torch_private import outside_modes, refuse_recording
 from . import blocks, dilated, execute
 from .dilated import calls_on_rows, even_runs, fold_heads
@@ -765,11 +767,13 @@ def one_query(
     None: 0.
     """
     b, c, g, d = q.shape
-    if kernel.in_place:
-        if bias is not None:
-            bias = bias.transpose(1, 2).expand(-1, -1, c, -1)  # (b, g or 1, c, m)
+    if kernel.name == "compiled":
         o, q, k, v = [t.transpose(1, 2) for t in (out, q, k, v)]  # (b, g or m, c, d)
-        kernel.forward_into(o, lse, q, k, v, False, scale, bias, merge=False)
+        walk = dense_walk(q, k, False, scale)
+        if bias is not None:
+            table, weights = weighed(bias.expand(b, c, -1, -1), g)
+            walk = Walk(table, scale, weights=weights)
+        walk.forward(q, k, v, o, lse)
         return
     if b > 1 and k.stride(0) != c * k.stride(1):  # (b, c) is no dimension of matrices
         for i in range(b):

@@ -25,6 +25,7 @@ from ..kernels.compiled import Walk
 from ..selected import Selected
 from ..tiles.lists import Lists
 from ..torch_private import is_fake
+from . import walk
 from .autograd import (
     LSE_COLUMNS,
     differentiable_once,
@@ -800,50 +801,31 @@ def _walk(call: Call, scale: float, sinks: Tensor | None = None) -> Walk:
     return Walk(table, scale, call.options.softcap, sinks, weights)
 
 
-def _flat(t: Tensor) -> Tensor:
-    """t (b, n, h, d) as (1, b * n, h, d), dense in its last dimension."""
-    t = t.reshape(1, -1, *t.shape[2:])
-    return t if t.stride(3) == 1 else t.contiguous()
-
-
 def _walked(call: Call, q, k, v, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """``results`` by the compiled kernel."""
     flip, scale = positive_scale(call.options.scale)
-    rows = 1, call.rows, call.heads
-    out = torch.empty(*rows, q.shape[3], dtype=q.dtype)
-    lse = torch.empty(rows, dtype=torch.float32)
-    if int(call.queries[:, 1].sum()) < call.rows:  # padding is in no tile
-        out.zero_()
-        lse.fill_(-torch.inf)
-    tensors = (_flat(t) for t in (flip(q), k, v))
-    _walk(call, scale, sinks).forward(*tensors, out, lse.transpose(1, 2))
-    return out.view(q.shape), lse.view(q.shape[:3]).transpose(1, 2)
+    tensors = (walk.flat(t) for t in (flip(q), k, v))
+    covered = int(call.queries[:, 1].sum()) == call.rows  # padding is in no tile
+    out, lse = walk.forward([_walk(call, scale, sinks)], *tensors, covered)
+    return out.view(q.shape), walk.unflat_lse(lse, len(q))
 
 
 def _walked_gradients(call: Call, dout, dlse, q, k, v, out, lse):
     """``gradients`` by the compiled kernel."""
     flip, scale = positive_scale(call.options.scale)
-    walk = _walk(call, scale)
-    inputs = flip(q), k, v
-    grads = [torch.zeros(t.shape) for t in inputs]
-    rows = 1, call.rows, call.heads
-    lse, dlse = (
-        t if t is None else t.float().transpose(1, 2).reshape(rows).transpose(1, 2)
-        for t in (lse, dlse)
-    )
+    one = _walk(call, scale)
     dweights = None
-    if walk.weights is not None:
+    if one.weights is not None:
         shared = max(1, call.kv_heads // len(call.lists))
-        dweights = torch.zeros(shared, len(walk.weights))
-    dout, *inputs, out = (_flat(t.to(q.dtype)) for t in (dout, *inputs, out))
-    into = [_flat(t) for t in grads]
-    walk.backward(dout, dlse, *inputs, out, lse, into, dweights)
-    dq, dk, dv = grads
+        dweights = torch.zeros(shared, len(one.weights))
+    reads = *map(walk.flat, (dout, flip(q), k, v, out)), walk.flat_lse(lse)
+    grads = walk.backward([one], walk.flat_lse(dlse), reads, dweights)
+    dq, dk, dv = (grad.view(t.shape) for grad, t in zip(grads, (q, k, v)))
     if dweights is not None:
         each = torch.zeros_like(call.weights, dtype=torch.float32)
-        each.view(-1).index_add_(0, walk.table.source, dweights.sum(0))
+        each.view(-1).index_add_(0, one.table.source, dweights.sum(0))
         dweights = _of_slots(call, each)
-    return flip(dq.to(q.dtype)), dk, dv, dweights
+    return flip(dq), dk, dv, dweights
 
 
 def _of_rows(call: Call, grad: Tensor, shape) -> Tensor:
@@ -882,8 +864,7 @@ def kernels_of(call: Call, q: Tensor, differentiable: bool) -> tuple[Kernel, Ker
         kernels.choose(q.device, q.dtype, q.shape[3], backend=backend, **options).kernel
         for backend in backends
     )
-    hides = kernel.takes_bias_in(q.dtype) and kernel.cost.biases < float("inf")
-    return kernel, kernel if hides else products
+    return kernel, kernel if kernel.takes_bias else products
 
 
 def _copies(q: Tensor) -> int:

@@ -2,8 +2,8 @@
 the kernel and the way. What decides is asked once, and the way is remembered; plans and
 index tensors are those of the call's cache.
 
-Each way has ``forward(inputs, scale, execution)`` of (q, k, v), which gives out (b, n,
-h, d) and lse (b, h, n), and ``backward(dlse, reads, scale, execution)`` of (dout, q, k,
+Each way has ``forward(inputs, scale, call)`` of (q, k, v), which gives out (b, n,
+h, d) and lse (b, h, n), and ``backward(dlse, reads, scale, call)`` of (dout, q, k,
 v, out, lse), which gives dq, dk, dv; dlse is None unless the way ``takes_dlse``.
 ``scale`` is positive, and the last dimension of all tensors is contiguous.
 """
@@ -25,9 +25,10 @@ from ..kernels.triton import interpreted
 from ..patterns import Dilated, Pattern
 from ..torch_private import outside_modes
 from ..tracking import is_out_of_memory
-from . import DEFAULT, Execution, blocks, dilated, execute, folding
+from . import DEFAULT, Execution, blocks, dilated, execute
 from .documents import Documents
 from .execute import Planner
+from .walk import Walked
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ class WholePattern:
     causal: bool
     takes_dlse = True
 
-    def forward(self, inputs, scale: float, execution: Execution):
-        call = self.pattern, self.causal, scale, execution.cached
-        return self.kernel.attend(*inputs, *call)
+    def forward(self, inputs, scale: float, call: LocalCall):
+        options = self.pattern, self.causal, scale, call.execution.cached
+        return self.kernel.attend(*inputs, *options)
 
-    def backward(self, dlse, reads, scale: float, execution: Execution):
+    def backward(self, dlse, reads, scale: float, call: LocalCall):
         dout, *others = reads
-        call = self.pattern, self.causal, scale, execution.cached
-        return self.kernel.gradients(dout, dlse, *others, *call)
+        options = self.pattern, self.causal, scale, call.execution.cached
+        return self.kernel.gradients(dout, dlse, *others, *options)
 
 
 @dataclass(frozen=True)
@@ -61,23 +62,25 @@ class Planned:
     other_keys: bool = False
     takes_dlse = False
 
-    def forward(self, inputs, scale: float, execution: Execution):
+    def forward(self, inputs, scale: float, call: LocalCall):
         q, k, v = inputs
+        execution = call.execution
         plan = self.planner.plan(q, k.shape[2], execution.cached, backward=False)
-        call = plan, self.causal, scale, self.kernel
+        options = plan, self.causal, scale, self.kernel
         lent = {"pool": execution.scratch(), "results": execution.results_of(q)}
-        return execute.forward(q, k, v, *call, **lent)
+        return execute.forward(q, k, v, *options, **lent)
 
-    def backward(self, dlse, reads, scale: float, execution: Execution):
+    def backward(self, dlse, reads, scale: float, call: LocalCall):
         _, q, k, v, _, lse = reads
+        execution = call.execution
         plan = self.planner.plan(q, k.shape[2], execution.cached, backward=True)
-        call = (plan, self.causal, scale, self.kernel)
+        options = plan, self.causal, scale, self.kernel
         pool = execution.scratch()
         if not self.other_keys:
-            return execute.backward(*reads, *call, pool=pool)
+            return execute.backward(*reads, *options, pool=pool)
         make = partial(torch.zeros, dtype=lse.dtype, device=q.device)
         into = [make(t.shape) for t in (q, k, v)]
-        grads = execute.backward(*reads, *call, into=into, pool=pool)
+        grads = execute.backward(*reads, *options, into=into, pool=pool)
         return tuple(grad.to(q.dtype) for grad in grads)
 
 
@@ -91,26 +94,24 @@ class MergedOnce:
     planner: Planner
     takes_dlse = False
 
-    def forward(self, inputs, scale: float, execution: Execution):
-        call = self._call(scale, execution)
+    def forward(self, inputs, scale: float, call: LocalCall):
         try:
-            return _fused_merge().forward(*inputs, *call)
+            return _fused_merge().forward(*inputs, *self._options(scale, call))
         except torch.OutOfMemoryError:
             kernels.LOG.warning(OUT_OF_MEMORY)
-        return self.in_turn.forward(inputs, scale, execution)
+        return self.in_turn.forward(inputs, scale, call)
 
-    def backward(self, dlse, reads, scale: float, execution: Execution):
-        call = self._call(scale, execution)
+    def backward(self, dlse, reads, scale: float, call: LocalCall):
         try:
-            return _fused_merge().backward(*reads, *call)
+            return _fused_merge().backward(*reads, *self._options(scale, call))
         except torch.OutOfMemoryError:
             kernels.LOG.warning(OUT_OF_MEMORY)
-        return self.in_turn.backward(dlse, reads, scale, execution)
+        return self.in_turn.backward(dlse, reads, scale, call)
 
-    def _call(self, scale: float, execution: Execution) -> tuple:
-        plan = self.planner.whole(execution.cached)
+    def _options(self, scale: float, call: LocalCall) -> tuple:
+        cached = call.execution.cached
         way = self.in_turn
-        return plan, way.causal, scale, way.kernel, execution.cached
+        return self.planner.whole(cached), way.causal, scale, way.kernel, cached
 
 
 OUT_OF_MEMORY = "one merge is out of memory: calls are merged in turn"
@@ -130,7 +131,7 @@ class LocalCall(NamedTuple):
     documents: Documents | None = None
 
 
-Way = WholePattern | Planned | MergedOnce
+Way = WholePattern | Planned | MergedOnce | Walked
 
 
 def way_of(
@@ -170,9 +171,12 @@ def _way(
     here = n == keys
     place = (PRETENDED.get() or (device,))[0]
     shape = (n, heads, kv_heads)
+    options = {"causal": causal, "backward": differentiable, "backend": backend}
+    if place.type == "cpu" and switches.tile is None:
+        if kernels.choose(device, dtype, head_dim, **options).kernel.name == "compiled":
+            return Walked(pattern, causal, softcap)
     whole = here and switches.tile is None  # nothing cuts the pattern up
-    options = {"causal": causal, "backward": differentiable}
-    options |= {"backend": backend, "softcap": softcap}
+    options["softcap"] = softcap
     if whole and place.type == "cuda":
         options["pattern_kind"] = kernels.kind_of(pattern, *shape)
         options["for_gradients"] = for_gradients
@@ -184,14 +188,10 @@ def _way(
         planner = dilated.cross_planner(n, keys, heads, kv_heads, causal)
         return Planned(kernel, planner, causal, other_keys=True)
     way = in_turn(pattern, *shape, causal, kernel)
-    branches = way.planner
-    if place.type == "cpu" and isinstance(pattern, Dilated):
-        planner = folding.planner(pattern, *shape, causal, dtype, kernel)
-        way = Planned(kernel, planner, causal)
     several = isinstance(pattern, Dilated) and len(pattern.segment_lengths) > 1
     if several and whole and not switches.pool:  # no option asks for less memory
         if _merges_once(kernel, place, device, dtype):
-            return MergedOnce(way, branches)
+            return MergedOnce(way, way.planner)
     return way
 
 

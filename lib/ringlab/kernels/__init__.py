@@ -327,8 +327,6 @@ def probe(
         return why
     kernel = _with_softcap(name, softcap)
     calls = [(rows, rows) for rows in PROBE_ROWS]
-    if causal and kernel.lower_right:
-        calls.append((90, 160))
     with outside_modes(), torch.no_grad():
         wrong = (
             _wrong(kernel, *rows, device, dtype, head_dim, causal, backward, softcap)

@@ -4,8 +4,7 @@ for ``refuses``.
 All tensors are (b, m, h, d) with the same number of heads in q, k and v and a
 contiguous last dimension; other strides are free. lse is (b, h, m), natural log, fp32
 (fp64 for fp64). ``scale`` is positive. k and v may have another number of rows than q,
-except in causal calls: there the mask is square, unless the kernel sets
-``lower_right``.
+except in causal calls: there the mask is square.
 """
 
 from __future__ import annotations
@@ -30,19 +29,13 @@ class Cost:
     In (query, key) pairs of a long call: ``work(rows, keys)`` of attention of ``rows``
     queries by so many keys for one head, a number or (calls,); ``call``, each call;
     ``merge``, a row of a result that is merged. ``copied`` times the work where keys
-    are scattered, ``bias`` where there is one of the keys, ``biases`` where it differs
-    from query to query. A causal call computes ``block`` keys at a time. Folded plans
-    gain if they are predicted to take less than ``gain`` of the time.
+    are scattered.
     """
 
     work: Callable[[int, Tensor | float], Tensor | float]
     call: float
     merge: float
     copied: float
-    bias: float
-    biases: float
-    block: int
-    gain: float
 
 
 def _torch_work(rows: int, keys: Tensor | float) -> Tensor | float:
@@ -63,19 +56,8 @@ def _torch_work(rows: int, keys: Tensor | float) -> Tensor | float:
     return rows * (keys * slower + 25 + 50 * (keys < 192))
 
 
-# On a GPU the order is the same and the differences are smaller. A bias that differs
-# from query to query is not for kernels that add it to the scores: as a mask it would
-# not hide a key that is not finite.
-TORCH = Cost(
-    _torch_work,
-    call=1 << 15,
-    merge=60,
-    copied=1.25,
-    bias=1.03,
-    biases=float("inf"),
-    block=512,
-    gain=0.91,
-)
+# On a GPU the order is the same and the differences are smaller.
+TORCH = Cost(_torch_work, call=1 << 15, merge=60, copied=1.25)
 
 
 class Kernel:
@@ -84,19 +66,10 @@ class Kernel:
 
     What more it does is declared by these names:
 
-    ``lower_right``: causal calls may have more keys than queries; the last query then
-    sees all keys, as with the mask ``torch.nn.attention.bias.causal_lower_right``.
     ``takes_bias``: ``forward`` and ``backward`` take a last argument ``bias`` (b, m or
     1, h, m_k), which is added to the scores.
     ``takes_softcap``: ``with_softcap(softcap)`` gives the kernel that makes
     ``softcap * tanh(s / softcap)`` of a score s.
-    ``in_place``: ``forward`` takes after the bias an ``index`` (b, h, m_k) of the rows
-    of k and v that are the keys, and reads them where they lie, for one query too.
-    ``forward_into(out, lse, q, k, v, causal, scale, bias, index, *, merge)`` writes into
-    strided rows of fp32 or q's dtype, or merges with fp32 ones that are there.
-    ``backward_into(dq, dk, dv, dout, q, k, v, out, lse, causal, scale, bias, *, add)``
-    writes fp32 gradients, or adds to them: to dq if ``add[0]``, to dk and dv if
-    ``add[1]``.
     ``whole_patterns``: ``attend(q, k, v, pattern, causal, scale, cached)`` gives out (b,
     n, h, d) in q's dtype and lse (b, h, n); a query that sees nothing has out 0 and lse
     -inf. ``gradients(dout, dlse, q, k, v, out, lse, pattern, causal, scale, cached)``
@@ -107,7 +80,7 @@ class Kernel:
     name = "any"
     cost = TORCH
     softcap: float | None = None
-    lower_right = takes_bias = in_place = takes_softcap = whole_patterns = False
+    takes_bias = takes_softcap = whole_patterns = False
 
     def refuses(
         self, device: torch.device | DeviceSpec, dtype: torch.dtype, head_dim: int
@@ -116,10 +89,6 @@ class Kernel:
         its rules say, or None.
         """
         return None
-
-    def takes_bias_in(self, dtype: torch.dtype) -> bool:
-        """Return whether a bias is added without rounding it, in a call of ``dtype``."""
-        return self.takes_bias
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -152,8 +121,6 @@ class Kernel:
         raise NotImplementedError(f"the kernel {self.name} does not offer this")
 
     with_softcap = not_offered
-    forward_into = not_offered
-    backward_into = not_offered
     attend = not_offered
     gradients = not_offered
 

@@ -8,28 +8,20 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from .. import native
+from ..tiles.dense import dense
 from ..tiles.table import Table
 from ..torch_private import refuse_recording
-from .base import HALF, Cost, Kernel, wants_dtype
+from .base import HALF, Kernel, wants_dtype
 
 DTYPES = (torch.float32, *HALF)  # by their numbers in native.cpp
 ABSENT = (0,) * 5  # of a tensor: its address and strides
-
-
-def _work(rows: int, keys: Tensor | float) -> Tensor | float:
-    """Queries are padded to 64; 512 of them share a copy of the keys."""
-    padded = -(-rows // 64) * 64
-    return keys * ((padded + rows) / 2 + 33 * -(-rows // 512)) + 58 * padded
-
-
-COST = Cost(
-    _work, call=90_000, merge=20, copied=1.1, bias=1.04, biases=1.2, block=96, gain=0.95
-)
+WALK_BYTES = 8 * (20 + 10 * len(ABSENT))  # of the structure that native.cpp reads
 
 
 class Compiled(Kernel):
@@ -38,78 +30,31 @@ class Compiled(Kernel):
     """
 
     name = "compiled"
-    lower_right = takes_bias = in_place = True
-    cost = COST
 
     def refuses(self, device, dtype, head_dim):
         if device.type != "cpu":
             return f"needs a CPU tensor, this is {device.type}"
         return wants_dtype(dtype, DTYPES) or native.library()[1]
 
-    def forward(self, q, k, v, causal, scale, bias=None, index=None):
+    def forward(self, q, k, v, causal, scale):
         b, m, h, _ = q.shape
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty((b, h, m), dtype=torch.float32, device=q.device)
-        self.forward_into(out, lse, q, k, v, causal, scale, bias, index, merge=False)
+        dense_walk(q, k, causal, scale).forward(q, k, v, out, lse)
         return out, lse
 
-    def forward_into(
-        self,
-        out,
-        lse,
-        q,
-        k,
-        v,
-        causal,
-        scale,
-        bias=None,
-        index=None,
-        *,
-        merge: bool,
-    ):
-        """Write out (b, m, h, d), in fp32 or q's dtype, and fp32 lse (b, h, m).
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
+        dq = q.new_empty(q.shape, dtype=torch.float32)
+        dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
+        dout, out = (in_rows(t.to(q.dtype)) for t in (dout, out))
+        walk = dense_walk(q, k, causal, scale)
+        walk.backward(dout, None, q, k, v, out, lse, (dq, dk, dv))
+        return dq, dk, dv
 
-        ``merge``: join the results with those of other keys that are there, in fp32.
-        """
-        tensors = q, k, v, bias, out, lse, index
-        _run("forward", tensors, causal, scale, merge)
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
-        grads = [
-            torch.empty(t.shape, dtype=torch.float32, device=q.device)
-            for t in (q, k, v)
-        ]
-        reads = dout, q, k, v, out, lse
-        self.backward_into(*grads, *reads, causal, scale, bias, add=(False, False))
-        return grads
-
-    def backward_into(
-        self,
-        dq,
-        dk,
-        dv,
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        causal,
-        scale,
-        bias=None,
-        *,
-        add,
-    ):
-        """Write fp32 dq, dk, dv; ``add``: whether to add to what is there, of dq, and of
-        dk and dv.
-        """
-        dout, out = dout.to(q.dtype), out.to(q.dtype)
-        if dout.stride(3) != 1:
-            dout = dout.contiguous()
-        if out.stride(3) != 1:
-            out = out.contiguous()
-        tensors = q, k, v, bias, out, lse, None, dout, dq, dk, dv
-        _run("backward", tensors, causal, scale, add[0] + 2 * add[1])
+def in_rows(t: Tensor) -> Tensor:
+    """Return t, with neighbouring items in its last dimension."""
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,46 +72,92 @@ class Walk:
     sinks: Tensor | None = None
     weights: Tensor | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor):
-        """Write out, in fp32 or q's dtype, and fp32 lse."""
-        self._run("walk_tiles", (q, k, v, out, lse))
-
-    def backward(self, dout, dlse, q, k, v, out, lse, grads, dweights=None) -> None:
-        """Write fp32 dq; add to fp32 dk, dv and ``dweights`` (c, weights), one for each
-        of the tiles that share visits. ``grads``: dq, dk, dv; dlse may be None.
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, merge=False
+    ):
+        """Write out, in fp32 or q's dtype, and fp32 lse. ``merge``: join the results
+        with those of other keys, and the sinks, that are there, in fp32.
         """
-        tensors = q, k, v, out, lse, dout, *grads, dlse
-        self._run("walk_tiles_backward", tensors, dweights)
+        if merge and out.dtype != torch.float32:
+            raise ValueError("results are merged in float32")
+        self._run("walk_tiles", (q, k, v, out, lse), merge)
 
-    def _run(self, function: str, tensors, dweights: Tensor | None = None) -> None:
+    def backward(
+        self, dout, dlse, q, k, v, out, lse, grads, dweights=None, add=False
+    ) -> None:
+        """Write dq, in fp32 or q's dtype; add to fp32 dk, dv and ``dweights`` (c, weights), one for each
+        of the tiles that share visits. ``grads``: dq, dk, dv; dlse may be None.
+        ``add``: add to dq, too, which is fp32.
+        """
+        if add and grads[0].dtype != torch.float32:
+            raise ValueError("gradients are added in float32")
+        tensors = q, k, v, out, lse, dout, *grads, dlse
+        self._run("walk_tiles_backward", tensors, add, dweights)
+
+    @cached_property
+    def _columns(self) -> list[int]:
+        """The sizes and addresses of what does not change from call to call."""
+        table, weights = self.table, self.weights
+        columns = table.tiles, table.visits, table.bands, table.numbers
+        return [len(table.tiles), 0 if weights is None else len(weights)] + [
+            0 if t is None else t.data_ptr() for t in (*columns, weights, self.sinks)
+        ]
+
+    def _run(
+        self, function: str, tensors, merge: bool, dweights: Tensor | None = None
+    ) -> None:
         """Call native.cpp; ``tensors`` are those of its ``Walk``, in that order."""
         q, k, _, out, *_ = tensors
+        written = out if len(tensors) == 5 else tensors[6]
         refuse_recording("the compiled kernel", "cpu_flash")
+        if q.is_meta or hasattr(q, "fake_mode"):  # tensors without data
+            return
         threads = torch.get_num_threads()
-        table = self.table
+        _, _, heads, d = q.shape
+        _, keys, kv_heads, _ = k.shape
         numbers = [
-            len(table.tiles),
-            q.shape[2],
-            k.shape[2],
-            k.shape[1],
-            q.shape[3],
+            *self._columns,
+            heads,
+            kv_heads,
+            keys,
+            d,
             DTYPES.index(q.dtype),
-            0,
-            out.dtype != torch.float32,
+            merge,
+            written.dtype != torch.float32,
             threads,
             1 if dweights is None else len(dweights),
+            0 if dweights is None else dweights.data_ptr(),
         ]
-        columns = table.tiles, table.visits, table.bands, table.numbers
-        columns += self.weights, dweights, self.sinks
-        numbers += [0 if t is None else t.data_ptr() for t in columns]
-        numbers += [0 if self.weights is None else len(self.weights)]
-        for t in (*tensors, *[None] * (10 - len(tensors))):
+        copies = []  # kept until the call has ended
+        for t in tensors:
+            if t is not None and t.is_neg():
+                copies.append(t := t.resolve_neg())
             numbers += _place(t)
         softcap = self.softcap or 0.0
-        scale = float(self.scale)
-        call = struct.pack(f"dd{len(numbers)}q", scale, softcap, *numbers)
+        call = struct.pack(f"2d{len(numbers)}q", self.scale, softcap, *numbers)
+        call = call.ljust(WALK_BYTES, b"\0")
         if getattr(native.library()[0], function)(call):
             raise MemoryError(f"no memory for the scratch of {threads} threads")
+
+
+@lru_cache(maxsize=1024)
+def _dense_walk(
+    batch: int,
+    rows: int,
+    keys: int,
+    heads: int,
+    kv_heads: int,
+    causal: bool,
+    scale: float,
+) -> Walk:
+    return Walk(dense(batch, rows, keys, heads, kv_heads, causal), scale)
+
+
+def dense_walk(q: Tensor, k: Tensor, causal: bool, scale: float) -> Walk:
+    """Return the walk of a dense call."""
+    batch, rows, heads, _ = q.shape
+    _, keys, kv_heads, _ = k.shape
+    return _dense_walk(batch, rows, keys, heads, kv_heads, causal, scale)
 
 
 def _place(t: Tensor | None) -> tuple[int, ...]:
@@ -182,49 +173,3 @@ def _place(t: Tensor | None) -> tuple[int, ...]:
         return pointer, *t.stride()
     batch, head, row = t.stride()
     return pointer, batch, row, head, 0
-
-
-def _run(
-    function: str,
-    tensors: tuple[Tensor | None, ...],
-    causal: bool,
-    scale: float,
-    merge: int,
-) -> None:
-    """Call native.cpp; ``tensors`` are the first ones of its ``Call``, in that order."""
-    q, k, _, bias, out, _, index, *_ = tensors
-    refuse_recording("the compiled kernel", "cpu_flash")
-    if q.is_meta or hasattr(q, "fake_mode"):  # tensors without data
-        return
-    batch, queries, heads, d = q.shape
-    narrow = function == "forward" and out.dtype != torch.float32
-    if narrow and merge:
-        raise ValueError("results are merged in float32")
-    threads = torch.get_num_threads()
-    keys = k.shape[1] if index is None else index.shape[2]
-    values = [
-        batch,
-        heads,
-        queries,
-        keys,
-        d,
-        DTYPES.index(q.dtype),
-        causal,
-        merge,
-        narrow,
-        threads,
-    ]
-    if bias is not None and bias.shape[1] == 1:
-        tensors = *tensors[:3], bias.expand(-1, queries, -1, -1), *tensors[4:]
-    copies = []  # kept until the call has ended
-    for t in tensors:
-        if t is None:
-            values += ABSENT
-            continue
-        if t.is_neg():
-            copies.append(t := t.resolve_neg())
-        values += _place(t)
-    if getattr(native.library()[0], function)(
-        struct.pack(f"d{len(values)}q", scale, *values)
-    ):
-        raise MemoryError(f"no memory for the scratch of {threads} threads")

@@ -41,7 +41,7 @@ class Eager(Kernel):
     tile_bytes: int | None = None
     softcap: float | None = None
     name = "eager"
-    lower_right = takes_bias = takes_softcap = True
+    takes_bias = takes_softcap = True
 
     def with_softcap(self, softcap: float) -> Eager:
         return replace(self, softcap=softcap)
@@ -62,7 +62,7 @@ class Eager(Kernel):
         step = (
             b if self.tile_bytes is None else self.tile_bytes // (4 * heads * m * m_k)
         )
-        hidden = hidden_keys(m, m_k, q.device) if causal else None
+        later = torch.ones(m, m_k, dtype=torch.bool, device=q.device).triu(1)
         for i in range(0, b, max(1, step)):
             piece = slice(i, i + max(1, step))
             tensors = to_bhmd(
@@ -78,7 +78,7 @@ class Eager(Kernel):
                 added = bias[piece].transpose(1, 2)  # (b', h, m or 1, m_k)
                 scores.add_(added).masked_fill_(added == -torch.inf, -torch.inf)
             if causal:
-                scores.masked_fill_(hidden, -torch.inf)
+                scores.masked_fill_(later, -torch.inf)
             yield piece, scores, slope, *tensors
 
     def forward(self, q, k, v, causal, scale, bias=None):
@@ -128,13 +128,6 @@ def cap_(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
-def hidden_keys(m: int, m_k: int, device) -> Tensor:
-    """Which keys a causal call hides from which queries, bool (m, m_k): the last query
-    sees all.
-    """
-    return torch.ones(m, m_k, dtype=torch.bool, device=device).triu(1 + m_k - m)
-
-
 # The kernel's backward in half precision takes up to three times as long as batched
 # products for so few rows.
 MAX_HALF_ROWS_BY_PRODUCTS = 128
@@ -165,79 +158,33 @@ class CpuFlash(Kernel):
     """
 
     name = "cpu_flash"
-    lower_right = takes_bias = True
 
     def refuses(self, device, dtype, head_dim):
         if device.type != "cpu":
             return f"needs a CPU tensor, this is {device.type}"
         return wants_dtype(dtype, (torch.float64, torch.float32, *HALF))
 
-    def takes_bias_in(self, dtype):
-        return dtype not in HALF or not has_half_units(dtype)
-
-    def forward(self, q, k, v, causal, scale, bias=None):
-        q, k, v, mask = _cpu_inputs(q, k, v, causal, bias)
-        plain_causal = causal and mask is None
-        out, lse = _CPU_FORWARD(
-            *to_bhmd(q, k, v), 0.0, plain_causal, attn_mask=mask, scale=scale
-        )
-        if _hides(mask) and not _finite(lse):
-            return _MATMUL.forward(q, k, v, causal, scale, bias)
+    def forward(self, q, k, v, causal, scale):
+        tensors = to_bhmd(*_cpu_inputs(q, k, v))
+        out, lse = _CPU_FORWARD(*tensors, 0.0, causal, scale=scale)
         return out.transpose(1, 2), lse
 
-    def backward(self, dout, q, k, v, out, lse, causal, scale, bias=None):
+    def backward(self, dout, q, k, v, out, lse, causal, scale):
         few = k.shape[1] <= MAX_KEYS_BY_PRODUCTS
         short = max(q.shape[1], k.shape[1]) <= MAX_HALF_ROWS_BY_PRODUCTS
         if few or (q.dtype in HALF and short):
-            return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale, bias)
-        q, k, v, mask = _cpu_inputs(q, k, v, causal, bias)
+            return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale)
+        q, k, v = _cpu_inputs(q, k, v)
         dout, out = dout.to(q.dtype), out.to(q.dtype)
-        plain_causal = causal and mask is None
         tensors = *to_bhmd(dout, q, k, v, out), lse
-        dq, dk, dv = _CPU_BACKWARD(
-            *tensors, 0.0, plain_causal, attn_mask=mask, scale=scale
-        )
-        if _hides(mask) and not _finite(dv.sum()):
-            return _MATMUL.backward(dout, q, k, v, out, lse, causal, scale, bias)
-        return to_bhmd(dq, dk, dv)
+        return to_bhmd(*_CPU_BACKWARD(*tensors, 0.0, causal, scale=scale))
 
 
-def _cpu_inputs(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v in the dtype that the operator computes in, and the mask (b or 1, h or 1,
-    m or 1, m_k) that it adds to the scores: of ``bias`` (b, m or 1, h, m_k), or of a
-    causal call with more keys than queries.
-    """
-    if q.dtype in HALF and not has_half_units(q.dtype):
-        q, k, v = q.float(), k.float(), v.float()
-    if causal and q.shape[1] != k.shape[1]:
-        return q, k, v, _lower_right(q, k)
-    return q, k, v, None if bias is None else bias.transpose(1, 2).to(q.dtype)
-
-
-def _hides(mask: Tensor | None) -> bool:
-    """Whether a mask may hide keys of some queries: one that is the same for all of
-    them has finite biases alone.
-    """
-    return mask is not None and mask.shape[2] > 1
-
-
-def _lower_right(q: Tensor, k: Tensor) -> Tensor:
-    """The causal mask (1, 1, m, m_k) to add; the operator's own one begins in the upper
-    left corner.
-    """
-    m, m_k = q.shape[1], k.shape[1]
-    return torch.zeros(1, 1, m, m_k, dtype=q.dtype).masked_fill_(
-        hidden_keys(m, m_k, q.device), -torch.inf
-    )
-
-
-def _finite(t: Tensor) -> bool:
-    """Whether a masked result has no NaN, which an infinite score and the -inf that
-    hides it make. True for meta.
-    """
-    return t.is_meta or bool(t.isfinite().all())
+def _cpu_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in the dtype that the operator computes in."""
+    if tensors[0].dtype in HALF and not has_half_units(tensors[0].dtype):
+        return tuple(t.float() for t in tensors)
+    return tensors
 
 
 BY_PRODUCTS = Eager()  # for a GPU: calls that need no kernel

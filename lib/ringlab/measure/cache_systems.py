@@ -6,8 +6,10 @@ from .. import baselines
 from ..block_patterns import BlockSparse
 from ..cache import PatternCache
 from ..cost import Cost
-from ..engine import blocks, execute
+from ..engine import blocks, execute, walk
 from ..engine.dilated import make_plan
+from ..kernels.compiled import Walk
+from ..tiles.patterns import Tables, tables_of
 from .points import Point
 from .systems import Checked, Output, System, choose_kernel, parse_options, way_of
 
@@ -35,6 +37,12 @@ class PlanBuild(System):
             self.key += point.causal, self.device, way
             self.make = baselines.rows_to_copy
             self.execute = baselines.copied_forward
+        elif self.kernel.name == "compiled":
+            n, heads = point.seq_len, point.heads
+            sizes = point.batch, n, heads, n, point.kv_heads
+            self.key = self.pattern, sizes, point.causal
+            self.make = tables_of
+            self.execute = walked
         elif isinstance(self.pattern, BlockSparse):
             self.key += (point.causal,)
             self.make = blocks.make_plan
@@ -49,6 +57,12 @@ class PlanBuild(System):
 
     def check(self, inputs, output) -> Checked:
         return super().check(super().inputs(), Output(**output.named()))
+
+
+def walked(q, k, v, plan: Tables, causal: bool, scale: float, kernel, pool):
+    """Return out and lse of walks of the tables, in which ``causal`` stands."""
+    walks = [Walk(table, scale) for table in plan.tables]
+    return walk.forward(walks, q, k, v, plan.covered)
 
 
 class BuiltPlan(Output):

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..block_patterns import BlockSparse
 from ..engine.autograd import fold_lse_gradient
-from ..engine.ways import in_turn
+from ..engine.walk import Walked
+from ..engine.ways import LocalCall, in_turn
 from ..kernels.base import accumulation_dtype
 from ..patterns import Branch, Dense, Pattern
 from .comm import Steps, all_to_all, among
@@ -249,10 +250,15 @@ def _on_heads(rank: Rank, share: HeadShare, *tensors) -> tuple[Tensor, ...]:
         lse = q.new_empty(q.shape[0], 0, q.shape[1], dtype=accumulation_dtype(q.dtype))
         return tensors[1:4] if backward else (torch.empty_like(q), lse)
     causal, scale, kernel = rank.kernel_args
-    way = in_turn(pattern, *q.shape[1:3], k.shape[2], causal, kernel)
+    execution = replace(rank.execution, results=False)
+    call = LocalCall(pattern, causal, scale, "auto", execution)
+    if kernel.name == "compiled":
+        way = Walked(pattern, causal)
+    else:
+        way = in_turn(pattern, *q.shape[1:3], k.shape[2], causal, kernel)
     if backward:
-        return way.backward(None, tensors, scale, rank.execution)
-    return way.forward(tensors, scale, replace(rank.execution, results=False))
+        return way.backward(None, tensors, scale, call)
+    return way.forward(tensors, scale, call)
 
 
 def _across(rank: Rank, share: HeadShare, algorithm, *tensors) -> Steps:

@@ -6,8 +6,10 @@ that its rows see: each a run or a list of keys, and which rows of the tile see 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 TILE = (
@@ -37,7 +39,21 @@ VISIT = (
     "weights",
     "log_m",
 )
+NOT_GIVEN = {  # what a column is where nothing is said; others are -1
+    "batch": 0,
+    "heads": 1,
+    "step": 1,
+    "position": 0,
+    "key": 0,
+    "key_step": 1,
+    "key_position": 0,
+    "row": 0,
+    "row_step": 1,
+    "grain": 64,
+    "log_m": 0,
+}
 ENDLESS = 1 << 30  # more positions than any sequence has
+DIAGONAL = (ENDLESS, 0, -1, -1)  # a band: no key after the query
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,3 +84,12 @@ class Table:
     numbers: Tensor
     bands: Tensor
     source: Tensor | None = None
+
+
+def rows_of(names: Sequence[str], number: int, **columns: int | Tensor) -> Tensor:
+    """Return ``number`` rows of a table's tiles or visits, int32 (number, names), from
+    columns by name: a number, or one for each row.
+    """
+    values = (columns.get(name, NOT_GIVEN.get(name, -1)) for name in names)
+    each = [torch.as_tensor(x, dtype=torch.int32).expand(number) for x in values]
+    return torch.stack(each, 1)
