@@ -157,20 +157,15 @@ class Class(NamedTuple):
 
 def _parts(rungs: tuple[Rung, ...], n: int, causal: bool, once: bool) -> list[_Head]:
     """The tiles of one head, table by table."""
-    left = sorted(rungs, key=lambda rung: (rung.rate, rung.length))
-    heads = []
-    while left:
-        nested = _nested(left, n)
-        chain, others = left[:nested], left[nested:]
-        if nested < 2 or (once and others):
-            break
+    rungs = sorted(rungs, key=lambda rung: (rung.rate, rung.length))
+    nested = _nested(rungs, n)
+    chain, others = rungs[:nested], rungs[nested:]
+    if nested > 1 and not (once and others):
         one = _folded(chain, n, causal)
         apart = _unfolded(chain, n, causal, once)
-        if one.pairs >= GAIN * sum(part.pairs for part in apart):
-            break
-        heads.append(one)
-        left = others
-    return heads + _unfolded(left, n, causal, once)
+        if one.pairs < GAIN * sum(part.pairs for part in apart):
+            return [one, *_unfolded(others, n, causal, once)]
+    return _unfolded(rungs, n, causal, once)
 
 
 def _nested(rungs: list[Rung], n: int) -> int:
