@@ -53,14 +53,13 @@ def backward(
     """
     *reads, lse = reads
     dtype = reads[1].dtype
-    dout, *reads = (in_rows(t.to(dtype)) for t in reads)
-    q, k, v = reads[:3]
+    dout, q, k, v, out = (in_rows(t.to(dtype)) for t in reads)
     make = torch.empty if pool is None else pool.lend
     made = {"dtype": torch.float32, "device": q.device}
     grads = [torch.zeros(q.shape, dtype=dtype, device=q.device)]
     grads += [make(t.shape, **made).zero_() for t in (k, v)]
     for i, walk in enumerate(walks):
-        walk.backward(dout, dlse, *reads, lse, grads, dweights, add=i > 0)
+        walk.backward(dout, dlse, q, k, v, out, lse, grads, dweights, add=i > 0)
     return grads
 
 
