@@ -28,7 +28,7 @@ PACKAGE = LIB / "ringlab"
 TESTS = ROOT / "tests"
 MAKEFILE = (ROOT / "Makefile").read_text()
 # Limits. A commit may lower one; it may raise one only to a figure that an issue names.
-MOST_TOKENS = 227_217
+MOST_TOKENS = 227_210
 MOST_IN_NOTEBOOKS = 35_460  # tokens in cells and modules, without the judge's
 MOST_IN_JUDGE = 14_000  # tokens of notebooks/judge/*.py
 MOST_IN_TESTS = 258_937  # tokens

@@ -107,7 +107,8 @@ class Walked:
         shapes = [t.shape for t in reads[1:4]]
         if call.documents is not None:
             *reads, lse = reads
-            dlse, lse = flat_lse(dlse), flat_lse(lse)
+            dlse = flat_lse(dlse)
+            lse = flat_lse(lse)
             reads = *map(flat, reads), lse
         walks, _ = self._walks(*reads[1:3], scale, call)
         # In fp32 they are results, which a pool does not lend.

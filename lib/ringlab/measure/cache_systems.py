@@ -38,7 +38,8 @@ class PlanBuild(System):
             self.make = baselines.rows_to_copy
             self.execute = baselines.copied_forward
         elif self.kernel.name == "compiled":
-            n, heads = point.seq_len, point.heads
+            n = point.seq_len
+            heads = point.heads
             sizes = point.batch, n, heads, n, point.kv_heads
             self.key = self.pattern, sizes, point.causal
             self.make = tables_of

@@ -20,10 +20,8 @@ def dense(
     ``causal``: the last query sees all keys, each query before it one fewer.
     """
     with outside_modes(), without_dispatch_modes():  # no part of a call: it is kept
-        spans, queries = (
-            torch.tensor([[0, keys]]),
-            torch.tensor([[0, rows, keys - rows]]),
-        )
+        spans = torch.tensor([[0, keys]])
+        queries = torch.tensor([[0, rows, keys - rows]])
         lists = Lists(spans, queries, heads, kv_heads, causal, first=keys)
         table = lists.table()
         heads = table.tiles[:, TILE.index("head")]

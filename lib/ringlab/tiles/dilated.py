@@ -159,7 +159,8 @@ def _parts(rungs: tuple[Rung, ...], n: int, causal: bool, once: bool) -> list[_H
     """The tiles of one head, table by table."""
     rungs = sorted(rungs, key=lambda rung: (rung.rate, rung.length))
     nested = _nested(rungs, n)
-    chain, others = rungs[:nested], rungs[nested:]
+    chain = rungs[:nested]
+    others = rungs[nested:]
     if nested > 1 and not (once and others):
         one = _folded(chain, n, causal)
         apart = _unfolded(chain, n, causal, once)
@@ -171,7 +172,8 @@ def _parts(rungs: tuple[Rung, ...], n: int, causal: bool, once: bool) -> list[_H
 def _nested(rungs: list[Rung], n: int) -> int:
     """How many of the first branches nest, with enough rows in each segment."""
     for i, rung in enumerate(rungs):
-        first, before = rungs[0], rungs[max(0, i - 1)]
+        first = rungs[0]
+        before = rungs[max(0, i - 1)]
         nests = (
             rung.is_regular(n)
             and rung.rate % before.rate == 0
@@ -189,7 +191,8 @@ def _unfolded(rungs: Sequence[Rung], n: int, causal: bool, once: bool) -> list[_
     heads = []
     left = list(rungs)
     while left:
-        step, offset = left[0].rate, left[0].offset
+        step = left[0].rate
+        offset = left[0].offset
         within = [r.rate % step == 0 and (r.offset - offset) % step == 0 for r in left]
         if not all(r.is_regular(n) for r in left) or (once and not all(within)):
             step, offset = 1, 0
@@ -263,7 +266,8 @@ def _key_classes(
         return []
     classes = []
     for i in range(inner, top):
-        step, after = chain[i].rate, chain[i + 1]
+        step = chain[i].rate
+        after = chain[i + 1]
         classes += [
             (after.rate, residue, i - inner + 1)
             for residue in range(chain[i].offset % step, after.rate, step)

@@ -116,7 +116,8 @@ def _joined(copies: list[tuple[Table, Tensor]]) -> Table:
     before = 0
     borders = TILE.index("visits_from")
     for table, starts in copies:
-        number, start = len(starts), starts.view(-1, 1)
+        number = len(starts)
+        start = starts.view(-1, 1)
         own = table.tiles.repeat(number, 1, 1)  # (number, tiles, 9)
         seen = table.visits.repeat(number, 1, 1)
         own[:, :, TILE.index("first")] += start
