@@ -14,6 +14,8 @@ from ringlab import Dense, Execution, Simulated, attention, reference
 from ringlab.block_patterns import bigbird
 from ringlab.cache import PatternCache
 from ringlab.engine import blocks, documents
+from ringlab.engine.autograd import forward
+from ringlab.engine.ways import LocalCall
 from ringlab.ring import contiguous
 
 
@@ -174,6 +176,17 @@ def test_documents_of_as_many_blocks_are_planned_once(monkeypatch):
         alone = [t[:, start : start + n] for t in (q, k, v)]
         want, _ = reference.attention(*alone, pattern, causal=True)
         assert reference.error(out[:, start : start + n], want, 1.0) <= EXACT[F32]
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu_flash"])
+def test_rows_of_no_document_have_no_sink(backend):
+    """As a rank has them, of whose documents others have a part."""
+    q, sinks = torch.randn(1, 12, 2, 8), torch.ones(2)
+    held = documents.Documents(((0, 2, 5), (0, 5, 9)), 12)
+    options = {"backend": backend, "documents": held, "execution": Execution()}
+    call = LocalCall(Dense(), True, 0.3, **options)
+    _, lse = forward(q, q, q, sinks, call)
+    assert lse.isfinite().all((0, 1)).tolist() == [2 <= i < 9 for i in range(12)]
 
 
 class OnGpu:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from matrix import F32, Case, all_wrong
 from random_cases import seeds
 from ringlab import Dense, Dilated, Selected, attention, blocks, cost, reference
 from ringlab.engine.execute import merge
@@ -230,19 +231,8 @@ def test_nested_branches_are_computed_once(monkeypatch):
 @pytest.mark.parametrize("n, size", [(1, 128), (5, 128), (150, 67)])
 def test_few_rows_of_many_heads_see_blocks(n, size):
     """Rows of each head stand in columns of their own."""
-    torch.manual_seed(0)
-    shapes = (1, n, 32, 16), (1, n, 2, 16), (1, n, 2, 16)
-    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    exact = [t.detach().double().requires_grad_() for t in leaves]
     pattern = blocks.BlockSparse([blocks.Window(1)], size)
-    dout = torch.randn(shapes[0])
-    out = attention(*leaves, pattern)
-    want, _ = reference.attention(*exact, pattern)
-    grads = torch.autograd.grad(out, leaves, dout)
-    wanted = torch.autograd.grad(want, exact, dout.double())
-    floor = reference.gradient_floor(*leaves[:2], dout, 0.25)
-    for x, y, least in zip((out, *grads), (want, *wanted), (1, floor, floor, floor)):
-        assert reference.error(x, y, least) < 5e-6
+    assert not all_wrong([Case(pattern, n, F32, heads=32, kv_heads=2, d=16)])
 
 
 def test_lists_of_blocks_that_neighbour_each_other_are_one_visit():

@@ -116,10 +116,11 @@ class Documents:
         return _documents(tuple((i, 0, length) for i, length in enumerate(lengths)), n)
 
     def pad_(self, lse: Tensor) -> None:
-        """Make lse (b, h, n) -inf in the rows of padding."""
-        if not self.packs(len(lse)):
-            for entry, _, stop in self.spans:
-                lse[entry, :, stop:] = -torch.inf
+        """Make lse (b, h, n) -inf in rows of no document."""
+        padded = torch.full_like(lse, -torch.inf)
+        for entry, start, stop in self.spans:
+            padded[entry, :, start:stop] = lse[entry, :, start:stop]
+        lse.copy_(padded)
 
     def packs(self, batch: int) -> bool:
         """Whether these are documents of a single batch entry, one behind the other."""

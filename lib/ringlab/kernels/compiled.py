@@ -38,8 +38,8 @@ class Compiled(Kernel):
 
     def forward(self, q, k, v, causal, scale):
         b, m, h, _ = q.shape
-        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        lse = torch.empty((b, h, m), dtype=torch.float32, device=q.device)
+        out = q.new_empty(q.shape, dtype=torch.float32)
+        lse = q.new_empty((b, h, m), dtype=torch.float32)
         dense_walk(q, k, causal, scale).forward(q, k, v, out, lse)
         return out, lse
 

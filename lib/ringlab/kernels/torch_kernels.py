@@ -62,7 +62,6 @@ class Eager(Kernel):
         step = (
             b if self.tile_bytes is None else self.tile_bytes // (4 * heads * m * m_k)
         )
-        later = torch.ones(m, m_k, dtype=torch.bool, device=q.device).triu(1)
         for i in range(0, b, max(1, step)):
             piece = slice(i, i + max(1, step))
             tensors = to_bhmd(
@@ -78,7 +77,8 @@ class Eager(Kernel):
                 added = bias[piece].transpose(1, 2)  # (b', h, m or 1, m_k)
                 scores.add_(added).masked_fill_(added == -torch.inf, -torch.inf)
             if causal:
-                scores.masked_fill_(later, -torch.inf)
+                later = torch.ones(m, m_k, dtype=torch.bool, device=q.device)
+                scores.masked_fill_(later.triu_(1), -torch.inf)
             yield piece, scores, slope, *tensors
 
     def forward(self, q, k, v, causal, scale, bias=None):
