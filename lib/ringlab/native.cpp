@@ -420,8 +420,9 @@ INLINE void hide_by_band(const Walk& walk, const Plan& plan, float* scores, long
 }
 
 // Scale, cap and weigh scores (keys, QUERIES); ``slope``: with the derivative of the soft cap, if it is asked for.
-INLINE void shape_scores(const Shape& shape, float* scores, long keys, long columns, const float* by_row, float log_m, float* slope) {
-  for (long j = 0; j < keys; j++)
+INLINE void shape_scores(const Shape& shape, float* scores, long keys, long columns, const float* by_row, const float* by_key, float log_m, float* slope) {
+  for (long j = 0; j < keys; j++) {
+    const vec whole = all(by_key ? log_m + by_key[j] : log_m);
     for (long c = 0; c < columns; c += WIDTH) {
       vec x = load(scores + j * QUERIES + c) * all(shape.scale);
       if (shape.softcap) {
@@ -429,8 +430,9 @@ INLINE void shape_scores(const Shape& shape, float* scores, long keys, long colu
         x = t.value * all(shape.softcap);
         if (slope) store(slope + j * QUERIES + c, t.slope);
       }
-      store(scores + j * QUERIES + c, x + (by_row ? load(by_row + c) : vec{}) + all(log_m));
+      store(scores + j * QUERIES + c, by_row ? x + load(by_row + c) + whole : x + whole);
     }
+  }
 }
 
 // Scores (keys, QUERIES) to probabilities against the largest so far; rescale what was summed up of each row.
@@ -481,10 +483,13 @@ INLINE Shape shape_of(const Walk& walk) {
   return {(float)walk.scale, (float)walk.softcap, scaled};
 }
 
-// What is added to the scores of ``count`` rows from ``row`` on, or null.
+// What is added to the scores of keys from ``key`` on, or of ``count`` rows from ``row`` on; null: nothing.
+INLINE const float* key_weights(const Walk& walk, const Visit& visit, long key) {
+  return visit.weights < 0 || visit.key_list < 0 ? nullptr : walk.weights + visit.weights + key;
+}
 INLINE const float* row_weights(const Walk& walk, const Plan& plan, long row, long count, float* to) {
   const Visit& visit = *plan.visit;
-  if (visit.weights < 0) return nullptr;
+  if (visit.weights < 0 || visit.key_list >= 0) return nullptr;
   for (long i = 0; i < QUERIES; i++) to[i] = i < count ? walk.weights[visit.weights + (row + i) % visit.rows] : 0;
   return to;
 }
@@ -810,7 +815,7 @@ void walk_forward(const Walk& walk) {
             const long r = plan.start[g], here = plan.start[g + 1] - r, low = first - first % Read::item, mine = high - low;
             const long columns = (here + WIDTH - 1) / WIDTH * WIDTH;
             multiply_rows<Kind, false>(mine, columns, depth, keys + low, 1, Spaced<float>{q_t + g * plan.width * depth, plan.width}, Spaced<float>{scores, QUERIES});
-            if (shape.scaled) shape_scores(shape, scores, mine, columns, row_weights(walk, plan, r, here, weights), visit.log_m, nullptr);
+            if (shape.scaled) shape_scores(shape, scores, mine, columns, row_weights(walk, plan, r, here, weights), key_weights(walk, visit, key + low), visit.log_m, nullptr);
             if (low < first) std::fill(scores, scores + QUERIES, -INF);
             hide_by_band(walk, plan, scores, key + low, mine, r, here);
             for (long i = 0; i < columns; i++) {
@@ -995,13 +1000,14 @@ void walk_backward(const Walk& walk) {
               if (low >= high) continue;
               const long r = plan.start[g], here = plan.start[g + 1] - r, mine = high - low, columns = (here + WIDTH - 1) / WIDTH * WIDTH;
               multiply_rows<Single, false>(mine, columns, d, keys + low, 1, Spaced<float>{q_t + g * plan.width * d, plan.width}, Spaced<float>{p, QUERIES});
-              if (shape.scaled) shape_scores(shape, p, mine, columns, row_weights(walk, plan, r, here, weights), visit.log_m, slope);
+              if (shape.scaled) shape_scores(shape, p, mine, columns, row_weights(walk, plan, r, here, weights), key_weights(walk, visit, key + low), visit.log_m, slope);
               hide_by_band(walk, plan, p, key + low, mine, r, here);
               multiply_rows<Single, false>(mine, columns, d, values + low, 1, Spaced<float>{dout_t + g * plan.width * d, plan.width}, Spaced<float>{ds, QUERIES});
               for (long i = 0; i < columns; i++) {
                 row_lse[i] = i < here ? lse[plan.index[r + i]] : INF;
                 row_delta[i] = i < here ? delta[plan.index[r + i]] : 0;
               }
+              float* of_weights = dweights && visit.weights >= 0 ? dweights + visit.weights : nullptr;
               for (long c = 0; c < columns; c += WIDTH) {
                 vec weight{};
                 for (long j = 0; j < mine; j++) {
@@ -1010,11 +1016,12 @@ void walk_backward(const Walk& walk) {
                   vec slope_of = y * (load(ds + x) - load(row_delta + c));
                   store(p + x, y);
                   weight += slope_of;
+                  for (int i = 0; of_weights && visit.key_list >= 0 && i < WIDTH; i++) of_weights[key + low + j] += slope_of[i];
                   if (shape.softcap) slope_of *= load(slope + x);
                   store(ds + x, slope_of);
                 }
-                for (long i = 0; dweights && visit.weights >= 0 && i < WIDTH && c + i < here; i++)
-                  dweights[visit.weights + (r + c + i) % visit.rows] += weight[i];
+                for (long i = 0; of_weights && visit.key_list < 0 && i < WIDTH && c + i < here; i++)
+                  of_weights[(r + c + i) % visit.rows] += weight[i];
               }
               multiply_rows<Single, true>(mine, D, here, Spaced<float>{p, QUERIES}, 1, dout_rows + r, Spaced<float>{dv + low * D, D});
               multiply_rows<Single, true>(mine, D, here, Spaced<float>{ds, QUERIES}, 1, q_rows + r, Spaced<float>{dk + low * D, D});

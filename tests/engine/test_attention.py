@@ -110,7 +110,7 @@ REFUSED = {
         (
             dict.fromkeys("qkv", GOOD.to("meta")),
             "runs on cpu and cuda tensors, got meta",
-        ),
+        )
     ],
 }
 

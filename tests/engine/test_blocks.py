@@ -11,17 +11,7 @@ import pytest
 import ringlab
 import torch
 from doubles import gpu
-from matrix import (
-    BF16,
-    BLOCK,
-    F32,
-    F64,
-    STAINED,
-    Case,
-    all_wrong,
-    drawn,
-    judged,
-)
+from matrix import BF16, BLOCK, F32, F64, STAINED, Case, all_wrong, drawn, judged
 from matrix import BLOCK_SPARSE as PATTERNS
 from refusals import refused
 from ringlab import (
@@ -486,10 +476,7 @@ def test_a_block_mask_of_flex_attention_is_a_pattern(rule, causal, n):
         ),
         (lambda: blocks.sliding_window(), "give before, .*, or tokens"),
         (lambda: blocks.sliding_window(1, tokens=2), "give before, .*, or tokens"),
-        (
-            lambda: blocks.sliding_window(tokens=2, block_size=0),
-            "tokens, without one",
-        ),
+        (lambda: blocks.sliding_window(tokens=2, block_size=0), "tokens, without one"),
         (lambda: blocks.sliding_window(tokens=0), "tokens must be a positive integer"),
         (
             lambda: blocks.sliding_window(1) | blocks.sliding_window(1, block_size=64),

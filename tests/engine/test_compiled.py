@@ -50,12 +50,14 @@ def into(out, lse, q, k, v, causal=False, merge=False) -> None:
     dense_walk(q, k, causal, 0.2).forward(q, k, v, out, lse, merge)
 
 
-@pytest.mark.parametrize("m, m_k, d", [(1, 300, 8), (3, 2100, 33), (8, 1100, 128)])
-def test_few_queries_see_keys_by_their_log_m(compiled, m, m_k, d):
+@pytest.mark.parametrize(
+    "m, m_k, d", [(1, 300, 8), (3, 2100, 33), (8, 1100, 128), (20, 300, 40)]
+)
+def test_queries_see_keys_by_their_log_m(compiled, m, m_k, d):
     """The same for all queries of a head, or for each; what a query does not see has
     -inf, and may be no number.
     """
-    q, k, v, _ = drawn(m, m_k, d)
+    q, k, v, dout = drawn(m, m_k, d)
     k[:, 0], v[:, 0] = math.nan, math.nan
     whole = torch.randn(2, 3, m, m_k)
     whole[..., : m_k // 3] = -torch.inf
@@ -67,9 +69,22 @@ def test_few_queries_see_keys_by_their_log_m(compiled, m, m_k, d):
         want[0, :, 1], want_lse[0, 1] = 0.0, -torch.inf  # of what sees nothing
         out, lse = torch.empty(q.shape), torch.empty(2, 3, m)
         table, weights = weighed(log_m, m)
-        Walk(table, 0.3, weights=weights).forward(q, k, v, out, lse)
+        walk = Walk(table, 0.3, weights=weights)
+        walk.forward(q, k, v, out, lse)
         assert off(out, want) <= 2e-6
         assert ((lse == want_lse) | ((lse - want_lse).abs() < 1e-5)).all()
+        grads = [torch.zeros(t.shape) for t in (q, k, v)]
+        slopes = torch.zeros(1, len(weights))
+        walk.backward(dout, None, q, k, v, out, lse, grads, slopes)
+        lse = want_lse.masked_fill(want_lse == -math.inf, math.inf)
+        wanted = EXACT.backward(dout.double(), *exact, want, lse, False, 0.3, bias)
+        assert all(off(a, b) <= 5e-6 for a, b in zip(grads, wanted))
+        scores = torch.einsum("bmhd,bnhd->bhmn", *exact[:2]) * 0.3 + log_m
+        p = (scores - lse.unsqueeze(3)).exp()  # (b, h, m, m_k)
+        dp = torch.einsum("bmhd,bnhd->bhmn", dout.double(), exact[2])
+        delta = (dout * want).sum(3).transpose(1, 2).unsqueeze(3)
+        of_keys = (p * (dp - delta)).sum_to_size(log_m.shape)
+        assert off(slopes[0], of_keys[log_m > -math.inf]) <= 5e-6
 
 
 @pytest.mark.parametrize("m", [130, 40, 4, 1])

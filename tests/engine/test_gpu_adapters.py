@@ -17,14 +17,7 @@ from document_cases import wrong as wrong_documents
 from doubles import gpu
 from matrix import BF16, F16, F32, Case, all_wrong, any_case, wrong
 from random_cases import seeds
-from ringlab import (
-    Dense,
-    Dilated,
-    Execution,
-    attention,
-    blocks,
-    kernels,
-)
+from ringlab import Dense, Dilated, Execution, attention, blocks, kernels
 from ringlab.engine import ways
 from ringlab.kernels import KERNELS
 from ringlab.ring import contiguous

@@ -388,13 +388,7 @@ def test_steps_in_tiles_are_those_without():
 def small(seed: int = 0, **options) -> LanguageModel:
     torch.manual_seed(seed)
     return LanguageModel(
-        50,
-        32,
-        4,
-        [PATTERN, Dense()],
-        num_kv_heads=2,
-        dtype=torch.float64,
-        **options,
+        50, 32, 4, [PATTERN, Dense()], num_kv_heads=2, dtype=torch.float64, **options
     )
 
 

@@ -2,18 +2,15 @@
 
 import random
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 import torch
-from document_cases import EXACT, drawn_case, spans_of, wrong
+from document_cases import drawn_case, spans_of, wrong
 from matrix import BLOCK_SPARSE, DILATED, F32, Case, drawn
 from random_cases import seeds
 from refusals import refused
-from ringlab import Dense, Execution, Simulated, attention, reference
-from ringlab.block_patterns import bigbird
-from ringlab.cache import PatternCache
-from ringlab.engine import blocks, documents
+from ringlab import Dense, Execution, Simulated, attention
+from ringlab.engine import documents
 from ringlab.engine.autograd import forward
 from ringlab.engine.ways import LocalCall
 from ringlab.ring import contiguous
@@ -146,36 +143,6 @@ def test_wrong_borders_and_lengths_are_refused_in_one_line(how, error, message):
     q = how.pop("q", Q)
     with refused(error, match=message):
         attention(q, q, q, Dense(), **how)
-
-
-def test_documents_of_as_many_blocks_are_planned_once(monkeypatch):
-    """Sixteen lengths of two blocks, two of three: the plan of whole blocks, cut to
-    each length.
-    """
-    pattern, lengths = bigbird(1, 1, 1, block_size=16), [*range(17, 33), 40, 47]
-    planned, make = [], blocks.make_plan
-    monkeypatch.setattr(
-        blocks,
-        "make_plan",
-        lambda pattern, n, *rest: planned.append(n) or make(pattern, n, *rest),
-    )
-    q, k, v = torch.randn(3, 1, sum(lengths), 2, 8)
-    execution = Execution(cache=PatternCache())
-    out = attention(
-        q,
-        k,
-        v,
-        pattern,
-        causal=True,
-        backend="cpu_flash",
-        cu_seqlens=[0, *accumulate(lengths)],
-        execution=execution,
-    )
-    assert planned == [32, 48]
-    for start, n in zip(accumulate([0, *lengths]), lengths):
-        alone = [t[:, start : start + n] for t in (q, k, v)]
-        want, _ = reference.attention(*alone, pattern, causal=True)
-        assert reference.error(out[:, start : start + n], want, 1.0) <= EXACT[F32]
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu_flash"])

@@ -18,13 +18,7 @@ from ringlab import (
     reference,
 )
 from ringlab.engine import selected
-from selected_cases import (
-    errors,
-    random_call,
-    rank_call,
-    stained,
-    weighed_call,
-)
+from selected_cases import errors, random_call, rank_call, stained, weighed_call
 
 ORDERS = {
     "chosen": selected.parts,
