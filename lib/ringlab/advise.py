@@ -46,7 +46,9 @@ SAVED = ("q", "k", "v", "out", "lse")  # of a layer, from its forward to its bac
 START, STEPS = 65536, 4  # of the search for a length that takes so long
 ROOM = 0.5  # of the memory: checkpointing leaves more where layers would take it
 NEEDS = ("exact", "far", "local")
-MEASURED, ABOUT, AT_LEAST = "measured", "about", "at least"
+MEASURED = "measured"
+ABOUT = "about"
+AT_LEAST = "at least"
 # The sign of a time and what it rests on, the surest first.
 TIMES = {
     MEASURED: ("", "measured"),
@@ -779,7 +781,8 @@ class _Advisor:
         dense = options["exact"]
         until = "neither its time nor its memory is known"
         if ends:
-            limit, about = "in memory", "about"
+            limit = "in memory"
+            about = "about"
             if ends == "time":
                 limit = f"within {format_seconds(self.seconds)} a call"
                 about = "at most" if dense.time == AT_LEAST else about

@@ -38,13 +38,14 @@ from .engine import DEFAULT, Execution
 from .engine import selected as selected_engine
 from .engine.autograd import local_attention, outside_graphs
 from .engine.documents import Documents, Integers, integers
+from .engine.ways import LocalCall
 from .kv_cache import KVCache
 from .patterns import AnyPattern, Dense, Dilated, Pattern, as_pattern, warn_of_idle
 from .ring import Layout
 from .ring.documents import attend_documents
 from .ring.group import AnyGroup, length_of, with_shared_refusals
+from .ring.operators import Across, check_one_device
 from .ring.operators import attend as attend_shards
-from .ring.operators import check_one_device
 from .ring.selected import attend as attend_selected
 from .ring.ulysses import HeadRange
 from .selected import Selected
@@ -139,8 +140,9 @@ def attention(
     switches that change no value.
 
     Documents, each attended as if it stood alone: ``cu_seqlens`` (documents + 1,), the
-    borders in a packed sequence of batch 1, from 0 to seq; or ``lengths`` (batch,), the
-    rows of each entry that are no padding. Padding gets out 0 and no gradient. Of a
+    borders in a packed sequence of batch 1, which ascend from 0; they may end before
+    seq. Or ``lengths`` (batch,), the rows of each entry that are no padding. Padding
+    and rows behind the last border get out 0, lse -inf and gradient 0. Of a
     tensor on a GPU the values are read again only when torch's version counter says
     that it was written; writes through ``.data``, by collectives, by kernels of others
     or by the replay of a CUDA graph are not counted: give a new tensor, or a list.
@@ -209,14 +211,17 @@ def attention(
             else length_of(q, group, layout)
         )
         pattern = as_pattern(pattern, Pattern, n, q.shape[2])
-    arguments = pattern, causal, scale, backend, softcap, execution, return_lse
+    arguments = pattern, causal, scale, backend, execution, softcap
+    arguments += return_lse, q.shape[3]
+    across = Across(group, scheme, layout, exchange_dtype)
     if group is None:
-        arguments += scheme, layout, exchange_dtype
+        arguments += across[1:]
     try:
         check = _checked if torch.compiler.is_compiling() else _checked_once
-        pattern, options = check(*arguments)
+        call = check(*arguments)
     except TypeError:  # an argument is wrong, or cannot be hashed
-        pattern, options = _checked(*arguments)
+        call = _checked(*arguments)
+    pattern = call.pattern
     if not torch.compiler.is_compiling():  # a warning would break the graph
         warn_of_idle(pattern, q.shape[2])
     alone = cu_seqlens is None and lengths is None and cache is None and group is None
@@ -246,9 +251,6 @@ def attention(
             shape = by_query
         check_floats("sinks", sinks, axes, shape, q.device)
     width = v.shape[3]
-    options = options | {"sinks": sinks}
-    if scale is None:
-        options["scale"] = q.shape[3] ** -0.5
     if (
         width != q.shape[3]
     ):  # zeros change no score, and give no more than columns of zeros
@@ -264,39 +266,34 @@ def attention(
             raise TypeError(
                 f"cache must be a ringlab.KVCache, got {type(cache).__name__}"
             )
-        if lengths is not None:
+        if lengths is None:
+            lengths = [q.shape[1]] * len(q)
+        else:
             Documents.padded(lengths, q)
-            options["lengths"] = integers("lengths", lengths, q)
-    elif cu_seqlens is not None or lengths is not None:
-        n = length_of(q, group, layout)
-        options["documents"] = documents_of(q, cu_seqlens, lengths, n)
-    if group is None:
-        attend = local_attention if cache is None else outside_graphs(cache.attend)
-        if selected is not None and cache is not None:
-            options["selected"] = selected
+            lengths = integers("lengths", lengths, q)
+        attend = outside_graphs(partial(cache.attend, lengths))
     else:
-        attend = (
-            outside_graphs(attend_documents)
-            if "documents" in options
-            else attend_shards
-        )
-        options |= {
-            "group": group,
-            "scheme": scheme,
-            "layout": layout,
-            "exchange_dtype": exchange_dtype,
-        }
-    if selected is not None and cache is None:
-        attend = selected_engine.attend
-        if group is not None:
-            for name in ("group", "scheme", "layout", "exchange_dtype"):
-                del options[name]
-            attend = partial(attend_selected, group, layout)
-        out, lse = outside_graphs(attend)(q, k, v, selected, **options)
-    elif isinstance(pattern, PerHead):
-        out, lse = _by_head(attend, q, k, v, pattern, options)
+        if cu_seqlens is not None or lengths is not None:
+            n = length_of(q, group, layout)
+            documents = documents_of(q, cu_seqlens, lengths, n)
+            call = call._replace(documents=documents)
+        if selected is not None:
+            attend = selected_engine.attend
+            if group is not None:
+                attend = partial(attend_selected, across)
+            attend = outside_graphs(attend)
+        elif group is None:
+            attend = local_attention
+        elif call.documents is None:
+            attend = partial(attend_shards, across)
+        else:
+            attend = outside_graphs(partial(attend_documents, across))
+    if selected is not None:
+        call = call._replace(pattern=selected)
+    if isinstance(pattern, PerHead):
+        out, lse = _by_head(attend, q, k, v, sinks, call)
     else:
-        out, lse = attend(q, k, v, pattern, **options)
+        out, lse = attend(q, k, v, sinks, call)
     out = out if out.shape[3] == width else out[..., :width].contiguous()
     return (out, lse) if return_lse else out
 
@@ -319,18 +316,21 @@ def _checked(
     causal,
     scale,
     backend,
-    softcap,
     execution,
+    softcap,
     return_lse,
+    head_dim: int,
     *across,
-) -> tuple[Pattern | PerHead, dict]:
-    """The pattern and the options of a call, checked without its tensors. ``across``:
-    of a call without a group its scheme, layout and exchange_dtype.
+) -> LocalCall:
+    """The call, checked without its tensors. ``across``: of a call without a group its
+    scheme, layout and exchange_dtype.
     """
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
     pattern = as_pattern(pattern, Pattern | PerHead)
-    if scale is not None:
+    if scale is None:
+        scale = head_dim**-0.5
+    else:
         if not is_real(scale):
             raise TypeError(f"scale must be a number, got {short_repr(scale)}")
         if not abs(scale) <= torch.finfo(torch.float32).max:
@@ -350,8 +350,7 @@ def _checked(
         softcap = float(softcap)
     if across:
         check_one_device(*across)
-    options = {"causal": causal, "scale": scale, "backend": backend}
-    return pattern, options | {"softcap": softcap, "execution": execution}
+    return LocalCall(pattern, causal, scale, backend, execution, softcap)
 
 
 # A call in a loop has the same options; by type too, since True equals 1.
@@ -359,9 +358,10 @@ _checked_once = lru_cache(maxsize=256, typed=True)(_checked)
 
 
 def _by_head(
-    attend, q: Tensor, k: Tensor, v: Tensor, pattern: PerHead, options: dict
+    attend, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: LocalCall
 ) -> tuple[Tensor, Tensor]:
     """out (b, n, h, d), lse (b, h, n): one call for the heads of each pattern."""
+    pattern = call.pattern
     heads = q.shape[2]
     group = q.shape[2] // k.shape[2]
     if len(pattern.patterns) != heads:
@@ -371,16 +371,13 @@ def _by_head(
     outs = []
     lses = []
     order = []
-    sinks = options["sinks"]
     for one, mine in pattern.heads().items():
         theirs = [head // group for head in mine]
         if len(mine) == group * len(set(theirs)):  # all query heads of their K/V heads
             theirs = theirs[::group]
-        if sinks is not None:
-            options = options | {"sinks": sinks[mine]}
-        out, lse = attend(
-            q[:, :, mine], k[:, :, theirs], v[:, :, theirs], one, **options
-        )
+        parts = q[:, :, mine], k[:, :, theirs], v[:, :, theirs]
+        own = None if sinks is None else sinks[mine]
+        out, lse = attend(*parts, own, call._replace(pattern=one))
         outs, lses, order = [*outs, out], [*lses, lse], order + mine
     back = sorted(range(heads), key=order.__getitem__)
     return torch.cat(outs, 2)[:, :, back], torch.cat(lses, 1)[:, back]

@@ -184,7 +184,8 @@ def rows_to_copy(
     [[[0, 1, 2, 3], [2, 3, 4, 5]], [[0, 1, 2, 3, 4, 5]]]
     """
     every = torch.arange(heads, device=device)
-    group, at = heads // kv_heads, torch.arange(n)
+    group = heads // kv_heads
+    at = torch.arange(n)
     if way == "gather":
         branches = []
         for branch in pattern.branches(n, heads, kv_heads):
@@ -196,7 +197,8 @@ def rows_to_copy(
                     calls.append(Rows((q, every[own]), (k, every[own] // group), True))
             branches.append(calls)
         return branches
-    size, seen = pattern.block_size, pattern.blocks(n)
+    size = pattern.block_size
+    seen = pattern.blocks(n)
     branches = []
     for diagonal in (False, True)[: 1 + causal]:
         pairs = []

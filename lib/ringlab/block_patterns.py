@@ -506,7 +506,8 @@ class BlockSparse:
             return n + sum(far * n - far * (far + 1) // 2 for far in reached)
         lengths = torch.full((count,), self.block_size)
         lengths[-1] = n - (count - 1) * self.block_size
-        total, missing = 0, self.block_size - int(lengths[-1])
+        total = 0
+        missing = self.block_size - int(lengths[-1])
         for rows, cols, seen in self.chunks(n):
             if causal:
                 seen = seen & (cols <= rows[:, None])
@@ -548,10 +549,12 @@ class BlockSparse:
                 f"{self} must have one window, or none and one part of random blocks, to solve for"
             )
         [part] = windows or random
-        names, least = ["count"], 1
+        names = ["count"]
+        least = 1
         if windows:  # one on one side stays there
             sides = {"before": part.before > 0 or not part.after, "after": part.after}
-            names, least = [name for name, there in sides.items() if there], 0
+            names = [name for name, there in sides.items() if there]
+            least = 0
 
         def sized(size: int) -> BlockSparse:
             grown = replace(part, **dict.fromkeys(names, size))

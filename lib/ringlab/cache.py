@@ -175,7 +175,9 @@ _PLAIN = {int, bool, float, str, range, type(None), torch.dtype, types.FunctionT
 
 def _tensors(value: object) -> list[torch.Tensor]:
     """The tensors in a value, in lists, tuples, dicts, dataclasses and objects."""
-    tensors, seen, left = [], set(), [value]
+    tensors = []
+    seen = set()
+    left = [value]
     while left:
         one = left.pop()
         if isinstance(one, torch.Tensor):

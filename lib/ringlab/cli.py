@@ -39,7 +39,9 @@ from .report.places import (
 
 STOPPED = "interrupted: what is done is kept; run again to go on"
 # Exit codes: done; a notebook or worker failed; asked for what cannot be.
-OK, FAILED, REFUSED = 0, 1, 2
+OK = 0
+FAILED = 1
+REFUSED = 2
 # What pyproject.toml's [report] installs, asked for before minutes are spent on
 # measuring.
 REPORT_PACKAGES = (
@@ -403,7 +405,7 @@ def _measure(args) -> None:
     groups = suite(target.profile)
     if not groups:
         raise ValueError(
-            f"suite {args.suite!r} has no points for {target.profile.name!r} here: it is for a GPU"
+            f"suite {args.suite!r} has no points for {target.profile.name!r} here: kernels is for GPUs, links for CPUs"
         )
     known = [g.name for g in groups]
     for name in args.group or ():

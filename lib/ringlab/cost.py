@@ -159,7 +159,8 @@ def far_queries(
         return len(positions)
     if not isinstance(pattern, BlockSparse):
         return n - far * causal
-    number, size = 0, pattern.block_size
+    number = 0
+    size = pattern.block_size
     for rows, cols, seen in pattern.chunks(n):
         if len(cols):
             # Of each block (r,): its positions, and those of the keys that it sees.
@@ -200,7 +201,8 @@ class PairSet:
 
     def __and__(self, other: PairSet) -> PairSet | None:
         """The pairs in both; None where they have no row in common."""
-        between, common = other.offset - self.offset, gcd(self.rate, other.rate)
+        between = other.offset - self.offset
+        common = gcd(self.rate, other.rate)
         if between % common:
             return None
         step = other.rate // common

@@ -206,7 +206,8 @@ def longest_call(
     """The longest sequence of calls like this one that ``need`` at most so many bytes a
     rank, as ``longest`` finds it.
     """
-    pattern, only = call.pattern, False
+    pattern = call.pattern
+    only = False
     unit = low = ROWS * call.ranks
     peak = lru_cache(maxsize=64)(lambda n: need(replace(call, seq_len=n)))
     if isinstance(pattern, BlockSparse):
@@ -224,15 +225,20 @@ def longest_call(
         raise ValueError(
             f"{low:,} positions need {at_low:,} bytes a rank, more than the {memory_bytes:,} there are"
         )
-    high, guess = None, 2 * low
+    high = None
+    guess = 2 * low
     while not only and (high is None or high - low > unit):
         at_guess = peak(guess)
         if at_guess > memory_bytes:
-            high, other, at_other = guess, guess, at_guess
+            high = guess
+            other = guess
+            at_other = at_guess
         else:
             if high is None:
-                other, at_other = low, at_low
-            low, at_low = guess, at_guess
+                other = low
+                at_other = at_low
+            low = guess
+            at_low = at_guess
         # The peak is nearly linear in the length.
         slope = (at_other - at_low) / (other - low)
         ahead = (memory_bytes - at_low) / slope if slope > 0 else low

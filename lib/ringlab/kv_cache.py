@@ -22,7 +22,6 @@ from .checks import (
     check_plain,
     short_repr,
 )
-from .engine import Execution
 from .engine.autograd import is_followed, positive_scale, without_autocast
 from .engine.documents import integers
 from .engine.execute import merge
@@ -33,7 +32,7 @@ from .engine.sinks import add_sinks_
 from .engine.ways import LocalCall
 from .kernels import device_of, triton
 from .kernels.base import accumulation_dtype
-from .patterns import Pattern, as_pattern
+from .patterns import Dense, Pattern, as_pattern
 from .ring.comm import Steps, all_to_all, drive
 from .ring.exchange import Problem
 from .ring.group import AnyGroup, Group
@@ -319,29 +318,16 @@ class KVCache:
 
     @_on_cpu
     def attend(
-        self,
-        q,
-        k,
-        v,
-        pattern: Pattern,
-        *,
-        causal: bool,
-        scale: float,
-        backend,
-        softcap: float | None,
-        execution: Execution,
-        lengths: list[int] | None = None,
-        sinks: Tensor | None = None,
-        selected: Selected | None = None,
+        self, lengths: list[int], q, k, v, sinks: Tensor | None, call: LocalCall
     ) -> tuple[Tensor, Tensor]:
-        """out (b, c, h, d), lse (b, h, c) of c new positions for arguments that
-        ``attention`` has checked. They see all rows, or the ``selected`` ones.
+        """Return out (b, c, h, d), lse (b, h, c) of c new positions, of which sequences
+        have ``lengths``, for a call that ``attention`` has checked. They see all rows,
+        or those of a ``Selected``.
         """
-        lengths = [q.shape[1]] * q.shape[0] if lengths is None else lengths
-        if selected is not None:
-            learned = sinks, selected.log_weights
-            self._check(q, k, v, pattern, causal, lengths, *learned)
-            call = LocalCall(selected, causal, scale, backend, execution, softcap)
+        pattern, causal, scale, backend, execution, softcap, _ = call
+        if isinstance(pattern, Selected):
+            learned = sinks, pattern.log_weights
+            self._check(q, k, v, Dense(), causal, lengths, *learned)
             return self._of_selected(q, k, v, call, lengths, sinks)
         if _capturing(q):
             options = pattern, causal, scale, backend, softcap, lengths, sinks
@@ -364,11 +350,11 @@ class KVCache:
         if decodes and q.is_cuda:  # Triton must work here
             decodes = kernels.probe("triton", *sizes, True, False) is None
         with without_autocast(q):
-            call = q, k, v, lengths, scale, kernel, execution, decodes
+            step = q, k, v, lengths, scale, kernel, execution, decodes
             if self.group is None:
-                out, lse = self._parts[0].attend(*call)
+                out, lse = self._parts[0].attend(*step)
             else:
-                parts = [part.attend(*call) for part in self._parts]
+                parts = [part.attend(*step) for part in self._parts]
                 steps = [_joined(out, lse, self.group.size) for out, lse in parts]
                 out, lse = drive(steps, self.group)[0]
             if sinks is not None:

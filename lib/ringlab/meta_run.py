@@ -166,7 +166,9 @@ class MetaRun(LiveStorageTracker):
         if _only_writes(func) and args[0].is_meta:
             return args[0]
         if func.overloadpacket in _ELEMENTWISE and (like := _like(args)) is not None:
-            func, args, kwargs = _ATEN.empty_like.default, (like,), {}
+            func = _ATEN.empty_like.default
+            args = (like,)
+            kwargs = {}
         if func.overloadpacket in _TAKE_INDICES:
             args = _without_data(args) if args[0].is_meta else args
         if self.real:  # torch.tensor(...) makes its result out of sight

@@ -16,7 +16,6 @@ from torch.nn import Linear, Module, RMSNorm
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from . import checks
 from .adaptive import Adaptive, choose
 from .attention import (
     DEFAULT,
@@ -36,6 +35,8 @@ from .checks import (
     check_float_dtype,
     check_int,
     check_unknown,
+    is_real,
+    short_repr,
 )
 from .engine import Execution
 from .engine.documents import Documents, Integers, integers
@@ -171,9 +172,9 @@ class MultiheadAttention(NotTorchsAttention, Module):
         self.pattern: KINDS | Choice = pattern
         self.use_gradient_checkpointing = use_gradient_checkpointing
         if rotary_base is not None:
-            if not checks.is_real(rotary_base) or not 0 < rotary_base < float("inf"):
+            if not is_real(rotary_base) or not 0 < rotary_base < float("inf"):
                 raise ValueError(
-                    f"rotary_base must be a positive number, got {checks.short_repr(rotary_base)}"
+                    f"rotary_base must be a positive number, got {short_repr(rotary_base)}"
                 )
             if embed_dim // num_heads % 2:
                 raise ValueError(
@@ -185,9 +186,9 @@ class MultiheadAttention(NotTorchsAttention, Module):
             "group": Group.kept(group),
             "backend": backend,
             "execution": execution,
+            "scheme": scheme,
+            "layout": layout,
         }
-        if group is not None:
-            self.options |= {"scheme": scheme, "layout": layout}
         kv_dim = embed_dim // num_heads * num_kv_heads
         made = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj: Linear = Linear(embed_dim, embed_dim, **made)
@@ -249,13 +250,14 @@ class MultiheadAttention(NotTorchsAttention, Module):
                 f"attention dropout {module.dropout} is not supported: set module.dropout = 0.0 before"
             )
         weight = module.in_proj_weight
-        made = {
-            "bias": module.in_proj_bias is not None,
-            "device": weight.device,
-            "dtype": weight.dtype,
-        }
         layer = cls(
-            module.embed_dim, module.num_heads, pattern, **made, **options
+            module.embed_dim,
+            module.num_heads,
+            pattern,
+            bias=module.in_proj_bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+            **options,
         ).train(module.training)
         layer.load_state_dict(module.state_dict())
         return layer
@@ -376,28 +378,24 @@ class MultiheadAttention(NotTorchsAttention, Module):
         if by_content and any(
             x is not None for x in (cache, call["cu_seqlens"], call["lengths"])
         ):
-            kind = "an Adaptive pattern" if adaptive else "a pattern that is a function"
-            raise NotImplementedError(f"{kind} takes no cache, cu_seqlens or lengths")
+            raise NotImplementedError(
+                "an Adaptive pattern and a function take no cache, cu_seqlens or lengths"
+            )
         if cache is not None:  # it knows its group, and x is whole on every rank
             options |= {"group": None, "scheme": "auto", "layout": "contiguous"}
         if self.rotary_base is not None:
             if cache is None:
                 where = positions(
-                    x,
-                    call["cu_seqlens"],
-                    options["group"],
-                    options.get("layout", "contiguous"),
+                    x, call["cu_seqlens"], options["group"], options["layout"]
                 )
             else:
-                where = (
-                    torch.tensor(cache.lengths, device="cpu")[:, None]
-                    + torch.arange(x.shape[1], device="cpu")
-                ).to(x.device)  # (b, n)
+                lengths = torch.tensor(cache.lengths, device=x.device)
+                where = lengths[:, None] + positions(x)  # (b, n)
             q, k = (rotary(t, where, self.rotary_base) for t in (q, k))
         pattern = self.pattern
         if adaptive:
-            how = {"causal": options["causal"], "group": options["group"]}
-            pattern = choose(q, k, pattern, **how)
+            causal, group = options["causal"], options["group"]
+            pattern = choose(q, k, pattern, causal=causal, group=group)
         elif callable(pattern):
             pattern = pattern(q, k)
         out = attention(q, k, v, pattern, cache=cache, **options)
@@ -414,7 +412,7 @@ def positions(
     layout: str | Layout = "contiguous",
 ) -> Tensor:
     """The positions (n,) in their documents of the rows of x (b, n, ...), which is a
-    shard if there is a group.
+    shard if there is a group. Rows behind the last document count on.
 
     >>> positions(torch.empty(1, 5, 8), cu_seqlens=[0, 3, 5]).tolist()
     [0, 1, 2, 0, 1]
@@ -422,17 +420,14 @@ def positions(
     n = length_of(x, group, layout)
     if cu_seqlens is None and group is None:  # no copy, which a CUDA graph refuses
         return torch.arange(n, device=x.device)
-    numbers = torch.arange(n, device="cpu")
+    where = torch.arange(n, device="cpu")
     if cu_seqlens is not None:
-        _, starts, stops = torch.tensor(
-            Documents.packed(cu_seqlens, x, n).spans, device="cpu"
-        ).T
-        numbers -= starts.repeat_interleave(stops - starts)
-    return (
-        numbers
-        if group is None
-        else shard_sequence(numbers, group, layout=layout, dim=0)
-    ).to(x.device)
+        spans = Documents.packed(cu_seqlens, x, n).spans
+        starts = torch.tensor([start for _, start, _ in spans], device="cpu")
+        where -= starts[torch.searchsorted(starts, where, right=True) - 1]
+    if group is not None:
+        where = shard_sequence(where, group, layout=layout, dim=0)
+    return where.to(x.device)
 
 
 def rotary(t: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
@@ -466,20 +461,19 @@ def next_tokens(
     tokens: Tensor, cu_seqlens: Integers | None = None, lengths: Integers | None = None
 ) -> Tensor:
     """The targets (b, n) of whole sequences ``tokens`` (b, n): the token after each;
-    -100 at the end of a document.
+    -100 at the end of a document, and where there is none.
 
-    >>> next_tokens(torch.tensor([[5, 6, 7, 8]]), cu_seqlens=[0, 3, 4]).tolist()
-    [[6, 7, -100, -100]]
+    >>> next_tokens(torch.tensor([[5, 6, 7, 8]]), cu_seqlens=[0, 2, 3]).tolist()
+    [[6, -100, -100, -100]]
     """
-    if lengths is not None:
-        documents_of(tokens, cu_seqlens, lengths, tokens.shape[1])  # checks them
-    where = positions(tokens, cu_seqlens)  # (n,)
-    hidden = (where == 0).expand(tokens.shape)  # (b, n), the first tokens of documents
-    if lengths is not None:
-        hidden = hidden | (
-            where >= torch.as_tensor(lengths, device=tokens.device)[:, None]
-        )
-    return F.pad(tokens.long().masked_fill(hidden, -100)[:, 1:], (0, 1), value=-100)
+    b, n = tokens.shape
+    targets = F.pad(tokens.long()[:, 1:], (0, 1), value=-100)  # (b, n)
+    if cu_seqlens is None and lengths is None:
+        return targets
+    none = torch.ones(b * n, dtype=torch.bool, device="cpu")
+    for start, stop in documents_of(tokens, cu_seqlens, lengths, n).rows:
+        none[start : stop - 1] = False
+    return targets.masked_fill(none.view(b, n).to(tokens.device), -100)
 
 
 def shard_sequence(
@@ -524,8 +518,8 @@ def mean_loss(
 
     Targets are those of whole sequences, shifted before they are sharded, since the
     last token of a shard has its target on the next rank:
-    ``shard_sequence(next_tokens(tokens), group)``. A model of transformers takes them
-    as ``shift_labels=`` beside ``labels=``, and ``total`` as ``num_items_in_batch=``.
+    ``shard_sequence(next_tokens(tokens), group)``. A model of transformers computes this
+    loss itself from ``integrations.transformers.shard_inputs``.
 
     Raises ValueError for ``targets`` that are no integers, and for a ``total`` that is
     no positive integer, is less than the targets of this call, or differs between ranks.
@@ -738,10 +732,10 @@ def lengths_of(mask: Tensor, x: Tensor) -> Tensor:
     """
     if not isinstance(mask, Tensor) or mask.shape != x.shape[:2]:
         raise ValueError(
-            f"key_padding_mask must be a tensor {tuple(x.shape[:2])}, got {checks.short_repr(mask)}"
+            f"key_padding_mask must be a tensor {tuple(x.shape[:2])}, got {short_repr(mask)}"
         )
     hidden = mask if mask.dtype == torch.bool else mask == -torch.inf  # (b, n)
-    if mask.dtype != torch.bool and not (hidden | (mask == 0)).all():
+    if not (hidden | (mask == 0)).all():
         raise ValueError("key_padding_mask must be of bools, or of 0 and -inf")
     lengths = (~hidden).sum(1)  # (b,)
     if not torch.equal(
@@ -761,10 +755,8 @@ def _is_causal(mask: Tensor | None, x: Tensor) -> bool:
         return False
     n = x.shape[1]
     if isinstance(mask, Tensor) and mask.shape == (n, n):
-        causal = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
-        if mask.is_floating_point():
-            causal = torch.zeros_like(mask).masked_fill_(causal, -torch.inf)
-        if mask.dtype == causal.dtype and torch.equal(mask, causal):
+        fits = mask.dtype == torch.bool or mask.is_floating_point()
+        if fits and torch.equal(mask, torch.full_like(mask, -torch.inf).triu(1)):
             return True
     raise TypeError(
         f"MultiheadAttention cannot honour 'attn_mask': {REFUSED['attn_mask']}"

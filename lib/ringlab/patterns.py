@@ -128,7 +128,8 @@ class Dilated:
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
             object.__setattr__(self, name, check_ints(name, getattr(self, name)))
-        w, r = self.segment_lengths, self.dilation_rates
+        w = self.segment_lengths
+        r = self.dilation_rates
         if len(w) != len(r):
             raise ValueError(
                 f"segment_lengths and dilation_rates differ in length: {len(w)} and {len(r)}"
@@ -315,6 +316,8 @@ def show(
     """
     n, width = check_int("n", n, most=LARGEST), check_int("width", width, most=LARGEST)
     head, heads = check_int("head", head, 0), check_int("heads", heads)
+    if head >= heads:
+        raise ValueError(f"head must be below heads, {heads}, got {head}")
     check_bool("causal", causal)
     pattern = as_pattern(pattern, Pattern | PerHead, n, heads)
     cells = min(n, width)
@@ -326,7 +329,8 @@ def show(
         else a + torch.randperm(b - a, generator=generator)[:CELL].sort().values
         for a, b in zip(edges[:-1].tolist(), edges[1:].tolist())
     ]
-    keys, sizes = torch.cat(picked), [len(p) for p in picked]
+    keys = torch.cat(picked)
+    sizes = [len(p) for p in picked]
     lines = []
     for queries in picked:
         seen = (

@@ -44,14 +44,17 @@ def attention(
     >>> attention(q, q, v, Dense(), causal=True)[0].flatten().tolist()
     [0.0, 1.0, 1.0, 2.0, 2.0, 3.0]
     """
-    n, heads, kv_heads = q.shape[1], q.shape[2], k.shape[2]
+    n = q.shape[1]
+    heads = q.shape[2]
+    kv_heads = k.shape[2]
     if isinstance(pattern, str):
         pattern = as_pattern(pattern, AnyPattern, n, heads)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     queries, keys = (torch.arange(t.shape[1], device=q.device) for t in (q, k))
     if causal:  # queries are the last positions, all of them in self-attention
         queries = queries + (k.shape[1] - n)
-    outs, lses = [], []
+    outs = []
+    lses = []
     for h in range(heads):
         about = {"n": n, "head": h, "heads": heads, "kv_heads": kv_heads}
         bias, kv = (
@@ -102,7 +105,8 @@ def error(x: Tensor, ref: Tensor, floor: float) -> float:
     apart = size = 0.0
     for part, right in zip(_parts(x.detach()), _parts(ref.detach())):
         part, right = part.double(), right.double()
-        far, large = float((part - right).norm()), float(right.norm())
+        far = float((part - right).norm())
+        large = float(right.norm())
         if not math.isfinite(
             far + large
         ):  # only then, since it takes longer than the rest
@@ -163,7 +167,8 @@ def tolerance(
     names = ("out", "lse", "dq", "dk", "dv")
     if q.dtype in EXACT:
         return dict.fromkeys(names, EXACT[q.dtype])
-    n, heads = q.shape[1], q.shape[2]
+    n = q.shape[1]
+    heads = q.shape[2]
     sizes = {min(n, 1024)}
     if isinstance(pattern, str):
         pattern = as_pattern(pattern, AnyPattern, n, heads)
@@ -189,7 +194,8 @@ def _dense_call_errors(q, k, v, dout, m: int, causal: bool, scale) -> dict[str, 
         scale is not None and scale < 0
     ):  # the same problem; torch's causal kernels multiply their -inf by the scale
         q, scale = -q, -scale
-    groups, segments = q.shape[2] // k.shape[2], min(q.shape[1], 1024) // m
+    groups = q.shape[2] // k.shape[2]
+    segments = min(q.shape[1], 1024) // m
     whole = (q, k, v, torch.randn_like(q) if dout is None else dout)
     *cut, g = (
         t[0, : segments * m].detach().unflatten(0, (segments, m)) for t in whole
@@ -356,7 +362,8 @@ def _query_rows(q, k, v, rows, dout, head):
     prob, lse = _softmax(
         q[rows], k, _log_multiplicity(pattern, rows, keys, causal, about, entry), scale
     )
-    out, dq = prob @ v, None
+    out = prob @ v
+    dq = None
     if dout is not None:
         g = dout[rows]  # (s, d)
         dq = scale * (prob * (g @ v.T - (g * out).sum(-1, keepdim=True))) @ k
@@ -368,7 +375,8 @@ def _key_columns(q, k, v, cols, dout, head):
     time, of those that see any.
     """
     pattern, causal, scale, about, entry = head
-    dk, dv = torch.zeros_like(k[cols]), torch.zeros_like(k[cols])
+    dk = torch.zeros_like(k[cols])
+    dv = torch.zeros_like(k[cols])
     for rows in torch.arange(len(q), device=q.device).split(1024):
         bias = _log_multiplicity(pattern, rows, cols, causal, about, entry)  # (1024, s)
         sees = (bias > -torch.inf).any(-1)

@@ -172,7 +172,8 @@ class LiveStorageTracker(OwnMode):
 
     def _count(self, made: Iterator[torch.UntypedStorage]) -> None:
         for storage in made:
-            key, size = storage_id(storage), storage.nbytes()
+            key = storage_id(storage)
+            size = storage.nbytes()
             reference, counted = self._live.get(key) or (StorageWeakRef(storage), 0)
             if size != counted:  # new, or resized in place
                 self._live[key] = (reference, size)

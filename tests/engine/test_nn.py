@@ -12,7 +12,6 @@ from model import LanguageModel, generate
 from ring_cases import (
     copies,
     layer_gradients,
-    layer_positions,
     tensor_parallel,
     unpickled,
 )
@@ -29,7 +28,7 @@ from ringlab import (
 from ringlab.block_patterns import PerHead
 from ringlab.memory import MemoryPool
 from ringlab.nn import MultiheadAttention, mean_loss, next_tokens, rotary
-from ringlab.ring import SCHEMES
+from ringlab.ring import SCHEMES, uneven
 from ringlab.ring.launch import launch
 from ringlab.tracking import LiveStorageTracker
 from torch.nn import functional as F
@@ -145,43 +144,6 @@ def test_it_takes_the_place_of_torchs_layer(causal):
             )
             <= 1e-12
         )
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_packed_and_padded_documents_are_those_alone(checkpointing):
-    layer = MultiheadAttention(
-        16, 4, PATTERN, causal=True, use_gradient_checkpointing=checkpointing
-    ).double()
-    some = [torch.randn(1, n, 16, dtype=torch.float64) for n in (5, 40, 40, 23)]
-    dout = [torch.randn_like(x) for x in some]
-    want = [
-        torch.autograd.grad(layer(x), layer.parameters(), g) for x, g in zip(some, dout)
-    ]
-    want = [torch.cat([layer(x) for x in some], 1).detach(), *map(sum, zip(*want))]
-    out = layer(torch.cat(some, 1), cu_seqlens=torch.tensor([0, 5, 45, 85, 108]))
-    assert (
-        apart(
-            [
-                out.detach(),
-                *torch.autograd.grad(out, layer.parameters(), torch.cat(dout, 1)),
-            ],
-            want,
-        )
-        <= 1e-12
-    )
-    padded = torch.nn.utils.rnn.pad_sequence([x[0] for x in some], batch_first=True)
-    out = layer(padded, lengths=[5, 40, 40, 23])
-    assert (
-        apart(
-            [
-                torch.cat(
-                    [t[None, :n] for t, n in zip(out, (5, 40, 40, 23))], 1
-                ).detach()
-            ],
-            want[:1],
-        )
-        <= 1e-12
-    )
 
 
 QKV = "qkv"
@@ -321,12 +283,20 @@ def test_the_state_dict_is_the_standard_one():
     assert torch.equal(other.q_proj.weight, layer.q_proj.weight)
 
 
-@pytest.mark.parametrize("scheme", ["plan", "ring"])
+@pytest.mark.parametrize(
+    "scheme, layout",
+    [
+        ("plan", "contiguous"),
+        ("ring", "zigzag"),
+        ("ulysses", "striped"),
+        ("plan", uneven([13, 35])),
+    ],
+)
 def test_over_ranks_gradients_sum_to_those_of_one_device_and_micro_batches_to_those_of_one(
-    scheme,
+    scheme, layout
 ):
-    whole, _ = layer_gradients(scheme, group=None)
-    everyone = launch(layer_gradients, 2, scheme)
+    whole, _ = layer_gradients(scheme, None)
+    everyone = launch(layer_gradients, 2, scheme, layout)
     for once, accumulated in everyone:
         assert apart(accumulated, once) <= 1e-12, "four micro-batches are one batch"
     summed = [sum(parts) for parts in zip(*(once for once, _ in everyone))]
@@ -422,7 +392,7 @@ def test_rotary_turns_pairs_and_scores_depend_on_distance_alone():
     "more", [{}, {"group": Simulated(2)}, {"use_gradient_checkpointing": True}], ids=str
 )
 def test_packed_documents_are_learned_as_one_by_one(more):
-    """Logits, loss and gradients; padded too."""
+    """Logits, loss and gradients; padded too, and with rows of no document behind."""
     model, alone = small(**more), small()
     some = [torch.randint(50, (1, n)) for n in (9, 30, 30, 1, 44)]
     losses = [(loss_of(alone, x), x.shape[1] - 1) for x in some if x.shape[1] > 1]
@@ -434,6 +404,7 @@ def test_packed_documents_are_learned_as_one_by_one(more):
     padded = torch.nn.utils.rnn.pad_sequence([x[0] for x in some], batch_first=True)
     for tokens, how in (
         (torch.cat(some, 1), {"cu_seqlens": borders}),
+        (torch.cat([*some, some[1]], 1), {"cu_seqlens": borders.tolist()}),
         (padded, {"lengths": borders.diff()}),
     ):
         model.zero_grad()
@@ -465,11 +436,6 @@ def test_a_buffer_that_is_reused_does_not_change_a_checkpointed_backward():
     out = layer(x, cu_seqlens=borders)
     borders[1] = 9
     assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], want)
-
-
-def test_ranks_turn_their_rows_by_global_positions():
-    found = launch(layer_positions, 2, [0, 5, 12])
-    assert [x.tolist() for x in found] == [[0, 1, 2, 4, 5, 6], [3, 4, 0, 1, 2, 3]]
 
 
 def by_hand(model, tokens, lengths, count):

@@ -41,11 +41,7 @@ CASES = {
         64,
         2,
     ),
-    "dense, causal": (
-        Case(Dense(), 300, BF16, True, heads=1, kv_heads=1),
-        64,
-        2,
-    ),
+    "dense, causal": (Case(Dense(), 300, BF16, True, heads=1, kv_heads=1), 64, 2),
     "block-sparse, grouped, queries that see nothing": (
         Case(
             block_patterns.from_mask(

@@ -87,13 +87,7 @@ COUNT = ("more", "fewer")  # calls
 KINDS = (*AT_EXCHANGE, *OTHER_CALL, *COUNT)
 
 
-def inject(
-    kind: str,
-    case: Case,
-    culprit: int = 1,
-    at: int = 0,
-    path: str = "",
-):
+def inject(kind: str, case: Case, culprit: int = 1, at: int = 0, path: str = ""):
     """Three steps on this rank, a fault of ``kind`` on rank ``culprit``: at its
     exchange ``at``, or from the second step on. Returns the last results.
     """

@@ -34,12 +34,7 @@ from ringlab import (
 from ringlab import cache as caches
 from ringlab.engine.autograd import _text, operator
 from ringlab.engine.dilated import make_plan
-from ringlab.kernels import (
-    KERNELS,
-    fused_merge,
-    tile_schedule,
-    triton_config,
-)
+from ringlab.kernels import KERNELS, fused_merge, tile_schedule, triton_config
 from ringlab.kernels.torch_kernels import Eager
 from ringlab.kernels.triton_config import Sizes
 from ringlab.torch_private import IN_GRAPHS

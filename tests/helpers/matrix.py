@@ -118,11 +118,7 @@ class Case:
         """out, lse. ``group``: instead of the simulated one; the tensors are then
         shards.
         """
-        how = {
-            "causal": self.causal,
-            "scale": self.scale,
-            "backend": self.backend,
-        }
+        how = {"causal": self.causal, "scale": self.scale, "backend": self.backend}
         if self.way is not None:
             how["execution"] = self.execution
             return baselines.attend(q, k, v, self.pattern, self.way, **how)

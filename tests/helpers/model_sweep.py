@@ -31,12 +31,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 import transformers
 from ringlab import Dilated
-from ringlab.integrations.transformers import (
-    LiveCache,
-    attend,
-    register,
-    set_pattern,
-)
+from ringlab.integrations.transformers import LiveCache, attend, register, set_pattern
 from transformers import AttentionInterface
 from transformers.models.auto import modeling_auto as auto
 

@@ -83,10 +83,7 @@ def made_up(
         run=hashlib.sha256(group.name.encode()).hexdigest()[:12],
         errors=dict.fromkeys(names, 4e-7),
         tolerance=dict.fromkeys(names, 5e-6),
-        memory={
-            "floor_bytes": floor,
-            "tracked_peak_bytes": int(1.12 * floor),
-        },
+        memory={"floor_bytes": floor, "tracked_peak_bytes": int(1.12 * floor)},
         cost=cost,
         bound_seconds=0.6 * t,
     )
@@ -102,8 +99,7 @@ def sampled(r: Result, seconds, **changes) -> Result:
         {"seconds": tuple(seconds), "rounds": tuple(range(len(seconds)))},
     )
     return replace(
-        r,
-        **about | {k: getattr(found, k) for k in ("median", "ci")} | changes,
+        r, **about | {k: getattr(found, k) for k in ("median", "ci")} | changes
     )
 
 
@@ -190,12 +186,7 @@ def rank_row(point: Point, group: Group, computed: bool, device: str) -> Result:
     )
     if not row.seconds or about.get("oversubscribed"):
         return replace(
-            row,
-            seconds=(),
-            rounds=(),
-            median=None,
-            ci=None,
-            bound_seconds=None,
+            row, seconds=(), rounds=(), median=None, ci=None, bound_seconds=None
         )
     return longer(row, 1 / p, bound_seconds=row.bound_seconds / p)
 
@@ -292,6 +283,8 @@ class Shown:
         with pytest.MonkeyPatch.context() as patch:
             for known, fake in fakes.items():
                 patch.setattr(report, known, fake, raising=False)
+            # It draws the whole figure each time.
+            patch.setattr("seaborn.heatmap", lambda *_, **__: None)
             for tag, statements, last in code_of(name):
                 exec(statements, self.names)
                 value = last and eval(last, self.names)
@@ -374,10 +367,7 @@ BAD = {
     "no time": {"median": 0.0},
 }
 FAST = 0.000797123  # seconds; 0.797 ms, 797 us
-LEAN = {
-    "floor_bytes": 2**30,
-    "tracked_peak_bytes": int(4.321 * 2**30),
-}
+LEAN = {"floor_bytes": 2**30, "tracked_peak_bytes": int(4.321 * 2**30)}
 LEAN |= {"operator_calls": 98765, "view_calls": 0}
 SENT = [987654321]
 MARKS = ("0.797", "4.32", "5.43", "4,640", "98,765", "942 MiB")
@@ -389,19 +379,10 @@ def spoiled(r, kind: str):
     """
     if r.status != "ok" or (not r.seconds and kind in ("too fast", "no time")):
         return r
-    times = {"median": FAST} | {
-        "seconds": (FAST,) * 10,
-        "ci": (FAST, FAST),
-    }
+    times = {"median": FAST} | {"seconds": (FAST,) * 10, "ci": (FAST, FAST)}
     sent = {"ranks": r.ranks | {"bytes_sent": SENT}} if r.ranks else {}
     return replace(
-        r,
-        **{
-            **(times if r.seconds else {}),
-            "memory": LEAN,
-            **sent,
-            **BAD[kind],
-        },
+        r, **{**(times if r.seconds else {}), "memory": LEAN, **sent, **BAD[kind]}
     )
 
 

@@ -6,6 +6,7 @@ import pickle
 import time
 import warnings
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import ringlab
@@ -32,7 +33,6 @@ from ringlab.nn import (
     average_gradients,
     mean_loss,
     next_tokens,
-    positions,
     shard_sequence,
 )
 from ringlab.patterns import Dense, Dilated
@@ -63,12 +63,6 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-
-
-def layer_positions(borders):
-    """The positions of this rank's rows in documents between ``borders``, zigzag."""
-    rows = torch.empty(1, borders[-1] // dist.get_world_size(), 1)
-    return positions(rows, borders, dist.group.WORLD, "zigzag")
 
 
 def cached(cases, group=None):
@@ -129,6 +123,8 @@ def trained(how: str, kind: str = "ours", steps: int = 20) -> list[float]:
         model = LanguageModel(40, 32, 4, patterns, group=groups.get("sequence"))
         layers = model.blocks
     else:
+        from ringlab.integrations.transformers import shard_inputs
+
         model = llama(pattern)
         layers = model.model.layers
     if how == "fsdp":
@@ -145,20 +141,12 @@ def trained(how: str, kind: str = "ours", steps: int = 20) -> list[float]:
         logits, targets = [], []
         for some in tokens:
             targets.append(shard_sequence(next_tokens(some, BORDERS), sequence))
-            some, where = (
-                shard_sequence(t, sequence)
-                for t in (some, positions(some, BORDERS)[None])
-            )
             if kind == "ours":
-                logits.append(model(some, cu_seqlens=BORDERS))
+                shard = shard_sequence(some, sequence)
+                logits.append(model(shard, cu_seqlens=BORDERS))
             else:
-                told = {
-                    "cu_seq_lens_q": torch.tensor(BORDERS),
-                    "ringlab_group": groups.get("sequence"),
-                }
-                logits.append(
-                    model(some, position_ids=where, use_cache=False, **told).logits
-                )
+                shards = shard_inputs(sequence, some, cu_seqlens=BORDERS)
+                logits.append(model(**shards).logits)
         loss = mean_loss(torch.cat(logits), torch.cat(targets), *groups.values())
         optimizer.zero_grad()
         loss.backward()
@@ -343,28 +331,34 @@ def llama(pattern):
     )
 
 
-def shards_of_llama() -> tuple[float, float, str]:
-    """How far this rank's logits, and the sum of all losses, are from a whole call; and
-    what refuses 7 tokens on two ranks.
+def sharded_models(cases) -> list:
+    """Of each (class of transformers, layout, borders or None): how far this rank's
+    loss and averaged gradients are from one device, each document alone; then what is
+    told where rank 1 has wrong positions.
     """
-    group, model = dist.group.WORLD, llama("dense").double()
-    tokens = torch.randint(3, 40, (1, 32), generator=torch.Generator().manual_seed(1))
-    shards = {
-        "input_ids": tokens,
-        "labels": tokens,
-        "shift_labels": next_tokens(tokens),
-    }
-    shards["position_ids"] = torch.arange(32)[None]
-    shards = {name: shard_sequence(t, group) for name, t in shards.items()}
-    how = {"ringlab_group": group, "use_cache": False, "num_items_in_batch": 31}
-    with torch.no_grad():
-        want, got = model(tokens, labels=tokens), model(**shards, **how)
-        uneven = {name: t[:, : 4 - dist.get_rank()] for name, t in shards.items()}
-        uneven["position_ids"] = uneven["position_ids"] - 12 * dist.get_rank()
-        refused = told(model, **uneven, **how)
-    dist.all_reduce(got.loss)
-    off = apart([got.logits], [shard_sequence(want.logits, group)])
-    return off, float((got.loss - want.loss).abs()), refused
+    from model_sweep import made, small, tokens
+    from ringlab.integrations.transformers import register, shard_inputs
+
+    register()
+    group, found, n = dist.group.WORLD, [], 23
+    text, where = tokens(1, n), torch.arange(n)
+    for name, layout, borders in cases:
+        model = made(name, "ringlab", small(name, sliding_window=6))
+        ends = borders or [0, n]
+        labels = text.masked_fill((where < 9) | (where >= ends[-1]), -100)
+        logits = [model(text[:, a:b]).logits for a, b in pairwise(ends)]
+        want = mean_loss(torch.cat(logits, 1), next_tokens(labels)[:, : ends[-1]])
+        shards = shard_inputs(group, text, labels, layout=layout, cu_seqlens=borders)
+        results = []
+        for loss in (want, model(**shards).loss):
+            model.zero_grad()
+            loss.backward()
+            average_gradients(model, group)
+            grads = [p.grad.clone() for p in model.parameters()]
+            results.append([loss.detach(), *grads])
+        found.append(apart(*results))
+    shards["position_ids"] = shards["position_ids"] + dist.get_rank()
+    return [*found, told(model, **shards)]
 
 
 def unequal_chunks():
@@ -466,7 +460,7 @@ def refused_by_rank_1() -> dict[str, str]:
     def attend(name, tensors=(q, q, q), pattern=dense, over=group, **how):
         call(name, attention, *tensors, pattern, **{"group": over} | how)
 
-    attend("borders", cu_seqlens=[0, 1] if wrong else None)
+    attend("borders", cu_seqlens=[1, 0] if wrong else None)
     attend("documents", lengths=[4] if wrong else None)
     attend("heads", (q, q[:, :, : 3 if wrong else 4], q[:, :, : 3 if wrong else 4]))
     attend("gradient", (q.clone().requires_grad_(not wrong), q, q))
@@ -671,12 +665,12 @@ def short_of_memory(case):
     }
 
 
-def layer_gradients(scheme, group="world"):
-    """Parameter gradients of a layer for this rank's shard (group None: all rows), at
+def layer_gradients(scheme, layout):
+    """Parameter gradients of a layer for this rank's shard (layout None: all rows), at
     once and by micro-batches.
     """
-
-    ranks = {} if group is None else {"group": dist.group.WORLD, "scheme": scheme}
+    group = dist.group.WORLD
+    ranks = {"group": group, "scheme": scheme, "layout": layout} if layout else {}
     torch.manual_seed(0)
     layer = MultiheadAttention(
         16,
@@ -684,12 +678,13 @@ def layer_gradients(scheme, group="world"):
         Dilated([12, 36], [1, 2]),
         num_kv_heads=2,
         causal=True,
+        rotary_base=100.0,
         dtype=torch.float64,
         **ranks,
     )
     x, dout = torch.randn(2, 4, 48, 16, dtype=torch.float64)
-    if group is not None:
-        x, dout = (contiguous(48, 2).shard(t, dist.get_rank()) for t in (x, dout))
+    if layout:
+        x, dout = (shard_sequence(t, group, layout=layout) for t in (x, dout))
     once = torch.autograd.grad(layer(x), list(layer.parameters()), dout)
     for part, cotangent in zip(x.split(1), dout.split(1)):
         layer(part).backward(cotangent)

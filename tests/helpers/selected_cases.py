@@ -11,7 +11,8 @@ from ringlab.ring import contiguous
 
 
 def borders(choose: random.Random, n: int) -> list[int]:
-    return [0, *sorted(choose.choices(range(n + 1), k=choose.randint(0, 3))), n]
+    places = [*range(n + 1), *[n] * n]  # half of them the end of the rows
+    return [0, *sorted(choose.choices(places, k=choose.randint(1, 4)))]
 
 
 def random_call(seed: int, dtype=torch.float64) -> tuple:

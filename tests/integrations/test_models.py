@@ -18,6 +18,7 @@ from ringlab.integrations.transformers import (  # noqa: E402
     LiveCache,
     register,
     set_pattern,
+    shard_inputs,
 )
 
 register()
@@ -231,7 +232,7 @@ def test_models_with_an_attention_of_their_own_are_refused():
     for name in ("BloomForCausalLM", "XLNetLMHeadModel", "GitModel"):
         with refused("^.* an attention of its own.*$"):
             made(name, "ringlab", small(name))
-    with pytest.raises(ValueError, match="^the model runs 'eager', not patterns.*$"):
+    with pytest.raises(ValueError, match="^the model runs 'eager': .*$"):
         set_pattern(bloom, Dense())
     none = made("MambaForCausalLM", "ringlab", small("MambaForCausalLM"))
     with pytest.raises(ValueError, match="^.* has no attention that takes patterns$"):
@@ -286,6 +287,9 @@ def test_documents_and_other_keys_need_what_they_cannot_have():
         alone = {"cu_seq_lens_q": borders, "use_cache": False}
         told = ours(three, **where, **alone).logits
         assert off(told[:, 1:], ours(three[:, 1:]).logits) <= 1e-12
+        tail = alone | {"cu_seq_lens_q": borders[:2]}
+        told = ours(three, **where, **tail).logits
+        assert off(told[:, :1], ours(three[:, :1]).logits) <= 1e-12
         for more in ({"past_key_values": LiveCache(ours, 9)}, {"use_cache": True}):
             if "use_cache" not in more:
                 with refused("^documents .*cache"):
@@ -311,9 +315,7 @@ def test_wrong_calls_are_refused_in_words_that_help():
         cache.reset()
         ours(tokens(1), past_key_values=cache)
         ours.set_attn_implementation("sdpa")
-        with pytest.raises(
-            ValueError, match="^the model runs 'sdpa', which takes no Live"
-        ):
+        with pytest.raises(ValueError, match="^the model runs 'sdpa': "):
             ours(tokens(1)[:, :1], past_key_values=cache)
     config = small("BertModel")
     config.attention_probs_dropout_prob = 0.1
@@ -438,32 +440,41 @@ def test_half_of_the_heads_take_patterns_that_do_not_count_them():
             set_pattern(ours, Dilated([4, 8, 12], [1, 2, 3]))(tokens())
 
 
-def test_shards_tell_their_positions_and_their_targets():
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_shards_tell_their_positions_and_their_targets(name):
     """Simulated ranks take whole tensors, as their first rank."""
-    ours, theirs = llama()
-    group, text = Simulated(2), tokens(1)
-    where = torch.arange(N)[None]
-    shard = {"ringlab_group": group, "use_cache": False}
-    labels = torch.nn.functional.pad(text[:, 1:], (0, 1), value=-100)
-    told = {"labels": text, "shift_labels": labels, "num_items_in_batch": N - 1}
-    got = ours(text, position_ids=where, **shard, **told)
-    want = theirs(text, labels=text)
-    assert off(got.logits, want.logits) <= 1e-12
-    assert abs(float(got.loss - want.loss)) <= 1e-5  # transformers' loss is in fp32
-    with pytest.raises(ValueError, match="^the loss of shards needs shift_labels"):
-        ours(text, position_ids=where, labels=text, **shard)
-    with pytest.raises(ValueError, match="^position_ids of a shard must be those"):
-        ours(text, position_ids=where + N, **shard)
-    with pytest.raises(ValueError, match="^position_ids of a shard must be those"):
-        ours(text, position_ids=WHERE[:1], **shard)
-    borders = torch.tensor([0, 8, N])
-    packed = {"position_ids": WHERE[:1], "use_cache": False}
-    with torch.no_grad():
-        got = ours(text, **packed, cu_seq_lens_q=borders, ringlab_group=group).logits
-        assert off(got, theirs(text, **packed).logits) <= 1e-12
-        for wrong in ({}, {"position_ids": where}):
-            with pytest.raises(ValueError, match="^position_ids of a shard must be"):
-                ours(text, **wrong, **shard, cu_seq_lens_q=borders)
+    (ours, theirs), text = pair(name), tokens(1)
+    shards = shard_inputs(Simulated(2), text, text, layout="zigzag")
+    want = theirs(text, labels=text).loss
+    for count in (None, N - 1):
+        got = ours(**shards, num_items_in_batch=count).loss
+        assert abs(float(got - want)) <= 1e-5  # transformers' loss is in fp32
+    positions = "^position_ids of a shard"
+    for change, words in (
+        ({"shift_labels": None}, "^the loss of shards needs shift_labels"),
+        ({"position_ids": WHERE[:1]}, positions),
+        ({"cu_seq_lens_q": [0, 8, N]}, positions),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ours(**shards | change)
+    with refused("^documents of a packed batch and shards take no padding"):
+        ours(**shards | {"attention_mask": LEFT[1:]})
+    with pytest.raises(ValueError, match="^a model takes no shard without rows"):
+        shard_inputs(Simulated(N + 1), text)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "layers"])
+def test_models_that_compute_more_from_all_positions_take_no_shards(kind):
+    sizes = {"max_position_embeddings": N - 1}
+    sizes["rope_parameters"] = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
+    if kind == "longrope":
+        sizes["rope_parameters"] |= {
+            f"{n}_factor": [1.0] * 8 for n in ("short", "long")
+        }
+    name = "FalconH1ForCausalLM" if kind == "layers" else "LlamaForCausalLM"
+    model = made(name, "ringlab", small(name, **{} if kind == "layers" else sizes))
+    with refused("a ringlab_group takes no"):
+        model(**shard_inputs(Simulated(2), tokens()))
 
 
 def test_layers_without_attention_keep_their_own_state():

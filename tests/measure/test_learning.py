@@ -308,7 +308,7 @@ def test_a_pattern_may_be_a_function_of_q_and_k_on_one_device_and_one_sequence()
         layers.MultiheadAttention(16, 2, Adaptive)
     layer = layers.MultiheadAttention(16, 2, choose, num_kv_heads=1, causal=True)
     for given in ({"cu_seqlens": [0, 256]}, {"lengths": [128, 7]}):
-        with pytest.raises(NotImplementedError, match="function takes no cache"):
+        with pytest.raises(NotImplementedError, match="function take no cache"):
             layer(x, **given)
     with pytest.raises(TypeError, match="pattern must be"):
         layer.make_cache(2, 128)

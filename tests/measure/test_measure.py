@@ -6,7 +6,6 @@ import json
 import math
 import random
 import shutil
-import statistics
 import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
@@ -57,9 +56,7 @@ def result(
 
 def test_rows_come_back_as_written_also_when_not_finite(tmp_path):
     r = result(
-        errors={"out": float("inf")},
-        tolerance={"out": 5e-6},
-        memory={"floor_bytes": 7},
+        errors={"out": float("inf")}, tolerance={"out": 5e-6}, memory={"floor_bytes": 7}
     )
     write_rows(tmp_path, [r])
     assert load(tmp_path) == [r]
@@ -270,9 +267,7 @@ def test_ratio_is_taken_round_by_round():
     [
         (1.05, 1.10, (1.0, 1.0), "slower"),
         (1.05, 1.10, (1.0, 1.06), "within noise"),
-        (1.05, 1.10, (0.9, 1.0), "slower"),
         (0.90, 0.95, (1.0, 1.0), "faster"),
-        (0.90, 0.95, (0.94, 1.0), "within noise"),
         (0.90, 1.10, (1.0, 1.0), "within noise"),
     ],
 )
@@ -290,15 +285,8 @@ def test_only_results_that_share_rounds_of_a_run_are_paired():
     a, b = result(seconds=(4.0,) * 3), replace(result(seconds=(2.0,) * 3), run="r2")
     assert (ratio(a, b).value, ratio(a, b).paired) == (pytest.approx(2.0), False)
     x, y = [4.0, 4.4, 3.8, 4.1, 4.0, 4.2], [2.0, 2.1, 1.9, 2.0, 2.2, 1.9]
-    own = [[math.log(end) for end in stats.summary(samples).ci] for samples in (x, y)]
-    mid = [statistics.median(map(math.log, samples)) for samples in (x, y)]
     r = ratio(replace(a, seconds=tuple(x)), replace(b, seconds=tuple(y)))
-    assert r.low == pytest.approx(
-        math.exp(mid[0] - mid[1] - math.hypot(mid[0] - own[0][0], own[1][1] - mid[1]))
-    )
-    assert r.high == pytest.approx(
-        math.exp(mid[0] - mid[1] + math.hypot(own[0][1] - mid[0], mid[1] - own[1][0]))
-    )
+    assert r.ci == pytest.approx((1.866, 2.191), abs=1e-3)
     with pytest.raises(ValueError, match="needs samples"):
         ratio(a, result(seconds=()))
 
@@ -385,11 +373,7 @@ def test_hashes_see_code_and_nothing_else(tmp_path):
     ]
     method = [{"measure/timing": ""}, {"measure/systems": ""}, {"cost": ""}]
     neither = [{"patterns": same}]  # and what only starts or shows
-    neither += [
-        {"measure/session": ""},
-        {"report/driver": ""},
-        {"ring/launch": ""},
-    ]
+    neither += [{"measure/session": ""}, {"report/driver": ""}, {"ring/launch": ""}]
 
     def hashes(files) -> tuple[str, str]:
         package = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -2,12 +2,18 @@
 culprit is named.
 """
 
+import os
+import signal
+import subprocess
+import time
+
 import pytest
 from hosts import measure, misbehaving
-from ringlab.measure import Group, Point
+from ringlab.measure import Group, Point, links
 from ringlab.measure.timing import FEWEST_LONG
 from ringlab.patterns import Dense, Dilated
-from started import rows_of
+from ringlab.ring import launch
+from started import alive, gone, rows_of
 
 PATTERN = Dilated([16, 128], [1, 2])
 TINY = Point("ringlab", PATTERN, seq_len=128, heads=2, head_dim=8, world_size=2)
@@ -136,9 +142,31 @@ def test_more_ranks_than_cores_have_no_time(measured):
         three.errors["out"] <= three.tolerance["out"]
         and three.ranks["bytes_sent"] == three.ranks["planned"]
     )
-    assert not [
-        row for row in rows_of(measured[0], "sample") if row["point"] == THREE.id
-    ]
+
+
+def hold(channel, point, folder):
+    measure([Group("group", [point])], folder)
+
+
+def test_a_link_has_its_rate_and_ends_with_its_session(measured, tmp_path):
+    """Its namespaces have no names, so that none lives without a process."""
+    point = TINY.but(system="broken:sleeps", options={"link_gbps": 0.2})
+    process = launch.Process(hold, point, tmp_path)
+    files = [measured[0] / f"pid-{point.id}-{rank}" for rank in range(2)]
+    while not all(file.exists() and file.read_text() for file in files):
+        if not alive(process.pid):
+            (row,) = rows_of(tmp_path, "result")
+            assert "a link needs" in row["reason"]
+            pytest.skip(row["reason"])
+        time.sleep(0.02)
+    pids = [int(file.read_text()) for file in files]
+    for pid in pids:
+        command = f"nsenter --net=/proc/{pid}/ns/net tc qdisc show dev link0"
+        assert "rate 200Mbit" in subprocess.getoutput(command)
+    os.kill(process.pid, signal.SIGKILL)
+    assert gone(pids, 60.0) and not os.path.exists("/sys/class/net/link0")
+    with pytest.raises(NotImplementedError, match="two ranks"):
+        links.join(tmp_path, 0, 3, 0.2)
 
 
 def test_a_rank_that_hangs_is_named(measured, tmp_path):

@@ -5,7 +5,7 @@ they refuse.
 import pytest
 import torch
 from ringlab import patterns, selection
-from ringlab.measure import Point, selection_systems
+from ringlab.measure import Point
 from ringlab.measure.systems import Refused, build
 
 OPTIONS = {
@@ -45,11 +45,9 @@ def test_pairs_are_those_that_the_choice_shows(point):
     system, (q, k, *_), _ = ran(point)
     choice = system.choose(q, k)
     at = torch.arange(100)
-    whole = selection_systems.shown(choice, 100)
     pairs = 0
     for head in range(4):
-        seen = whole.multiplicity(at, at, head=head, heads=4)
-        assert torch.equal(seen, choice.multiplicity(at, at, head=head, heads=4)[0])
+        seen = choice.multiplicity(at, at, head=head, heads=4)[0]
         pairs += int(seen.tril().sum())
     if point.system == "nsa":
         pairs += 4 * sum((t + 1) // 8 + min(t + 1, 9) for t in range(100))

@@ -49,8 +49,6 @@ def test_points_can_be_stored_groups_have_names_of_their_own_and_dense_attention
     assert shapes == {
         tuple(p.shape.values()) for p in timed if p.system == "dense_sdpa"
     }
-    backward = max(p.seq_len for p in timed if p.passes != "fwd")
-    assert name != "cpu" or backward == 4096, "a backward on a CPU is short"
 
 
 def test_a_reader_adds_a_system_to_the_landscape():

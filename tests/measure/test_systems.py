@@ -246,7 +246,7 @@ def test_inputs_come_from_the_points_own_seed():
     ],
 )
 def test_a_point_that_makes_no_sense_is_refused_in_one_line(changes, said):
-    with pytest.raises((Refused, NotImplementedError), match="^[^\n]*$") as refusal:
+    with pytest.raises(NotImplementedError, match="^[^\n]*$") as refusal:
         build(TINY.but(**changes), "cpu")
     assert said in str(refusal.value)
 

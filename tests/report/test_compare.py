@@ -326,10 +326,7 @@ def test_missing_points_are_said(side, call):
             {"ranks": {"oversubscribed": True, "threads": 1}},
             "oversubscribed (8 of 8 points)",
         ),
-        (
-            {"about": {"threads": 8}},
-            "they differ in threads (2; 8)",
-        ),
+        ({"about": {"threads": 8}}, "they differ in threads (2; 8)"),
     ],
 )
 def test_a_check_of_unlike_runs_is_refused_in_one_line(side, call, other, said):

@@ -323,12 +323,7 @@ def test_the_beginning_comes_from_rows_that_may_be_shown():
 
 @pytest.mark.parametrize(
     "given",
-    [
-        {"heads": 2},
-        {"head_dim": 32},
-        {"dtype": "bfloat16"},
-        {"longest": 4096},
-    ],
+    [{"heads": 2}, {"head_dim": 32}, {"dtype": "bfloat16"}, {"longest": 4096}],
     ids=str,
 )
 def test_a_parameter_changes_the_points_and_the_page_follows(given):

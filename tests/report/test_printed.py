@@ -72,19 +72,9 @@ def test_nearly_every_cell_has_a_value_or_a_bound_and_the_others_a_reason(number
 
 def test_quantities_are_those_of_the_row():
     """Made-up rows of one and of two ranks: memory, tokens and their quotients."""
-    rows = [
-        r for r in made("001") if r.point.system == suites.SDPA and r.point.batch == 2
-    ]
-    (two,) = [
-        r
-        for r in rows
-        if r.point.seq_len == 4096 and r.point.world_size == 2 and not r.option("twin")
-    ]
-    (one_,) = [
-        r
-        for r in rows
-        if r.point.seq_len == 4096 and r.point.world_size == 1 and not r.option("twin")
-    ]
+    rows = study_of(made("001"))
+    call = {"system": suites.SDPA, "batch": 2, "seq_len": 4096}
+    (one_,), (two,) = (rows.rows(**call, world_size=n) for n in (1, 2))
     found = cells("001")
     at = {
         "seq_len": 4096,

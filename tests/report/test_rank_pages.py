@@ -156,6 +156,23 @@ def test_schemes_that_send_as_much_share_a_name():
     assert within[0] > 4 >= within[1] > 0
 
 
+def test_times_over_a_link_stand_beside_what_sending_and_computing_take():
+    """Made-up rows take as long at every rate; those of a machine without links have
+    no times.
+    """
+    groups = suites.links(hardware.get_profile("cpu"))
+    rows = [rank_row(p, g, False, "cpu") for g in groups for p in g.points]
+    absent = [replace(r, status="unsupported", reason="no root") for r in rows]
+    for each, answer in (rows, "yes"), (absent, None):
+        about = study_of(each, suite="links")
+        found = Shown("performance_comparison", page("003"), about)
+        table = found.table("Over a link")
+        ten, _, fifth, *_ = (dict(zip(table.columns, row)) for row in table.rows)
+        assert len(table.rows) == 60 and ten.get("Between") == answer
+        assert (fifth[">Sent by a rank"], fifth[">Sending (ms)"]) == ("4 MiB", "168")
+    assert fifth[">Time (ms)"].text == "unsupported"
+
+
 def test_a_row_of_one_head_is_named_with_its_heads():
     more = lengths(shown("001"))
     assert {*more[">Heads"].loc["1,048,576"]} == {"1"} != {*more[">Heads"].loc["8,192"]}

@@ -12,6 +12,7 @@ from ringlab.report import driver, places, render
 PAGES = {
     "cpu/optimization_results": 1,
     "gtx1080/optimization_results": 1,
+    "cpu/landscape": 1,
     "cpu/claims": 0,
     "index": 0,
 }

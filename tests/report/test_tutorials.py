@@ -67,7 +67,7 @@ def test_a_tutorial_asks_first_and_uses_public_names(path):
 def test_which_attention(run):
     told = run("01-which-attention", short=256)
     assert (
-        max(told["errors"].values()) < told["allowed"] and len(plt.get_fignums()) == 1
+        max(told["errors"].values()) < told["allowed"] and len(plt.get_fignums()) == 2
     )
     costs = told["costs"]
     dense, sparse = costs.loc["dense"], costs.drop("dense")
@@ -168,6 +168,7 @@ def test_in_your_model(run):
     pytest.importorskip("transformers")
     told = run("07-in-your-model", steps=20)
     assert told["difference"] < 1e-5 and told["same_tokens"] == 32
+    assert told["apart"] < 1e-5
     assert told["losses"][-1] < 0.5 * told["losses"][0]
     assert (
         told["kept"] < 0.7

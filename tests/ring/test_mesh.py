@@ -12,14 +12,7 @@ from ringlab.adaptive import Adaptive
 from ringlab.block_patterns import BlockSparse
 from ringlab.nn import shard_sequence
 from ringlab.patterns import Dense, Dilated
-from ringlab.ring import (
-    Problem,
-    contiguous,
-    counting,
-    hilbert,
-    striped,
-    zigzag,
-)
+from ringlab.ring import Problem, contiguous, counting, hilbert, striped, zigzag
 from ringlab.ring.launch import launch
 from ringlab.ring.ulysses import MeshScheme
 from ringlab.ring.volume import sent_bytes

@@ -28,14 +28,7 @@ from ring_cases import told
 from ringlab import Dense, Simulated, attention
 from ringlab.call import CallSpec
 from ringlab.estimate import estimate
-from ringlab.ring import (
-    Problem,
-    contiguous,
-    counting,
-    plan_rank,
-    striped,
-    zigzag,
-)
+from ringlab.ring import Problem, contiguous, counting, plan_rank, striped, zigzag
 from ringlab.ring.exchange import on_hosts, rows_moved, rows_needed
 from ringlab.ring.group import Group
 from ringlab.ring.launch import launch

@@ -9,12 +9,13 @@ from ring_cases import (
     BORDERS,
     averaged,
     micro_batches,
-    shards_of_llama,
+    sharded_models,
     trained,
     two_steps,
 )
 from ringlab import Simulated
 from ringlab.nn import average_gradients, mean_loss, next_tokens, shard_sequence
+from ringlab.ring import uneven
 from ringlab.ring.launch import Process, launch
 
 
@@ -65,11 +66,21 @@ def test_micro_batches_of_other_numbers_of_targets_are_one_batch():
             mean_loss(logits, targets, total=total)
 
 
-def test_shards_of_a_model_of_transformers_are_the_whole_call():
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_of_models_have_the_loss_and_gradients_of_one_device(ranks):
+    """In every layout; documents with a tail that is of none."""
     pytest.importorskip("transformers")
-    for logits, loss, refused in launch(shards_of_llama, 2, timeout_s=180):
-        assert logits <= 1e-12 and loss <= 1e-6  # transformers' loss is in fp32
-        assert "rank 1 refuses" in refused and "of one length" in refused
+    Process(id, modules=("model_sweep",)).end()  # imported once, and not by each rank
+    uneven_sizes = uneven([5] * (ranks - 1) + [28 - 5 * ranks])
+    by_document = uneven([7] + [16 // (ranks - 1)] * (ranks - 1))
+    layouts = [(name, None) for name in ("contiguous", "zigzag", "striped")]
+    layouts += [(uneven_sizes, None), (by_document, [0, 7, 15, 20])]
+    layouts.append(("zigzag", [0, 7, 12, 20]))
+    models = "LlamaForCausalLM", "Gemma2ForCausalLM", "GptOssForCausalLM"
+    cases = [(model, *layout) for model in models for layout in layouts]
+    for *found, refused in launch(sharded_models, ranks, cases, timeout_s=180):
+        assert max(found) <= 1e-6, found  # the models' own norms are in fp32
+        assert "rank 1 refuses" in refused and "shard_inputs" in refused
 
 
 def test_gradients_are_paired_by_parameter_and_none_counts_as_0():

@@ -11,15 +11,7 @@ import pytest
 import ringlab
 import torch
 from reporting import made, made_up, study_of
-from ringlab import (
-    Dense,
-    Dilated,
-    Evidence,
-    advise,
-    cache_bytes,
-    cli,
-    hardware,
-)
+from ringlab import Dense, Dilated, Evidence, advise, cache_bytes, cli, hardware
 from ringlab.advise import keys_of, local
 from ringlab.block_patterns import sliding_window
 from ringlab.call import CallSpec

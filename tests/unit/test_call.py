@@ -7,16 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from refusals import refused
-from ringlab import (
-    Dense,
-    Dilated,
-    Execution,
-    blocks,
-    cost,
-    hardware,
-    kernels,
-    meta_run,
-)
+from ringlab import Dense, Dilated, Execution, blocks, cost, hardware, kernels, meta_run
 from ringlab.call import CallSpec
 from ringlab.measure.points import Point
 from ringlab.ring import Problem
@@ -28,12 +19,7 @@ LADDER = Dilated([32, 96], [1, 3])
 WORK = {"batch": 2, "seq_len": 384, "heads": 6, "kv_heads": 3, "head_dim": 40}
 WORK |= {"dtype": torch.bfloat16, "causal": True, "passes": "fwd+bwd"}
 CALL = CallSpec(
-    LADDER,
-    **WORK,
-    ranks=4,
-    layout="zigzag",
-    hosts=(0, 0, 7, 7),
-    exchange_dtype=None,
+    LADDER, **WORK, ranks=4, layout="zigzag", hosts=(0, 0, 7, 7), exchange_dtype=None
 )
 
 

@@ -249,11 +249,7 @@ FITTING = [
         estimates=False,
     ),
     fitting(
-        MultiheadAttention,
-        embed_dim=32,
-        num_heads=4,
-        pattern=PATTERN,
-        num_kv_heads=2,
+        MultiheadAttention, embed_dim=32, num_heads=4, pattern=PATTERN, num_kv_heads=2
     ),
     fitting(MultiheadAttention(32, 4, PATTERN), x=X),
     (kernels.choose, CHOICE | {"backend": "auto"}),
@@ -350,10 +346,7 @@ def layer(**more):
     return MultiheadAttention(16, 4, Dense(), **more)
 
 
-MODULE, LAYER = (
-    ringlab.DilatedAttention([16], [2]),
-    layer(dropout=0.0),
-)
+MODULE, LAYER = (ringlab.DilatedAttention([16], [2]), layer(dropout=0.0))
 PROJECTED = ringlab.RingDilatedAttentionSDPA(16, 4, [16], [2])
 
 
@@ -578,9 +571,7 @@ REFUSED = {
             "^the layout is for 64 positions, the sequence has 4096$",
         ),
     ],
-    NotImplementedError: [
-        (lambda: published(ring_size=2), "ring_size must be 1"),
-    ],
+    NotImplementedError: [(lambda: published(ring_size=2), "ring_size must be 1")],
 }
 
 
@@ -650,4 +641,4 @@ def test_ranges_generators_and_numpys_numbers_are_taken():
         == 8
     )
     assert MultiheadAttention(32, 4, PATTERN, bias=0).q_proj.bias is None
-    assert patterns.show(PATTERN, 32, head=2).count("\n") == 31
+    assert patterns.show(PATTERN, 32, head=2, heads=4).count("\n") == 31

@@ -194,7 +194,7 @@ def test_measure_takes_suites_groups_and_minutes(capsys, monkeypatch, tmp_path):
         ),
         (
             "--suite kernels",
-            "suite 'kernels' has no points for 'cpu' here: it is for a GPU",
+            "suite 'kernels' has no points for 'cpu' here: kernels is for GPUs",
         ),
         (
             "--suite nothing",

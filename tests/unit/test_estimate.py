@@ -185,9 +185,7 @@ def test_many_ranks_and_long_batches_are_little_work(monkeypatch):
     runs = []
     run = meta_run.run_rank
     monkeypatch.setattr(
-        meta_run,
-        "run_rank",
-        lambda *given: runs.append(given[-1]) or run(*given),
+        meta_run, "run_rank", lambda *given: runs.append(given[-1]) or run(*given)
     )
     found = estimate(
         LADDER, seq_len=1 << 15, ranks=128, profile="gtx1080", scheme="plan"

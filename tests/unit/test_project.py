@@ -28,10 +28,10 @@ PACKAGE = LIB / "ringlab"
 TESTS = ROOT / "tests"
 MAKEFILE = (ROOT / "Makefile").read_text()
 # Limits. A commit may lower one; it may raise one only to a figure that an issue names.
-MOST_TOKENS = 227_210
-MOST_IN_NOTEBOOKS = 35_460  # tokens in cells and modules, without the judge's
+MOST_TOKENS = 225_410
+MOST_IN_NOTEBOOKS = 37_590  # tokens in cells and modules, without the judge's
 MOST_IN_JUDGE = 14_000  # tokens of notebooks/judge/*.py
-MOST_IN_TESTS = 258_937  # tokens
+MOST_IN_TESTS = 258_870  # tokens
 MOST_TOKENS_A_LINE = 8.9
 MOST_S = 300 - 60  # of `make test` on two cores, without the start of its processes
 FEWEST_TESTS = 1_500  # of `make test`

@@ -34,16 +34,12 @@ def local_attention(
     q,
     k,
     v,
-    pattern: Pattern,
-    *,
-    sinks: Tensor | None = None,
-    **options,
-):
-    """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q,
-    k, v and sinks (h,), through out and lse. ``options``: the other fields of
-    ``LocalCall``.
+    sinks: Tensor | None,
+    call: LocalCall,
+) -> tuple[Tensor, Tensor]:
+    """Return out (b, n, h, d), lse (b, h, n) of a checked call; differentiable once, in
+    q, k, v and sinks (h,), through out and lse.
     """
-    call = LocalCall(pattern, **options)
     followed = is_followed(q, k, v, sinks)
     # An operator takes neither.
     if call.documents is None and call.execution is DEFAULT:
@@ -55,9 +51,9 @@ def local_attention(
                     counter.flop_registry.setdefault(op, formula)
             whole = counters or is_fake(q)
         if whole and not is_transformed():
-            text = _text(pattern, call.backend)
+            text = _text(call.pattern, call.backend)
             if text is None:  # the compiled function makes it: only a trace has fields
-                text = _text(pattern.to_dict(), call.backend)
+                text = _text(call.pattern.to_dict(), call.backend)
             options = call.causal, call.scale, followed, sinks, call.softcap
             return operator(q, k, v, text, *options)
     q, k, v = _rows_dense(q, k, v)

@@ -1,18 +1,16 @@
 """The planner of block-sparse patterns: their calls, by index arithmetic alone, without
 tensors.
 
-Kernels are slow on short keys and on few queries, so neighbouring blocks of queries are
-joined in a binary tree. A node of the tree takes the keys that all of its blocks see
-and no larger node has taken, hence every pair is computed once. Only those levels of
-the tree are used that make the calls cheapest. Equal nodes in arithmetic progression
-are one call over a strided view; scattered blocks of keys are copied together first.
+A block of queries is attended to each run of neighbouring blocks of keys that it sees.
+Equal calls in arithmetic progression are one call over a strided view; scattered blocks
+of keys are copied together first.
 
-A window of tokens needs no tree: squares of 1, 2, 4, ... tokens make up its edges.
+A window of tokens is cut in squares of 1, 2, 4, ... tokens, which make up its edges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..block_patterns import AT_ONCE, BlockSparse, Random, window_of_tokens
-from ..kernels.base import PLAIN, Cost, Kernel
 from .dilated import even_runs, first_and_step
 from .execute import Call, HeadBlock, Plan, Planner, View, altered
+
+Entry = tuple[int, int, int, int]  # a dense call: rows, keys, first query, first key
+EDGE = 128  # queries of a window of tokens that are taken together
+JOINED = 1024  # queries, at most, of blocks that see the same keys
+FEW_RUNS = 3  # of keys that a block of queries sees; of more the keys are copied
 
 
 def planner(
@@ -31,25 +33,10 @@ def planner(
     heads: int,
     kv_heads: int,
     causal: bool,
-    kernel: Kernel,
 ) -> Planner:
-    """The planner for a kernel."""
-    rest = heads, kv_heads, causal, kernel
-    call = pattern, n, *rest
-
-    def build(cached: Callable) -> Plan:
-        size = pattern.block_size
-        whole = pattern.count(n) * size
-        # A call of LONG keys from inside a block might lie wholly behind n.
-        if n == whole or LONG % size:
-            return make_plan(*call)
-        # Sequences of as many blocks share a plan: documents of a batch have hundreds
-        # of lengths.
-        longer = pattern, whole, *rest
-        plan = cached(("blocks", *longer), lambda: make_plan(*longer))
-        return plan.before(n)
-
-    return Planner(("blocks", *call), build)
+    """The planner of dense calls."""
+    call = pattern, n, heads, kv_heads, causal
+    return Planner(("blocks", *call), lambda: make_plan(*call))
 
 
 def make_plan(
@@ -58,19 +45,17 @@ def make_plan(
     heads: int = 1,
     kv_heads: int = 1,
     causal: bool = False,
-    kernel: Kernel = PLAIN,
 ) -> Plan:
-    """The calls for ``n`` positions of queries and of keys, for any kernel or those
-    that are cheapest for ``kernel``.
+    """The calls for ``n`` positions of queries and of keys.
 
     >>> from ringlab.block_patterns import local_global
     >>> call = make_plan(local_global(2, 4, block_size=128), 16384).calls[0]  # the global blocks of keys
     >>> call.repeats, call.q.rows, call.q.repeat_step, call.k.rows, call.k.repeat_step
-    (16, 1024, 1024, 512, 0)
+    (15, 1024, 1024, 512, 0)
     """
     whole = BlockParts.of([range(n)], pattern.block_size)
-    options = {"causal": causal, "itself": True, "kernel": kernel}
-    return plan_between(pattern, n, whole, whole, heads, kv_heads, **options)
+    sizes = heads, kv_heads
+    return plan_between(pattern, n, whole, whole, *sizes, causal=causal, itself=True)
 
 
 def layers_of(
@@ -91,34 +76,6 @@ def layers_of(
         yield first, None, False
     if second is not None:
         yield second, first, True
-
-
-MOST_LEVELS = 6
-SAMPLE = 512  # blocks of queries by which the levels are chosen
-assert AT_ONCE % 2**MOST_LEVELS == 0  # chunks of whole nodes
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Blocks that are seen, and whether those of keys are copied together.
-
-    ``seen``: for a range of blocks of queries bool (rows, c), and the numbers (c,) of
-    the blocks of keys, in which neighbours that are both seen are neighbours; what is
-    left out is not seen.
-    """
-
-    seen: Callable[[range], tuple[Tensor, Tensor]]
-    copied: bool = False
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """Where blocks begin in a tensor's rows: ``starts`` (blocks,) and ``lengths``
-    (blocks,), one behind the other.
-    """
-
-    starts: Tensor
-    lengths: Tensor
 
 
 @dataclass(frozen=True)
@@ -150,9 +107,14 @@ class BlockParts:
         return None
 
     @property
-    def cuts(self) -> Cuts:
-        lengths = self.stops - self.starts
-        return Cuts(lengths.cumsum(0) - lengths, lengths)
+    def lengths(self) -> Tensor:
+        """The rows of each (parts,)."""
+        return self.stops - self.starts
+
+    @property
+    def rows(self) -> Tensor:
+        """The first row of each (parts,), one behind the other."""
+        return self.lengths.cumsum(0) - self.lengths
 
     def __getitem__(self, which) -> BlockParts:
         return BlockParts(self.blocks[which], self.starts[which], self.stops[which])
@@ -182,7 +144,6 @@ def plan_between(
     *,
     causal: bool,
     itself: bool,
-    kernel: Kernel,
 ) -> Plan:
     """The plan of ``queries``, in this order of rows, on ``keys``, of ``n`` positions.
 
@@ -196,29 +157,69 @@ def plan_between(
         arguments = *window, *rows, heads, kv_heads
         return window_plan(*arguments, causal=causal and itself)
 
-    def layer(shown: BlockSparse, hidden: BlockSparse | None, copied: bool) -> Layer:
-        def seen(rows: range) -> tuple[Tensor, Tensor]:
-            subset = queries[rows.start : rows.stop]
-            cols = keys.near(shown, subset.blocks, n)
-            blocks = n, subset.blocks, keys.blocks[cols]
-            visible = shown.blocks(*blocks)
-            if hidden is not None:
-                visible &= ~hidden.blocks(*blocks)
-            return visible & keys[cols].before(subset) if causal else visible, cols
-
-        return Layer(seen, copied)
-
-    diagonal = None
+    entries: list[Entry] = []
+    gathered: list[Call] = []
+    key_rows = keys.rows
+    ends = key_rows + keys.lengths
+    for shown, hidden, copied in layers_of(pattern):
+        part, first, last = _runs(shown, hidden, queries, keys, n, causal)
+        rows = queries.lengths[part]
+        at = queries.rows[part]
+        begin = key_rows[first]
+        count = ends[last] - begin
+        many = torch.bincount(part, minlength=1)[part] > FEW_RUNS
+        apart = many | torch.full_like(many, copied)
+        entries += torch.stack([rows, count, at, begin], 1)[~apart].tolist()
+        for size in rows[apart].unique().tolist():
+            some = apart & (rows == size)
+            runs = part[some], begin[some], count[some], at[some]
+            gathered += _gathered_calls(*runs, size)
+    calls = _strided_calls(entries)
     if causal and itself:
-        seen = torch.cat(
-            [
-                pattern.blocks(n, subset, subset).diagonal()
-                for subset in queries.blocks.split(AT_ONCE)
-            ]
-        )
-        diagonal = torch.where(seen, torch.arange(len(seen)), -1)
-    layers = [layer(*arguments) for arguments in layers_of(pattern)]
-    return tile(layers, queries.cuts, keys.cuts, diagonal, heads, kv_heads, kernel)
+        seen = [
+            pattern.blocks(n, subset, subset).diagonal()
+            for subset in queries.blocks.split(AT_ONCE)
+        ]
+        own = torch.cat(seen).nonzero().flatten()  # blocks that see themselves
+        rows = queries.rows[own]
+        size = queries.lengths[own]
+        squares = torch.stack([size, size, rows, rows], 1).tolist()
+        calls += _strided_calls(squares, causal=True)
+    return _plan(calls, gathered, int(queries.lengths.sum()), heads, kv_heads)
+
+
+def _runs(
+    shown: BlockSparse,
+    hidden: BlockSparse | None,
+    queries: BlockParts,
+    keys: BlockParts,
+    n: int,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(part of the queries, first part of the keys, last) of each run of parts of keys
+    that are seen, by queries. What ``hidden`` shows is left out.
+
+    Queries are taken some at a time: time and memory then grow with what is near them,
+    not with the square of all.
+    """
+    none = torch.empty(0, dtype=torch.long)
+    runs = [(none, none, none)]
+    for start in range(0, len(queries.blocks), AT_ONCE):
+        subset = queries[start : start + AT_ONCE]
+        cols = keys.near(shown, subset.blocks, n)
+        blocks = n, subset.blocks, keys.blocks[cols]
+        seen = shown.blocks(*blocks)  # (rows, cols)
+        if hidden is not None:
+            seen &= ~hidden.blocks(*blocks)
+        if causal:
+            seen &= keys[cols].before(subset)
+        edge = torch.zeros(len(seen), 1, dtype=torch.int8)
+        # 1 where a run begins, -1 behind its end.
+        change = torch.cat([edge, seen.to(torch.int8), edge], 1).diff(dim=1)
+        row, first = (change == 1).nonzero().unbind(1)
+        last = (change == -1).nonzero()[:, 1] - 1
+        runs.append((start + row, cols[first], cols[last]))
+    return tuple(map(torch.cat, zip(*runs)))
 
 
 def window_plan(
@@ -272,7 +273,8 @@ def _squares_of_window(
             shapes.append((half, half, half, after + 1, 2 * half, False))
     for rows, count, q, k, step, square in shapes:
         at = torch.arange(first, max(first, stop - q), step)  # (repeats,)
-        start, end = (at + k).clamp(min=0), (at + k + count).clamp(max=keys)
+        start = (at + k).clamp(min=0)
+        end = (at + k + count).clamp(max=keys)
         cut = torch.stack([(stop - q - at).clamp(max=rows), end - start], 1)
         new = F.pad((cut.diff(dim=0) != 0).any(1), (1, 0), value=True)[: len(at)]
         begins = new.nonzero().flatten().tolist()
@@ -280,174 +282,6 @@ def _squares_of_window(
         for shape, run in zip(cut[begins].tolist(), pairs.tensor_split(begins[1:])):
             if shape[1] > 0:
                 yield _call(*shape, len(run), *first_and_step(run[:2].tolist()), square)
-
-
-def chains(queries: Cuts) -> Iterator[tuple[range, int]]:
-    """Ranges of blocks of one length, and the levels of the tree over each: a node has
-    at most 2^level blocks.
-    """
-    lengths = queries.lengths.tolist()
-    start = 0
-    for stop in range(1, len(lengths) + 1):
-        if stop == len(lengths) or lengths[stop] != lengths[start]:
-            yield range(start, stop), min(MOST_LEVELS, (stop - start).bit_length() - 1)
-            start = stop
-
-
-def cheapest(
-    layer: Layer, rows: range, levels: int, queries: Cuts, keys: Cuts, cost: Cost
-) -> tuple[int, ...]:
-    """The levels of the tree over ``rows`` that make the calls cheapest. Level 0,
-    single blocks, is always used.
-    """
-    size = int(queries.lengths[rows.start])
-    used: tuple[int, ...] = (0,)
-    middle = (
-        (len(rows) // 2 - SAMPLE // 2) >> levels << levels
-    )  # of many blocks some are enough to tell
-    sample, cols = layer.seen(rows[max(0, middle) :][:SAMPLE])
-    common = _common(sample, levels)
-    best = _cost(_taken(common, used), cols, size, keys, cost)
-    for level in range(levels, 0, -1):
-        time = _cost(_taken(common, with_it := (*used, level)), cols, size, keys, cost)
-        if time < best:
-            used = with_it
-            best = time
-    for level in used[1:]:  # a level that paid may not, beside smaller ones
-        time = _cost(
-            _taken(common, without := tuple(x for x in used if x != level)),
-            cols,
-            size,
-            keys,
-            cost,
-        )
-        if time < best:
-            used = without
-            best = time
-    return used
-
-
-def nodes(
-    layer: Layer, rows: range, levels: tuple[int, ...]
-) -> list[tuple[int, Tensor, Tensor, Tensor]]:
-    """(level, node, first key block, end) of each run of key blocks that a node takes,
-    the largest nodes first.
-
-    ``rows`` are taken some at a time: time and memory then grow with what is near them,
-    not with the square of all.
-    """
-    by_level: dict[int, list] = {level: [] for level in sorted(levels, reverse=True)}
-    for start in range(0, len(rows), AT_ONCE):
-        blocks_seen, cols = layer.seen(rows[start : start + AT_ONCE])
-        for level, taken in _taken(_common(blocks_seen, max(levels)), levels):
-            node, first, stop = _runs(taken, cols)
-            by_level[level].append((node + (start >> level), first, stop))
-    return [(level, *map(torch.cat, zip(*parts))) for level, parts in by_level.items()]
-
-
-def _common(seen: Tensor, levels: int) -> list[Tensor]:
-    """The key blocks that all query blocks of a node see, bool (nodes, c), for each
-    level of the tree.
-    """
-    common = [seen]
-    for _ in range(levels):
-        below = common[-1][: len(common[-1]) // 2 * 2]
-        common.append(below[0::2] & below[1::2])
-    return common
-
-
-def _taken(
-    common: list[Tensor], levels: tuple[int, ...]
-) -> Iterator[tuple[int, Tensor]]:
-    """(level, key blocks that each of its nodes takes), the largest nodes first."""
-    covered = torch.zeros_like(common[0])
-    for level in sorted(levels, reverse=True):
-        shared = common[level]
-        width = 1 << level
-        # What a larger node has taken is taken for all of its blocks, so the first one
-        # tells.
-        taken = shared & ~covered[::width][: len(shared)]
-        covered[: len(shared) * width] |= taken.repeat_interleave(width, 0)
-        yield level, taken
-
-
-def _runs(taken: Tensor, cols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(node, first key block, end) of each run of neighbouring key blocks, by node."""
-    edge = torch.zeros(len(taken), 1, dtype=torch.int8)
-    change = torch.cat([edge, taken.to(torch.int8), edge], 1).diff(
-        dim=1
-    )  # 1 where one begins, -1 behind its end
-    node, first = (change == 1).nonzero().unbind(1)
-    return node, cols[first], cols[(change == -1).nonzero()[:, 1] - 1] + 1
-
-
-def _cost(
-    levels: Iterable[tuple[int, Tensor]],
-    cols: Tensor,
-    size: int,
-    keys: Cuts,
-    cost: Cost,
-) -> float:
-    total = 0.0
-    for level, taken in levels:
-        _, first, stop = _runs(taken, cols)
-        count = keys.starts[stop - 1] + keys.lengths[stop - 1] - keys.starts[first]
-        length = size << level
-        total += float((cost.work(length, count) + cost.merge * length).sum())
-    return total
-
-
-def better_copied(
-    node: Tensor, count: Tensor, nodes: int, size: int, cost: Cost
-) -> Tensor:
-    """Which runs belong to nodes whose keys are cheaper to gather than to read run by
-    run.
-    """
-    merge = cost.merge * size
-    in_place = torch.zeros(nodes).index_add_(0, node, cost.work(size, count) + merge)
-    together = torch.zeros(nodes, dtype=torch.long).index_add_(0, node, count)
-    return (cost.work(size, together) * cost.copied + merge < in_place)[node]
-
-
-Entry = tuple[
-    int, int, int, int
-]  # one dense call: rows, keys, the first query, the first key
-
-# Calls of fewer than SHORT queries take LONG keys at a time, which then stay in the
-# CPU's cache. Calls of few keys are split into parts of LONG queries or more.
-LONG = 1024
-SHORT = 768
-EDGE = 128  # queries of a window of tokens that are taken together
-
-
-def tile(
-    layers: list[Layer],
-    queries: Cuts,
-    keys: Cuts,
-    diagonal: Tensor | None = None,
-    heads: int = 1,
-    kv_heads: int = 1,
-    kernel: Kernel = PLAIN,
-) -> Plan:
-    """The plan of disjoint ``layers`` of seen blocks: regular calls first.
-
-    ``diagonal``: for each block of queries the block of keys at its own positions, whose square is causal, or -1.
-    """
-    cost = kernel.cost
-    entries: list[Entry] = []
-    gathered: list[Call] = []
-    for layer in layers:
-        for rows, level in chains(queries):
-            strided, left = _calls(layer, rows, level, queries, keys, cost)
-            entries += strided
-            gathered += left
-    squares = _squares(queries, keys, diagonal)
-    calls = _strided_calls(
-        [part for entry in entries for part in _split_queries(entry)]
-    )
-    calls = [part for call in calls for part in _split_keys(call)]
-    calls += _strided_calls(squares, causal=True)
-    return _plan(calls, gathered, int(queries.lengths.sum()), heads, kv_heads)
 
 
 def _plan(
@@ -501,52 +335,6 @@ def _merged(call: Call) -> bool:
     return call.repeats > 1 and call.q.shared
 
 
-def _squares(queries: Cuts, keys: Cuts, diagonal: Tensor | None) -> list[Entry]:
-    """The causal calls, on the blocks of the diagonal."""
-    if diagonal is None:
-        return []
-    on_diagonal = (diagonal >= 0).nonzero().flatten()
-    entries = zip(
-        queries.lengths[on_diagonal].tolist(),
-        queries.starts[on_diagonal].tolist(),
-        keys.starts[diagonal[on_diagonal]].tolist(),
-    )
-    return [(length, length, q, k) for length, q, k in entries]
-
-
-def _calls(
-    layer: Layer,
-    rows: range,
-    levels: int,
-    queries: Cuts,
-    keys: Cuts,
-    cost: Cost,
-) -> tuple[list[Entry], list[Call]]:
-    """The calls of one range of blocks of one length, at the levels of its tree that
-    make them cheapest.
-    """
-    size = int(queries.lengths[rows.start])
-    used = (0,) if layer.copied else cheapest(layer, rows, levels, queries, keys, cost)
-    entries = []
-    gathered = []
-    for level, node, first, stop in nodes(layer, rows, used):
-        length = size << level
-        at = queries.starts[rows.start] + node * length
-        begin = keys.starts[first]
-        count = keys.starts[stop - 1] + keys.lengths[stop - 1] - begin
-        apart = torch.full((len(node),), layer.copied)
-        if level == 0:
-            if not layer.copied:
-                apart = better_copied(node, count, len(rows), size, cost)
-            gathered += _gathered_calls(
-                node[apart], begin[apart], count[apart], at[apart], size
-            )
-        entries += [
-            (length, *e) for e in torch.stack([count, at, begin], 1)[~apart].tolist()
-        ]
-    return entries, gathered
-
-
 def _call(
     rows: int,
     keys: int,
@@ -567,66 +355,26 @@ def _call(
 
 
 def _strided_calls(entries: list[Entry], causal: bool = False) -> list[Call]:
-    return [_join_neighbours(_call(*shape, causal)) for shape in _progressions(entries)]
+    calls = (_call(*shape, causal) for shape in _progressions(entries))
+    return [part for call in calls for part in _join_neighbours(call)]
 
 
-def _join_neighbours(call: Call) -> Call:
-    """The same call, with neighbouring repeats that see the same keys joined up to LONG
-    queries.
+def _join_neighbours(call: Call) -> Iterator[Call]:
+    """The same calls, with neighbouring blocks of queries that see the same keys joined up
+    to JOINED queries.
     """
     rows = call.q.rows
-    if (
-        call.causal
-        or call.repeats == 1
-        or call.k.repeat_step
-        or call.q.repeat_step != rows
-        or rows >= SHORT
-    ):
-        return call
-    joined = max(i for i in range(1, LONG // rows + 1) if call.repeats % i == 0)
-    return altered(
-        call,
-        q=altered(call.q, rows=rows * joined, repeat_step=rows * joined),
-        repeats=call.repeats // joined,
-    )
-
-
-def _split_queries(entry: Entry) -> Iterator[Entry]:
-    """Halve a call of many queries by few keys down to LONG queries: each thread then
-    writes neighbouring pages.
-
-    >>> [*_split_queries((4096, 512, 0, 0))][1:3], len([*_split_queries((3001, 512, 0, 0))])
-    ([(1024, 512, 1024, 0), (1024, 512, 2048, 0)], 1)
-    """
-    rows, keys, q, k = entry
-    pieces = 1
-    while keys <= LONG and rows % (2 * pieces) == 0 and rows // pieces >= 2 * LONG:
-        pieces *= 2
-    for at in range(0, rows, rows // pieces):
-        yield rows // pieces, keys, q + at, k
-
-
-def _split_keys(call: Call) -> Iterator[Call]:
-    """Split a call of few queries by many keys into LONG keys at a time; parts of one
-    repeat share its queries.
-    """
-    if call.q.rows >= SHORT or call.k.rows < 2 * LONG:
+    each = max(1, JOINED // rows)
+    if call.causal or call.k.repeat_step or call.q.repeat_step != rows or each == 1:
         yield call
         return
-    count, rest = divmod(call.k.rows, LONG)
-    first = call.k.first
-    if call.repeats == 1:
-        yield altered(
-            call,
-            repeats=count,
-            q=altered(call.q, repeat_step=0),
-            k=View(LONG, first, repeat_step=LONG),
-        )
-    else:
-        for at in range(0, count * LONG, LONG):
-            yield altered(call, k=altered(call.k, rows=LONG, first=first + at))
+    whole, rest = divmod(call.repeats, each)
+    first = call.q.first + whole * each * rows
+    if whole:
+        q = altered(call.q, rows=each * rows, repeat_step=each * rows)
+        yield altered(call, q=q, repeats=whole)
     if rest:
-        yield altered(call, k=altered(call.k, rows=rest, first=first + count * LONG))
+        yield altered(call, q=View(rest * rows, first), repeats=1)
 
 
 def _gathered_calls(

@@ -28,7 +28,7 @@ def planner(
     call = pattern, n, heads, kv_heads, chunk
     return Planner(
         ("plan", *call),
-        lambda cached: make_plan(*call),
+        lambda: make_plan(*call),
         lambda plan, block: make_plan(*call, block),
     )
 
@@ -100,7 +100,7 @@ def cross_planner(
 ) -> Planner:
     """The planner of dense attention to other keys, or to more."""
     call = n, keys, heads, kv_heads, causal
-    return Planner(("cross", *call), lambda cached: _cross_plan(*call), cut=None)
+    return Planner(("cross", *call), lambda: _cross_plan(*call), cut=None)
 
 
 def _cross_plan(n: int, keys: int, heads: int, kv_heads: int, causal: bool) -> Plan:

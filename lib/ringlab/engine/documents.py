@@ -79,8 +79,8 @@ class Documents:
 
     @staticmethod
     def packed(cu_seqlens: Integers, q: Tensor, n: int | None = None) -> Documents:
-        """The documents between borders that ascend from 0 to n (default: all rows), of
-        q (1, rows, h, d).
+        """The documents between borders that ascend from 0 to at most n (default: all
+        rows), of q (1, rows, h, d); rows behind the last one are of none.
         """
         if q.shape[0] != 1:
             raise ValueError(
@@ -90,17 +90,17 @@ class Documents:
         if (
             len(borders) < 2
             or borders[0] != 0
-            or borders[-1] != n
+            or borders[-1] > n
             or any(a > b for a, b in pairwise(borders))
         ):
             shards = (
-                ""
-                if n == q.shape[1]
-                else " (if shards differ in length, give layout=ringlab.ring.contiguous(n, p))"
+                "" if n == q.shape[1] else "; unequal shards need a ringlab.ring.Layout"
             )
-            wanted = f"cu_seqlens must ascend from 0 to the sequence length {n}{shards}"
-            raise ValueError(f"{wanted}, got {short_repr(borders)}")
-        return _documents(tuple((0, a, b) for a, b in pairwise(borders)), n)
+            wanted = f"cu_seqlens must ascend from 0 to at most the sequence length {n}"
+            raise ValueError(f"{wanted}, got {short_repr(borders)}{shards}")
+        # The last is empty: it ends with the rows, by which ``packs`` tells these.
+        spans = [*pairwise(borders), (n, n)]
+        return _documents(tuple((0, a, b) for a, b in spans), n)
 
     @staticmethod
     def padded(lengths: Integers, q: Tensor, n: int | None = None) -> Documents:

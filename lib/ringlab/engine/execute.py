@@ -110,36 +110,6 @@ class View:
         head = self.head + start * self.head_step
         return altered(self, first=first, head=head, index=index)
 
-    def ends_by(self, n: int, repeats: int) -> bool:
-        """Whether the rows of all repeats are among the first ``n`` of the tensor.
-
-        They are neighbours, or gathered: each, or ``rows`` neighbours from the one that
-        is told.
-        """
-        if self.index is None:
-            return self.first + (repeats - 1) * self.repeat_step + self.rows <= n
-        return int(self.index.max()) + self.rows - self.index.shape[1] < n
-
-    def left(self, n: int, repeats: int) -> Tensor:
-        """How many rows of each repeat (repeats,) are among the first ``n`` of the tensor;
-        gathered ones ascend.
-        """
-        if self.index is not None and self.index.shape[1] == self.rows:
-            return (self.index < n).sum(1)
-        starts = (
-            self.first + self.repeat_step * torch.arange(repeats)
-            if self.index is None
-            else self.index[:, 0]
-        )
-        return (n - starts).clamp(0, self.rows)
-
-    def of_repeats(self, start: int, stop: int, rows: int) -> View:
-        """The first ``rows`` rows of repeats start .. stop - 1."""
-        index = self.index if self.index is None else self.index[start:stop, :rows]
-        return altered(
-            self, first=self.first + start * self.repeat_step, rows=rows, index=index
-        )
-
 
 WHOLE = (0, 0)  # the first (row, head) of a tensor that holds all of them
 
@@ -243,26 +213,6 @@ class Call:
             k=self.k.from_head(first, end),
         )
 
-    def before(self, n: int) -> Iterator[Call]:
-        """The call for its rows among the first ``n``: repeats that lose
-        as many stay together.
-        """
-        if all(view.ends_by(n, self.repeats) for view in (self.q, self.k)):
-            yield self
-            return
-        left = torch.stack(
-            [view.left(n, self.repeats) for view in (self.q, self.k)], 1
-        )  # (repeats, 2)
-        start = 0
-        for (rows, keys), count in zip(
-            *(t.tolist() for t in left.unique_consecutive(dim=0, return_counts=True))
-        ):
-            if rows and keys:
-                q = self.q.of_repeats(start, start + count, rows)
-                k = self.k.of_repeats(start, start + count, keys)
-                yield altered(self, q=q, k=k, repeats=count)
-            start += count
-
 
 class HeadBlock(NamedTuple):
     """The calls of some query heads."""
@@ -312,23 +262,6 @@ class Plan:
         """Calls of ``n`` queries that are merged into results over other keys."""
         block = HeadBlock(heads, tuple(calls))
         return Plan((block,), (), True, False, range(n), n)
-
-    def before(self, n: int) -> Plan:
-        """The plan of the first ``n`` positions alone.
-
-        For calls of rows that are neighbours or gathered, each of which
-        keeps some of its keys.
-        """
-        blocks = tuple(
-            HeadBlock(heads, tuple(part for call in calls for part in call.before(n)))
-            for heads, calls in self.blocks
-        )
-        uncovered = tuple(
-            (start, min(stop, n)) for start, stop in self.uncovered if start < n
-        )
-        return replace(
-            self, blocks=blocks, uncovered=uncovered, rows=range(n), period=n
-        )
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Rows [start, stop) that cut no repeat except for those that the ends of
@@ -892,22 +825,22 @@ def head_block(q: Tensor, kv_heads: int, period: int) -> int:
 
 @dataclass(frozen=True)
 class Planner:
-    """``build(cached)`` makes the plan of a key, ``cut(plan, heads)`` the same in blocks
-    of heads, where results in the dtype of the tensors need accumulators; None: never.
-    ``cached(key, build)`` remembers plans and what they share.
+    """``build()`` makes the plan of a key, ``cut(plan, heads)`` the same in blocks of
+    heads, where results in the dtype of the tensors need accumulators; None: never.
+    ``cached(key, build)`` remembers plans.
     """
 
     key: tuple
-    build: Callable[[Callable], Plan]
+    build: Callable[[], Plan]
     cut: Callable[[Plan, int], Plan] | None = Plan.in_head_blocks
 
     def whole(self, cached: Callable) -> Plan:
         """The plan of all heads at once."""
-        return cached(self.key, lambda: self.build(cached))
+        return cached(self.key, self.build)
 
     def plan(self, q: Tensor, kv_heads: int, cached: Callable, backward: bool) -> Plan:
         """The plan for tensors like q."""
-        plan = cached(self.key, lambda: self.build(cached))
+        plan = cached(self.key, self.build)
         if q.dtype in HALF and self.cut is not None:
             if plan.needs_fp32_accumulator(q.dtype, q.shape[2] // kv_heads, backward):
                 block = head_block(q, kv_heads, min(plan.period, q.shape[1]))

@@ -252,9 +252,8 @@ class LiveRows:
             keys = list(_ranges(kept[0]))
             keys = blocks.BlockParts.of(keys, pattern.block_size) if keys else None
             sizes = heads, policy.kv_heads
-            options = {"causal": True, "kernel": kernel}
-            between = partial(blocks.plan_between, pattern, n, queries)
-            plan = between(queries, *sizes, itself=True, **options)
+            between = partial(blocks.plan_between, pattern, n, queries, causal=True)
+            plan = between(queries, *sizes, itself=True)
         else:
             plan = dilated.plan_for(q, k, pattern, execution.cached, n=n, chunk=new)
         if policy.ranks > 1:
@@ -268,7 +267,7 @@ class LiveRows:
         if not any(map(len, kept)):
             return out, lse
         if in_blocks:
-            plan = between(keys, *sizes, itself=False, **options)
+            plan = between(keys, *sizes, itself=False)
             used = len(kept[0])
             rows = (x[entries, :, :used].transpose(1, 2) for x in (self.k, self.v))
             # (b, used, h_kv, d)

@@ -308,6 +308,8 @@ def call_of(
                 what = f"the largest log_weight that a query sees must be {limits}"
                 raise ValueError(f"{what}, got {float(beyond[0]):g}")
         weights = weights.clamp(min=lowest)
+    if not listed.shape[1]:  # a list for the queries here, which are of no document
+        listed = F.pad(listed, (0, 0, 0, 1), value=call.blocks)
     return replace(call, lists=listed, weights=weights, order=order)
 
 
@@ -895,18 +897,16 @@ def attend(
     q,
     k,
     v,
-    pattern: Selected,
-    *,
-    sinks: Tensor | None = None,
-    **options,
+    sinks: Tensor | None,
+    call: LocalCall,
 ) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d), lse (b, h, n) for checked arguments; differentiable once, in q,
-    k, v, sinks and the pattern's weights. ``options``: those of a ``LocalCall``.
+    """Return out (b, n, h, d), lse (b, h, n) of a checked call of a ``Selected``;
+    differentiable once, in q, k, v, sinks and the pattern's weights.
     """
     if is_fake(q):
         raise NotImplementedError("Selected needs the values of its indices")
+    pattern = call.pattern
     learned = sinks, pattern.log_weights
-    call = _Attention.apply if is_followed(q, k, v, *learned) else forward
+    run = _Attention.apply if is_followed(q, k, v, *learned) else forward
     choice = pattern.indices, pattern.counts
-    options = LocalCall(replace(pattern, log_weights=None), **options)
-    return call(q, k, v, *learned, *choice, options)
+    return run(q, k, v, *learned, *choice, weighed_by(call, None))

@@ -118,7 +118,7 @@ OUT_OF_MEMORY = "one merge is out of memory: calls are merged in turn"
 
 
 class LocalCall(NamedTuple):
-    """All of a call on one device but its tensors. ``softcap``: scores are
+    """All of a checked call but its tensors and its ranks. ``softcap``: scores are
     ``softcap * tanh(s / softcap)``.
     """
 
@@ -204,7 +204,7 @@ def in_turn(
     """Return how a pattern runs by dense calls on views, branch by branch."""
     shape = pattern, n, heads, kv_heads
     planner = (
-        blocks.planner(*shape, causal, kernel)
+        blocks.planner(*shape, causal)
         if isinstance(pattern, BlockSparse)
         else dilated.planner(*shape)
     )

@@ -23,7 +23,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,17 +52,20 @@ from ..attention import as_autocast, attention, check_share
 from ..block_patterns import sliding_window as window_of
 from ..checks import LARGEST, check_int
 from ..engine.autograd import outside_graphs
+from ..engine.documents import Integers
 from ..kv_cache import KVCache
+from ..nn import mean_loss, next_tokens, positions, shard_sequence
 from ..patterns import Dense, Pattern, as_pattern, from_dict
-from ..ring.group import Group, with_shared_refusals
+from ..ring.group import AnyGroup, Group, length_of, with_shared_refusals
+from ..ring.layout import Layout, layout_named
 
 NAME = "ringlab"
-Indices = slice | Tensor  # of a dimension
 COLUMNS = 8  # that hide keys: kernels want head_dim in such steps
 HIDING = 2.0**8, -(2.0**15)  # of q and k there: any dtype holds it, no score is as low
+# Layers of a config that mix positions by their attention alone.
+SHARDED = {"full_attention", "sliding_attention", "moe", "mlp"}
 REFUSED = {
     "position_bias": "a bias of the scores is not supported",
-    "head_mask": "masks of heads are not supported",
     "cache": "a paged cache is not supported",
 }
 
@@ -91,18 +95,15 @@ def register() -> None:
     own, and what this one cannot do: dropout, biases, masks of pairs. A compiled model
     breaks its graph at each mask.
 
-    ``model(..., ringlab_group=group, use_cache=False)`` takes shards of the sequence
-    (``ringlab.nn.shard_sequence``): of the tokens, of their ``position_ids`` and, beside
-    ``labels``, of ``shift_labels``; but ``cu_seq_lens_q`` of the whole. Labels are
-    shifted before they are sharded, since the last token of a shard has its target on
-    the next rank. With ``num_items_in_batch``, the number of all targets, the loss is a
-    rank's part of the mean; ``ringlab.nn.mean_loss`` of the logits gives the mean.
+    Over ranks ``model(**shard_inputs(group, tokens, labels, layout="zigzag"))`` takes a
+    part of the sequence.
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_of)
     PreTrainedModel.get_correct_attn_implementation = _implementation
     GenerationMixin._prepare_cache_for_generation = _cache
-    LOSS_MAPPING["ForCausalLM"] = _causal_loss
+    for kind in ("ForCausalLM", "ForConditionalGeneration"):
+        LOSS_MAPPING[kind] = _causal_loss
 
 
 _their_implementation = PreTrainedModel.get_correct_attn_implementation
@@ -162,14 +163,66 @@ def _cache(
         _their_cache(model, generation_config, model_kwargs, mode, batch_size, length)
 
 
-def _causal_loss(*args, ringlab_group=None, **options) -> Tensor:
-    """Transformers' loss of causal models; of shards only with shifted labels."""
-    wanted = "shift_labels", "num_items_in_batch"
-    if ringlab_group is not None and any(options.get(name) is None for name in wanted):
-        raise ValueError(
-            "the loss of shards needs shift_labels, shifted before sharding, and num_items_in_batch of the whole"
-        )
-    return _their_loss(*args, **options)
+def _causal_loss(logits, labels, *args, ringlab_group=None, **options) -> Tensor:
+    """Transformers' loss of causal models; of shards the mean over all ranks."""
+    if ringlab_group is not None:
+        targets = options.get("shift_labels")
+        if targets is None:
+            raise ValueError(
+                "the loss of shards needs shift_labels, shifted before sharding: shard_inputs gives them"
+            )
+        if options.get("num_items_in_batch") is None:
+            return mean_loss(logits, targets, ringlab_group)
+    return _their_loss(logits, labels, *args, **options)
+
+
+def shard_inputs(
+    group: AnyGroup,
+    input_ids: Tensor,
+    labels: Tensor | None = None,
+    *,
+    layout: str | Layout = "contiguous",
+    cu_seqlens: Integers | None = None,
+) -> dict[str, Any]:
+    """Return the arguments by which a causal model computes this rank's part of whole
+    ``input_ids`` and ``labels`` (b, n), which every rank gives.
+
+    ``group`` and ``layout`` are those of ``ringlab.attention``; n may be any number, and
+    shards may differ in length. ``cu_seqlens``: the borders of packed documents. Labels
+    are those of one device, -100 for the first token of a document. The arguments hold
+    the rows of this rank, their positions in the documents and their targets: labels
+    are shifted before they are cut, since the next token may lie on another rank.
+
+    The model gives the logits of these rows, and as its loss, on every rank, the mean
+    over the targets of all ranks, that of one device. Average its gradients over the
+    ranks, as FSDP, DDP and ``ringlab.nn.average_gradients`` do. With
+    ``num_items_in_batch=``, the number of all targets, the loss is the part of this
+    rank, and its gradients are to be summed. The loss of a model that takes no
+    ``shift_labels`` is NaN: take ``ringlab.nn.mean_loss`` of the logits, as for targets
+    that are shared out over more groups.
+
+    Raises ValueError for a shard without rows. The model refuses in one line padding, a
+    cache, layers that mix positions by anything but attention, and a length from which
+    on its rotary embedding is another one.
+
+    >>> from ringlab import Simulated
+    >>> shards = shard_inputs(Simulated(2), torch.tensor([[5, 6, 7]]), torch.tensor([[5, 6, 7]]))
+    >>> shards["position_ids"].tolist(), shards["shift_labels"].tolist()
+    ([[0, 1, 2]], [[6, 7, -100]])
+    """
+    where = positions(input_ids, cu_seqlens).expand_as(input_ids)
+    whole = {"input_ids": input_ids, "position_ids": where}
+    if labels is not None:
+        # Of these a model that shifts the labels of a shard makes NaN.
+        whole["labels"] = torch.full_like(labels, -100)
+        whole["shift_labels"] = next_tokens(labels)
+    ranks = Group.of(group, dimensions=2).size
+    layout = layout_named(layout, input_ids.shape[1], ranks)
+    if 0 in layout.sizes:
+        raise ValueError(f"a model takes no shard without rows: {layout}")
+    inputs = {t: shard_sequence(x, group, layout=layout) for t, x in whole.items()}
+    how = {"ringlab_group": group, "ringlab_layout": layout}
+    return inputs | how | {"cu_seq_lens_q": cu_seqlens, "use_cache": False}
 
 
 def set_pattern(model, pattern: Pattern | str | Sequence[Pattern | None]):
@@ -193,20 +246,25 @@ def set_pattern(model, pattern: Pattern | str | Sequence[Pattern | None]):
         raise ValueError(
             f"set_pattern takes one pattern, or {layers} for the layers, got {len(patterns)}"
         )
-    if (runs := config._attn_implementation) != NAME:
-        raise ValueError(
-            f"the model runs {runs!r}, not patterns: model.set_attn_implementation({NAME!r}) comes first"
-        )
-    names = (name for name, _ in model.named_modules())
-    if any(re.search("(?i)cross_?att|encoder_attn|encdec", name) for name in names):
+    _check_runs(config)
+    cross = "(?i)cross_?att|encoder_attn|encdec"
+    if any(re.search(cross, name) for name, _ in model.named_modules()):
         raise ValueError("patterns are for models without cross-attention")
-    parts = (type(m).__module__ for m in model.modules() if hasattr(m, "config"))
-    if not any(_attention_in(part) == "interface" for part in parts):
+    parts = {type(m).__module__ for m in model.modules() if hasattr(m, "config")}
+    if "interface" not in map(_attention_in, parts):
         raise ValueError(f"{type(model).__name__} has no attention that takes patterns")
     config.ringlab_pattern = [
         layer_pattern and layer_pattern.to_dict() for layer_pattern in patterns
     ]
     return model
+
+
+def _check_runs(config) -> None:
+    """Raise ValueError for a model that runs another attention."""
+    if (runs := config._attn_implementation) != NAME:
+        raise ValueError(
+            f"the model runs {runs!r}: model.set_attn_implementation({NAME!r}) comes first"
+        )
 
 
 def pattern_of(config, layer: int | None) -> Pattern | None:
@@ -234,8 +292,7 @@ class Mask:
     there, without those after all queries if the call is ``causal``. ``window``: keys
     at a distance below it are seen; None: all. ``borders``: where the documents of a
     packed batch begin and end, its entries in a row; None: each entry is one. ``real``
-    (b, keys): which keys are no padding, and ``groups`` the entries of the batch that
-    share them, with their places; None: all.
+    (b, keys): which keys are no padding; None: all.
 
     Only ``attend`` reads it. Every operator of a tensor raises NotImplementedError: a
     model that computes with its mask runs an attention that is not ours.
@@ -249,25 +306,31 @@ class Mask:
     keys: int
     borders: Tensor | None = None
     real: Tensor | None = None
-    groups: list[tuple[Indices, Indices]] | None = None
     fitting: Tensor | None = None  # position_ids that were seen to agree
 
     ndim = 4
     dtype = torch.bool
 
-    @property
-    def has_gaps(self) -> bool:
-        """Whether padding lies between tokens."""
-        return any(isinstance(seen, Tensor) for _, seen in self.groups or ())
+    @cached_property
+    def groups(self) -> list[tuple[Tensor, Tensor]]:
+        """The entries that share their ``real`` tokens, and the places of these."""
+        if self.real is None:
+            return []
+        kinds, kind = self.real.cpu().unique(dim=0, return_inverse=True)
+        return [
+            ((kind == i).nonzero()[:, 0], row.nonzero()[:, 0])
+            for i, row in enumerate(kinds)
+        ]
 
     def to(self, *args, **options) -> Mask:
         """The mask on another device, as hooks for models on several GPUs ask for it."""
         like = torch.empty(0, dtype=torch.bool, device=self.device).to(*args, **options)
         if like.dtype != torch.bool:
             _refuse("to")
-        moved = {"borders": self.borders, "real": self.real}
-        moved = {n: t if t is None else t.to(like.device) for n, t in moved.items()}
-        return replace(self, device=like.device, **moved)
+        moved = [
+            t if t is None else t.to(like.device) for t in (self.borders, self.real)
+        ]
+        return replace(self, device=like.device, borders=moved[0], real=moved[1])
 
     def contiguous(self) -> Mask:
         """Itself: generate asks for it."""
@@ -325,7 +388,9 @@ def _mask(
     shape = batch_size, 1, q_length, kv_length
     mask = Mask(shape, device, causal, statements.get("window"), first, keys)
     if "documents" in statements:  # (b, queries)
-        mask.borders = _borders(statements["documents"].diff(dim=1) != 0)
+        begins = statements["documents"].diff(dim=1) != 0
+        begins = F.pad(begins, (1, 0), value=True).flatten()
+        mask.borders = F.pad(begins.nonzero()[:, 0], (0, 1), value=len(begins))
     if padding is not None:
         if len(padding) != batch_size:
             raise ValueError(
@@ -335,7 +400,6 @@ def _mask(
         real = F.pad(real, (0, keys - real.shape[1]))  # what is not told is hidden
         if not real.all():
             mask.real = real
-            mask.groups = _groups(real)
     return mask
 
 
@@ -364,36 +428,6 @@ def _statements(mask: Callable, length: int) -> Iterator[tuple[str, object]]:
         )
 
 
-def _borders(begins: Tensor) -> Tensor:
-    """The borders (documents + 1,) of documents in the rows of a batch, one after the
-    other; ``begins`` (b, n - 1): a document begins with the next token.
-    """
-    b = begins.shape[0]
-    n = begins.shape[1] + 1
-    entry, token = begins.nonzero().T
-    ends = torch.arange(0, b * n + 1, n, device=begins.device)
-    return torch.cat([entry * n + token + 1, ends]).sort().values
-
-
-def _groups(real: Tensor) -> list[tuple[Indices, Indices]]:
-    """The entries that share their ``real`` tokens (b, n), and the places of these."""
-    kinds, kind = real.cpu().unique(dim=0, return_inverse=True)  # (kinds, n), (b,)
-    groups = []
-    for i, row in enumerate(kinds):
-        entries = (kind == i).nonzero()[:, 0]
-        groups.append((_as_slice(entries), _as_slice(row.nonzero()[:, 0])))
-    return groups
-
-
-def _as_slice(indices: Tensor) -> Indices:
-    """Ascending ``indices`` as a slice where none is left out, which copies nothing."""
-    if not len(indices):
-        return slice(0, 0)
-    first, last = indices[[0, -1]].tolist()
-    whole = last - first + 1 == len(indices)
-    return slice(first, last + 1) if whole else indices
-
-
 @with_shared_refusals(lambda *_, ringlab_group=None, **__: ringlab_group)
 def attend(
     module,
@@ -409,7 +443,8 @@ def attend(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    ringlab_group=None,
+    ringlab_group: AnyGroup = None,
+    ringlab_layout: str | Layout = "contiguous",
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     **others,
@@ -455,44 +490,38 @@ def attend(
         )
     if mask.causal and is_causal is False:
         raise NotImplementedError("the mask is causal, and is_causal is False")
-    documents = None
-    partial = layer or mask.real is not None or n != mask.keys
+    documents = cu_seq_lens_q
     if ringlab_group is None:
         documents = _documents(mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
-        if documents is not None and partial:
+    elif position_ids is None or mask.fitting is not position_ids:
+        whole = ringlab_group, ringlab_layout
+        wanted = positions(q, cu_seq_lens_q, *whole)
+        _check_shard(module.config, position_ids, wanted, length_of(q, *whole))
+        mask.fitting = position_ids
+    if ringlab_group is not None or documents is not None:
+        if layer or mask.real is not None or n != mask.keys:
             raise NotImplementedError(
-                "documents of a packed batch take no padding and no cache: use_cache=False"
+                "documents of a packed batch and shards take no padding and no cache: use_cache=False"
             )
-    else:
-        if partial:
-            raise NotImplementedError(
-                "a ringlab_group takes whole documents, without a mask of padding and a cache"
-            )
-        _check_shard(mask, position_ids, cu_seq_lens_q, ringlab_group)
     most = layer.max_length if layer else LARGEST if ringlab_group else mask.keys
-    pattern = _pattern_here(mask, module, sliding_window, most)
+    pattern = _pattern_here(mask, module, sliding_window, most, q.shape[2], k.shape[2])
     by_position = False
     if pattern is None:
         local = mask.window is not None and mask.window < most
         pattern = window_of(tokens=mask.window) if local else Dense()
         if local and not mask.causal and n != mask.keys:
             raise NotImplementedError("a window of other keys has to be causal")
-        by_position = local and mask.has_gaps
+        by_position = local and any((seen.diff() > 1).any() for _, seen in mask.groups)
         if by_position and (layer or softcap is not None):
-            what, instead = "a soft cap", "attn_implementation='eager' takes it"
-            if layer:
-                what, instead = "a LiveCache", "give use_cache=False"
             raise NotImplementedError(
-                f"padding between tokens of a window and {what}: {instead}"
+                "padding between tokens of a window takes no soft cap (attn_implementation='eager' does) and no "
+                "LiveCache: give use_cache=False"
             )
-    else:
-        _check_pattern(pattern, module.config, q.shape[2], k.shape[2])
-        own = layer is None and not isinstance(pattern, Dense)
-        if own and n != mask.keys:
-            raise NotImplementedError(
-                "a pattern needs a LiveCache: generate makes it, or give past_key_values=LiveCache(model, length); "
-                "with prefix tuning, Dense()"
-            )
+    elif layer is None and n != mask.keys and not isinstance(pattern, Dense):
+        raise NotImplementedError(
+            "a pattern needs a LiveCache: generate makes it, or give past_key_values=LiveCache(model, length); "
+            "with prefix tuning, Dense()"
+        )
     options = {
         "causal": mask.causal,
         "scale": scaling,
@@ -503,8 +532,8 @@ def attend(
     if layer:
         out = layer.attend(q, k, v, pattern, mask, options)
     elif ringlab_group is not None:
-        options |= {"group": ringlab_group, "cu_seqlens": cu_seq_lens_q}
-        out = attention(q, k, v, pattern, **options)
+        whole = {"group": ringlab_group, "layout": ringlab_layout}
+        out = attention(q, k, v, pattern, cu_seqlens=documents, **whole, **options)
     elif documents is not None:
         packed = (t.flatten(0, 1)[None] for t in (q, k, v))
         out = attention(*packed, pattern, cu_seqlens=documents, **options)
@@ -535,64 +564,69 @@ def _documents(
     """The borders of the documents of a packed batch, as the mask, cu_seq_lens and
     position_ids agree on them.
     """
+    n = mask.shape[2]
+    begins = mask.borders
+    new = begins is None and mask.fitting is not position_ids
+    if new and position_ids.shape[1:] == (n,):
+        anew = position_ids.diff(dim=1) != 1  # (b or 1, n - 1)
+        if mask.real is not None:
+            real = mask.real[:, mask.first : mask.first + n]
+            anew = anew & real[:, 1:] & real[:, :-1]
+        if cu_q is None and anew.any():
+            raise NotImplementedError(
+                "position_ids do not go up by one, but the mask has no documents: cu_seq_lens_q tells them to any model"
+            )
+        begins = F.pad(anew, (1, 0)).flatten().nonzero()[:, 0]
+    told = mask.borders
     if cu_q is not None:
-        borders = [
-            torch.as_tensor(t) for t in (cu_q, cu_k, mask.borders) if t is not None
-        ]
-        if len({tuple(t.unique().tolist()) for t in borders}) > 1:
+        told = torch.as_tensor(cu_q)
+        same = cu_k is None or torch.equal(torch.as_tensor(cu_k).to(told), told)
+        if begins is not None:  # rows behind the last document may tell anything
+            same &= bool(torch.isin(begins[begins < told[-1]].to(told), told).all())
+        if not same:
             raise NotImplementedError(
                 "cu_seq_lens_q disagrees with cu_seq_lens_k, or with position_ids"
             )
-    n = mask.shape[2]
-    known = mask.borders is not None or mask.fitting is position_ids
-    if known or position_ids.dim() != 2 or position_ids.shape[1] != n:
-        return mask.borders if cu_q is None else cu_q
-    anew = position_ids.diff(dim=1) != 1  # (b or 1, n - 1)
-    if cu_q is not None:
-        entry, at = anew.nonzero(as_tuple=True)
-        if not torch.isin(entry * n + at + 1, torch.as_tensor(cu_q).to(at)).all():
-            raise NotImplementedError("cu_seq_lens_q disagrees with position_ids")
-        mask.fitting = position_ids
-        return cu_q
-    if mask.real is not None:
-        real = mask.real[:, mask.first : mask.first + n]
-        anew = anew & real[:, 1:] & real[:, :-1]
-    if anew.any():
-        raise NotImplementedError(
-            "position_ids do not go up by one, but the mask has no documents: cu_seq_lens_q tells them to any model"
-        )
     mask.fitting = position_ids
-    return None
+    return told
 
 
-def _check_shard(mask: Mask, position_ids: Tensor | None, borders, group) -> None:
-    """Raise ValueError unless the positions of a shard are those of its rows in their
-    documents, whose ``borders`` in the whole sequence are given; None: there is one.
+def _check_shard(config, position_ids: Tensor | None, wanted: Tensor, n: int) -> None:
+    """Raise ValueError unless the positions of a shard (b, rows) are the ``wanted``
+    ones (rows,), NotImplementedError for a model that computes more than its attention
+    from all n positions.
     """
-    if mask.fitting is position_ids is not None:
-        return
-    ranks = Group.of(group)
-    n = mask.shape[2]
-    first = 0 if ranks.process_group is None else ranks.here[0] * n
-    if position_ids is None or position_ids.dim() != 2:
-        raise ValueError("this model does not tell the positions of its shards")
-    at = torch.arange(first, first + n, device=position_ids.device)
-    starts = torch.as_tensor([0] if borders is None else borders, device=at.device)
-    wanted = at - starts[torch.searchsorted(starts.to(at.dtype), at, right=True) - 1]
-    if not (position_ids == wanted).all():
+    told = position_ids is not None and position_ids.shape[-1:] == wanted.shape
+    if not told or not (position_ids == wanted).all():
         raise ValueError(
-            "position_ids of a shard must be those of its rows, in the documents that cu_seq_lens_q of the whole "
-            "tells; shards must be of one length"
+            "position_ids of a shard, as the model tells its attention, must be those of its rows by ringlab_layout "
+            "in the documents that cu_seq_lens_q of the whole tells: shard_inputs gives them"
         )
-    mask.fitting = position_ids
+    config = config.get_text_config()
+    kinds = {*(getattr(config, "layer_types", None) or ())} - SHARDED
+    if kinds:
+        raise NotImplementedError(
+            f"layers of {', '.join(sorted(kinds))} mix positions: a ringlab_group takes none"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *rope.values()):
+        if isinstance(each, dict) and each.get("rope_type") in ("dynamic", "longrope"):
+            most = each.get("original_max_position_embeddings")
+            most = most or config.max_position_embeddings
+            if n > most:
+                raise NotImplementedError(
+                    f"the rotary embedding changes beyond {most} positions: a ringlab_group takes no more"
+                )
 
 
 def _pattern_here(
-    mask: Mask, module, sliding_window: int | None, most: int
+    mask: Mask, module, sliding_window: int | None, most: int, heads: int, kv_heads: int
 ) -> Pattern | None:
-    """The pattern that ``set_pattern`` gave a layer, which sees at most so many keys."""
+    """The pattern that ``set_pattern`` gave a layer, which sees at most so many keys, of
+    which so many query and K/V heads are here.
+    """
     if sliding_window is not None and mask.causal:
-        if sliding_window != mask.window and sliding_window < mask.shape[3]:
+        if sliding_window != mask.window and sliding_window < most:
             raise NotImplementedError(
                 f"the layer has a window of {sliding_window} tokens, the mask of {mask.window}"
             )
@@ -602,18 +636,13 @@ def _pattern_here(
         raise NotImplementedError(
             f"the layer has a window of {mask.window} tokens: give set_pattern a list, with None for this layer"
         )
+    if pattern:
+        config = config.get_text_config()
+        every = config.num_attention_heads
+        if heads != every:  # tensor parallel ranks have a share of them
+            kv_every = getattr(config, "num_key_value_heads", None) or every
+            check_share(pattern, heads, kv_heads, every, kv_every)
     return pattern
-
-
-def _check_pattern(pattern: Pattern, config, heads: int, kv_heads: int) -> None:
-    """Raise unless a pattern may count the heads of a layer from 0: tensor parallel
-    ranks have a share of them.
-    """
-    config = config.get_text_config()
-    every = config.num_attention_heads
-    if heads != every:
-        kv_every = getattr(config, "num_key_value_heads", None) or every
-        check_share(pattern, heads, kv_heads, every, kv_every)
 
 
 def _of_groups(q, k, v, pattern: Pattern, mask: Mask, options: dict) -> Tensor:
@@ -623,44 +652,48 @@ def _of_groups(q, k, v, pattern: Pattern, mask: Mask, options: dict) -> Tensor:
     b, n, heads, _ = q.shape
     out = q.new_zeros(b, n, heads, v.shape[3])
     for entries, seen in mask.groups:
-        for rows, shown, causal in _parts(seen, mask, isinstance(pattern, Dense)):
-            queries = q[entries][:, rows]
-            keys, values = (t[entries][:, shown] for t in (k, v))
+        for rows, shown, causal in _parts(seen, mask, isinstance(pattern, Dense), n):
+            queries = _taken(q, entries, rows)
+            keys, values = (_taken(t, entries, shown) for t in (k, v))
             if not queries.numel() or not keys.numel():
                 continue
             how = options | {"causal": causal}
             part = _of_last(queries, keys, values, pattern, mask, how)
             if part.shape == out.shape:
                 return part
-            both = isinstance(entries, Tensor) and isinstance(rows, Tensor)
-            out[entries[:, None] if both else entries, rows] = part
+            out[entries[:, None], rows] = part
     return out
 
 
+def _taken(t: Tensor, *indices: Tensor) -> Tensor:
+    """t at ascending ``indices`` of its first dimensions; a view where none is left out
+    between others.
+    """
+    for dim, index in enumerate(indices):
+        if (index.diff() == 1).all():
+            t = t.narrow(dim, int(index[0]) if len(index) else 0, len(index))
+        else:
+            t = t.index_select(dim, index.to(t.device))
+    return t
+
+
 def _parts(
-    seen: Indices, mask: Mask, dense: bool
-) -> Iterator[tuple[Indices, Indices, bool]]:
-    """(queries, the keys that they see, whether causally) where ``seen`` are shown.
+    seen: Tensor, mask: Mask, dense: bool, n: int
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """(those of n queries, the keys that they see, whether causally) where keys
+    ``seen`` are shown.
 
     Of a causal call the padding of queries is that of the keys at their positions, and
     between tokens a dense query sees those before it: the last one tells the loss the
     next token. Otherwise it is not known, and all queries count.
     """
     if not mask.causal:
-        yield slice(None) if dense else seen, seen, False
+        yield torch.arange(n, device="cpu") if dense else seen, seen, False
         return
-    yield _after(seen, mask.first), seen, True
-    if dense and isinstance(seen, Tensor):
-        for i in (seen.diff() > 1).nonzero()[:, 0].tolist():
-            gap = slice(int(seen[i]) + 1, int(seen[i + 1]))
-            yield _after(gap, mask.first), seen[: i + 1], False
-
-
-def _after(places: Indices, first: int) -> Indices:
-    """The places from ``first`` on, counted from there."""
-    if isinstance(places, slice):
-        return slice(max(places.start - first, 0), max(places.stop - first, 0))
-    return places[places >= first] - first
+    yield seen[seen >= mask.first] - mask.first, seen, True
+    for i in (seen.diff() > 1).nonzero()[:, 0].tolist() if dense else ():
+        gap = torch.arange(int(seen[i]) + 1, int(seen[i + 1]), device="cpu")
+        yield gap[gap >= mask.first] - mask.first, seen[: i + 1], False
 
 
 def _of_positions(q, k, v, pattern: Pattern, mask: Mask, options: dict) -> Tensor:
@@ -722,17 +755,15 @@ class LiveCache(Cache):
 
     def __init__(self, model, max_length: int, *, max_crop: int = 0):
         self.config = config = model.config.get_text_config()
-        if config._attn_implementation != NAME:
-            raise ValueError(
-                f"the model runs {config._attn_implementation!r}: model.set_attn_implementation({NAME!r})"
-            )
+        _check_runs(config)
         if config.is_encoder_decoder:
             raise ValueError(
                 "a LiveCache is for decoders alone: leave past_key_values out"
             )
         n = check_int("max_length", max_length)
         layers = []
-        for layer in _layers_of(config):
+        own = DynamicCache(config=config).layers
+        for layer in own or [DynamicLayer() for _ in range(config.num_hidden_layers)]:
             ours = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
             layers.append(_Layer(n, max_crop) if ours else layer)
         if not any(isinstance(layer, _Layer) for layer in layers):
@@ -747,10 +778,7 @@ class LiveCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """As of transformers' caches; only for layers that the config tells."""
-        if self.config._attn_implementation != NAME:
-            raise ValueError(
-                f"the model runs {self.config._attn_implementation!r}, which takes no LiveCache"
-            )
+        _check_runs(self.config)
         if layer_idx >= len(self.layers):
             raise NotImplementedError(
                 "this model has more layers than its config says: leave past_key_values out"
@@ -764,8 +792,8 @@ class LiveCache(Cache):
     @property
     def nbytes(self) -> int:
         """The bytes of all layers of attention."""
-        ours = (layer for layer in self.layers if isinstance(layer, _Layer))
-        return sum(layer.live.nbytes for layer in ours if layer.live)
+        caches = (getattr(layer, "live", None) for layer in self.layers)
+        return sum(cache.nbytes for cache in caches if cache)
 
 
 def _hiding(real: Tensor | None, part: slice) -> Tensor | None:
@@ -775,12 +803,6 @@ def _hiding(real: Tensor | None, part: slice) -> Tensor | None:
     return real[:, part]
 
 
-def _layers_of(config) -> list[CacheLayerMixin]:
-    """The layers of transformers' own cache."""
-    layers = DynamicCache(config=config).layers
-    return layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
-
-
 class _Layer(CacheLayerMixin):
     """One layer: ``update`` hands the new rows on to ``attend``, which finds the layer
     by ``key.ringlab_layer``.
@@ -788,16 +810,16 @@ class _Layer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    live: KVCache | None = None
+    seen = 0
+    waiting = False
+    # Which of the tokens so far are no padding (b, seen); None: all.
+    real: Tensor | None = None
 
     def __init__(self, max_length: int, max_crop: int):
         super().__init__()
         self.max_length = max_length
         self.max_crop = max_crop
-        self.live: KVCache | None = None
-        self.seen = 0
-        self.waiting = False
-        # Which of the tokens so far are no padding (b, seen); None: all.
-        self.real: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the first call of ``attend`` knows the pattern."""
@@ -832,15 +854,22 @@ class _Layer(CacheLayerMixin):
             )
         old = _hiding(mask.real, slice(self.seen))
         other = (old is None) != (self.real is None)
-        if self.seen and (other or old is not None and not torch.equal(old, self.real)):
+        if other or old is not None and not torch.equal(old, self.real):
             raise NotImplementedError(
                 "the mask hides other tokens than when the cache took them; reset() empties it"
             )
         if self.live is None:
-            sizes = {"batch": b, "heads": heads, "kv_heads": k.shape[2]}
-            sizes |= {"max_seq_len": self.max_length, "max_crop": self.max_crop}
-            sizes |= {"head_dim": max(d, v.shape[3])}
-            self.live = KVCache(pattern, **sizes, dtype=k.dtype, device=k.device)
+            self.live = KVCache(
+                pattern,
+                batch=b,
+                heads=heads,
+                kv_heads=k.shape[2],
+                head_dim=max(d, v.shape[3]),
+                max_seq_len=self.max_length,
+                max_crop=self.max_crop,
+                dtype=k.dtype,
+                device=k.device,
+            )
         real = _hiding(mask.real, slice(self.seen, None))
         options = options | {"cache": self.live}
         if real is None:
@@ -869,9 +898,8 @@ class _Layer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.live:
             self.live.reorder(beam_idx)
-        self.real = (
-            None if self.real is None else self.real[beam_idx.to(self.real.device)]
-        )
+        if self.real is not None:
+            self.real = self.real[beam_idx.to(self.real.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise NotImplementedError(
@@ -889,4 +917,5 @@ class _Layer(CacheLayerMixin):
         if self.live and tokens_to_remove:
             self.live.crop([length + tokens_to_remove for length in self.live.lengths])
             self.seen += tokens_to_remove
-            self.real = None if self.real is None else self.real[:, : self.seen]
+            if self.real is not None:
+                self.real = self.real[:, : self.seen]

@@ -163,7 +163,8 @@ def _choose(
     if isinstance(device, torch.device):
         device_of(device)
     backend, tried, rule = checks.check_backend(backend), {}, None
-    sizes, refusals = (device, dtype, head_dim), {}
+    sizes = (device, dtype, head_dim)
+    refusals = {}
 
     def runs(name: str) -> bool:
         why = probe(name, *sizes, causal, backward, softcap)
@@ -254,7 +255,8 @@ def expected(
         raise NotImplementedError(
             "which kernel runs depends on the compute capability, and that is not known"
         )
-    device, rule = DeviceSpec(kind, having), None
+    device = DeviceSpec(kind, having)
+    rule = None
     # Of torch and of this library.
     names = tuple(x for x in order(device) if x in (*CPU, *SDPA, "eager"))
     if kind == "cuda":
@@ -361,13 +363,17 @@ def _wrong(
         t = torch.randn(shape, generator=generator, dtype=torch.float64)
         return t.to(place, dtype)[:, ::2]
 
-    q, k, v, dout = draw(rows, 2), draw(keys, 1), draw(keys, 1), draw(rows, 2)
+    q = draw(rows, 2)
+    k = draw(keys, 1)
+    v = draw(keys, 1)
+    dout = draw(rows, 2)
     whole = kernel.whole_patterns and rows == keys  # takes fewer heads of keys
     shared = [t.expand(-1, -1, 2, -1) for t in (k, v)]  # (2, keys, 2, d)
     exact_q, exact_k, exact_v, exact_dout = (
         t.double().cpu() for t in (q, *shared, dout)
     )
-    scale, exact = head_dim**-0.5, Eager(softcap=softcap)
+    scale = head_dim**-0.5
+    exact = Eager(softcap=softcap)
     # Far beyond a soft cap all derivatives are 0, which says nothing.
     within = scale * min(1.0, softcap or 1.0)
     results_of = partial(exact.forward, exact_q, exact_k, exact_v, causal)

@@ -97,7 +97,8 @@ class Walk:
     @cached_property
     def _columns(self) -> list[int]:
         """The sizes and addresses of what does not change from call to call."""
-        table, weights = self.table, self.weights
+        table = self.table
+        weights = self.weights
         columns = table.tiles, table.visits, table.bands, table.numbers
         return [len(table.tiles), 0 if weights is None else len(weights)] + [
             0 if t is None else t.data_ptr() for t in (*columns, weights, self.sinks)

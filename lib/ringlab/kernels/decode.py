@@ -37,7 +37,9 @@ MOST_PARTS = 128  # of one head
 JOINED = 32  # parts that a program reads together
 # Of several new positions: elements and rows of q's tile, and scores of a tile, which
 # spill no registers. In fp32, whose products are three, LEAST rows.
-QUERIES, MOST_ROWS, SCORES = 4096, 64, 2048
+QUERIES = 4096
+MOST_ROWS = 64
+SCORES = 2048
 
 
 def step_table(
@@ -279,15 +281,18 @@ def attend(
     them. WHOLE: there is one part, and these are the results; else out (parts, entries,
     new, heads, d) and, in log2, lse. NaN for a step that was not prepared.
     """
-    part, pair = tl.program_id(0) % parts, tl.program_id(0) // parts
-    head, order = (pair % kv_heads).to(tl.int64), (pair // kv_heads).to(tl.int64)
+    part = tl.program_id(0) % parts
+    pair = tl.program_id(0) // parts
+    head = (pair % kv_heads).to(tl.int64)
+    order = (pair // kv_heads).to(tl.int64)
     which = head if TABLES > 1 else head * 0
     line: tl.constexpr = COLUMNS + 2 * SEERS
     step = entries.to(tl.int64) * TABLES * line
     if COUNTED:
         number = tl.minimum(number + tl.load(counter), COUNTED - 1)
     header = table + number * step + (order * TABLES + which) * line
-    entry, count = tl.load(header + ENTRY), tl.load(header + COUNT)
+    entry = tl.load(header + ENTRY)
+    count = tl.load(header + COUNT)
     first = tl.load(header + FIRST)
     for i in range(1, new):
         first = tl.minimum(first, tl.load(header + i * step + FIRST))
@@ -296,9 +301,12 @@ def attend(
     shown += (entry * TABLES + which) * SEERS * slots
     k += (entry * kv_heads + head) * slots * DIM
     v += (entry * kv_heads + head) * slots * DIM
-    queries, dims, cols = tl.arange(0, ROWS), tl.arange(0, PAD), tl.arange(0, COLS)
+    queries = tl.arange(0, ROWS)
+    dims = tl.arange(0, PAD)
+    cols = tl.arange(0, COLS)
     place, members = queries // GROUP, queries % GROUP  # (ROWS,)
-    real, wide = queries < GROUP * new, dims < DIM
+    real = queries < GROUP * new
+    wide = dims < DIM
     heads = head * GROUP + members
     tile = entry * s_qb + place[:, None] * s_qn + heads[:, None] * s_qh + dims[None, :]
     asking = tl.load(
@@ -317,7 +325,8 @@ def attend(
         for i in range(new):
             words = tl.load(header + COLUMNS + SEERS + seers, mask=real, other=0)
             words = words.to(shown.dtype.element_ty)
-            kept, at = tl.load(header + KEPT) != 0, tl.load(header + COUNT)
+            kept = tl.load(header + KEPT) != 0
+            at = tl.load(header + COUNT)
             key = tl.load(new_k + i * s_kn + dims, mask=wide, other=0.0)
             value = tl.load(new_v + i * s_vn + dims, mask=wide, other=0.0)
             if kept:
@@ -332,7 +341,8 @@ def attend(
             score = tl.where(own > 0.0, score * scale, float("-inf"))
             high = tl.maximum(top, score)
             shift = tl.where(high == float("-inf"), 0.0, high)
-            p, fade = tl.math.exp2(score - shift) * own, tl.math.exp2(top - shift)
+            p = tl.math.exp2(score - shift) * own
+            fade = tl.math.exp2(top - shift)
             total = total * fade + p
             weighed = tl.where((own > 0.0)[:, None], value.to(tl.float32)[None, :], 0.0)
             acc = acc * fade[:, None] + p[:, None] * weighed
@@ -401,13 +411,16 @@ def join(
     each entry, position and head. STEP: the numbers of one entry in the table.
     """
     row = tl.program_id(0).to(tl.int64)
-    place, head = row // heads, row % heads
-    order, entries = place // new, rows // (heads * new)
+    place = row // heads
+    head = row % heads
+    order = place // new
+    entries = rows // (heads * new)
     if COUNTED:
         number = tl.minimum(number + tl.load(counter), COUNTED - 1)
     entry = tl.load(table + (number * entries + order) * STEP + ENTRY)
     entry = tl.where(entry < 0, order, entry)
-    every, dims = tl.arange(0, PARTS).to(tl.int64), tl.arange(0, PAD)
+    every = tl.arange(0, PARTS).to(tl.int64)
+    dims = tl.arange(0, PAD)
     logs = tl.load(
         weights + every * rows + row, mask=every < parts, other=float("-inf")
     )

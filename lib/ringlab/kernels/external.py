@@ -142,7 +142,8 @@ class FlashAttn3(_FromPackage):
     """
 
     name = "flash_attn_3"
-    oldest, alone = (9, 0), True
+    oldest = (9, 0)
+    alone = True
     source = "flash_attn_interface", "flash-attn 3"
 
     def _forward(self, q, k, v, causal, scale):

@@ -110,7 +110,8 @@ def make_rows(
             elements = j * o_h, o_b, o_n, j * l_h, l_b, l_n
             table[q.head + j * q.head_step][i] = [*rows, *elements]
     aligned = gcd(16, *(x for head in table for line in head for x in line[5:8]))
-    firsts, step = [0] * (heads // group), 1
+    firsts = [0] * (heads // group)
+    step = 1
     if over:
         step = 0
         for owner in range(heads // group):
@@ -135,7 +136,8 @@ def forward(q, k, v, plan, causal: bool, scale: float, kernel: Kernel, cached):
     n, h_kv, d).
     """
     b, n, heads, _ = q.shape
-    reads, kv = (q, k, v), (1, 2)
+    reads = (q, k, v)
+    kv = (1, 2)
     first, views = _first(plan, n, reads, kv)
     rest = [call for call in plan.calls if call is not first]
     if first is not None:
@@ -172,7 +174,8 @@ def backward(
     """dq (b, n, h, d), dk, dv (b, n, h_kv, d): the kernel's backward per call, with the
     final out and lse (b, h, n).
     """
-    n, group = q.shape[1], q.shape[2] // k.shape[2]
+    n = q.shape[1]
+    group = q.shape[2] // k.shape[2]
     reads, kv = (dout, q, k, v, out, lse.transpose(1, 2)), (2, 3)  # lse: (b, n, h)
     first, views = _first(plan, n, reads, kv) if group == 1 else (None, None)
     rest = [call for call in plan.calls if call is not first]
@@ -345,7 +348,8 @@ def _joined(acc, top, total, values, lse):
     """
     high = tl.maximum(top, lse)
     shift = tl.where(high == float("-inf"), 0.0, high)
-    fade, weight = tl.exp(top - shift), tl.exp(lse - shift)
+    fade = tl.exp(top - shift)
+    weight = tl.exp(lse - shift)
     return acc * fade[:, None] + values * weight[:, None], high, total * fade + weight
 
 
@@ -380,8 +384,10 @@ def join(
     the values in out are a part too, and rows that no other part has stay as they are.
     An owner sums the parts of GROUP heads.
     """
-    tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    owner, batch = (rest % owners).to(tl.int64), (rest // owners).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    rest = tl.program_id(0) // tiles
+    owner = (rest % owners).to(tl.int64)
+    batch = (rest // owners).to(tl.int64)
     positions = (
         tl.load(firsts + owner).to(tl.int32) + (tile * ROWS + tl.arange(0, ROWS)) * step
     )  # (ROWS,)

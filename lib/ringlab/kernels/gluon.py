@@ -82,7 +82,9 @@ def run(
     ``row_sums`` gave to a backward pass; ``results`` are written.
     """
     (b, n, heads, _), (_, keys, kv_heads, _) = read[-3].shape, read[-2].shape
-    size, schedule, by_key = launch.size, launch.schedule, name == "backward_kv"
+    size = launch.size
+    schedule = launch.schedule
+    by_key = name == "backward_kv"
     if not launch.descriptors:
         launch.descriptors = [
             _with_base(descriptor(t, schedule.stride, block_rows), None)

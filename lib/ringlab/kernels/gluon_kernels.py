@@ -41,8 +41,10 @@ HEAD, FIRST, COUNT, BASE, START, PARTIAL, FULL, MASKED = (
 )
 COLUMNS = gl.constexpr(9)
 LN2 = gl.constexpr(0.6931471805599453)
-TIMES_AT, MEMBER_AT = gl.constexpr(9), gl.constexpr(17)
-ROWS_MASK, TIMES_MASK = gl.constexpr(511), gl.constexpr(255)
+TIMES_AT = gl.constexpr(9)
+MEMBER_AT = gl.constexpr(17)
+ROWS_MASK = gl.constexpr(511)
+TIMES_MASK = gl.constexpr(255)
 GROUP_ROWS = gl.constexpr(64)  # of a warp group: what one of its products takes
 # Barriers, STAGES of each kind, of which the owned rows, which have one slot, use the
 # first
@@ -90,7 +92,8 @@ def free(barriers, nth, KIND: gl.constexpr):
 @gluon.jit
 def entry_of(entries, tile, i):
     """Where entry i of a tile lies: full ones come first, then masked ones."""
-    partial, full = gl.load(tile + PARTIAL), gl.load(tile + FULL)
+    partial = gl.load(tile + PARTIAL)
+    full = gl.load(tile + FULL)
     at = gl.where(i < full, partial + i, gl.where(i - full < partial, i - full, i))
     return entries + 2 * (gl.load(tile + START) + at)
 
@@ -171,9 +174,12 @@ def producer(
 ):
     """Fetch owned rows, of ``also`` too if OWNED is 2, and every tile that they visit."""
     own_ring, a_ring, b_ring, barriers = rings
-    own_ready, turn, nth = barriers.index(OWN_READY * STAGES), 0, 0
+    own_ready = barriers.index(OWN_READY * STAGES)
+    turn = 0
+    nth = 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
-        batch, tile = index // programs, tiles + (index % programs) * COLUMNS
+        batch = index // programs
+        tile = tiles + (index % programs) * COLUMNS
         head, first, base = (
             gl.load(tile + HEAD),
             gl.load(tile + FIRST),
@@ -209,7 +215,8 @@ def producer(
                 other_head = head * group + (gl.load(entry + 1) >> MEMBER_AT)
             else:
                 other_head = head // group
-            slot, phase = nth % STAGES, (nth // STAGES & 1) ^ 1
+            slot = nth % STAGES
+            phase = (nth // STAGES & 1) ^ 1
             a_ready, b_ready = (
                 barriers.index(A_READY * STAGES + slot),
                 barriers.index(B_READY * STAGES + slot),
@@ -350,7 +357,8 @@ def _forward_consumer(
         else RESULT
     )
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    turn, nth = 0, 0
+    turn = 0
+    nth = 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         tile = tiles + (index % programs) * COLUMNS
         full = gl.load(tile + FULL)
@@ -535,7 +543,8 @@ def _dq_consumer(
         [1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0]
     )
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    turn, nth = 0, 0
+    turn = 0
+    nth = 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         tile = tiles + (index % programs) * COLUMNS
         full = gl.load(tile + FULL)
@@ -744,7 +753,8 @@ def _dkv_consumer(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     STORED: gl.constexpr = RESULT
-    turn, nth = 0, 0
+    turn = 0
+    nth = 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
         tile = tiles + (index % programs) * COLUMNS
         last = gl.load(tile + FULL) + gl.load(tile + MASKED) - 1

@@ -174,7 +174,8 @@ def _dilated(specs, stride: int, start: int, stop: int, times: int = 1) -> Inter
     begin, end = (
         torch.searchsorted(interval, torch.searchsorted(edges, x)) for x in (low, high)
     )  # (P,)
-    candidates, parts = end - begin, []
+    candidates = end - begin
+    parts = []
     step = max(1, MAX_CANDIDATES // max(candidates.tolist(), default=1))
     for chunk in torch.arange(len(first)).split(step):
         nth, within = _ragged(candidates[chunk])
@@ -250,7 +251,8 @@ def _banded(
         edges = torch.cat([torch.tensor([begin, end, seeing]), *inner])
         edges = edges.clamp(begin, end).unique()
         _, first, count = _cut(edges[:-1], edges.diff(), 1, rows)  # (T,)
-        last, zero = first + count - 1, torch.zeros_like(first)
+        last = first + count - 1
+        zero = torch.zeros_like(first)
         spans = [(first - before, last + after + 1), (zero, zero + seen)]
         spans += [(first // w * w, first // w * w + w) for w in lengths]
         spans += [(zero, n * (first < seeing))]
@@ -293,7 +295,8 @@ def _banded(
 # The columns of ``TileSchedule.tiles``.
 HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = range(9)
 # Bits of a packed entry: rows that count, M; the rest is the member.
-ROWS_BITS, TIMES_BITS = 9, 8
+ROWS_BITS = 9
+TIMES_BITS = 8
 SPAN = 1 << 32  # more than any two positions lie apart
 
 
@@ -373,7 +376,8 @@ def make_schedule(
     >>> len(schedule.tiles), schedule.visits
     (16, 160)
     """
-    group, longest = heads // kv_heads, max(n, keys or 0)
+    group = heads // kv_heads
+    longest = max(n, keys or 0)
     members = 1 if by == "query" else group
     if longest >= 1 << 31:
         raise ValueError(f"positions must fit 32 bits, got a sequence of {longest}")
@@ -389,9 +393,11 @@ def make_schedule(
         served = range(owner * members, (owner + 1) * members)
         specs = () if isinstance(source, BlockSparse) else _branches_of(source, served)
         owners_of.setdefault(specs, []).append(owner)
-    all_tiles, all_entries = [torch.zeros(0, MASKED + 1, dtype=torch.int32)], []
+    all_tiles = [torch.zeros(0, MASKED + 1, dtype=torch.int32)]
+    all_entries = []
     sizes = rows, cols, causal, by
-    covered, num_entries = True, 0
+    covered = True
+    num_entries = 0
     for specs, owners in owners_of.items():
         num_rows = 0
         if has_bands(source):
@@ -454,7 +460,8 @@ def _tiles_and_entries(
     # Partial ones from the far end, then full ones.
     order = torch.where(full, low, -low).argsort(stable=True)
     order = order[(2 * interval + full)[order].argsort(stable=True)]
-    number, stride = len(intervals.first), intervals.stride
+    number = len(intervals.first)
+    stride = intervals.stride
     partials, fulls = (
         torch.bincount(interval[x], minlength=number) for x in (~full, full)
     )  # (intervals,)
@@ -498,7 +505,8 @@ def _entries(intervals: Intervals, cols: int) -> tuple[Tensor, Tensor, Tensor, T
     """interval, first, count, packed of tiles of ``cols`` rows: adjacent intervals with
     one M are cut as one.
     """
-    pairs, stride = intervals.pairs, intervals.stride
+    pairs = intervals.pairs
+    stride = intervals.stride
     order = ((pairs.first % stride << 31) + pairs.first).argsort()  # class by class
     order = order[(pairs.interval * SPAN + pairs.member)[order].argsort(stable=True)]
     interval, first, count, member, times = (x[order] for x in pairs)

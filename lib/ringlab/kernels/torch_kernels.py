@@ -202,7 +202,9 @@ class OperatorKernel(Kernel):
     only one if ``alone``.
     """
 
-    max_head_dim, oldest, alone = 256, (8, 0), False
+    max_head_dim = 256
+    oldest = (8, 0)
+    alone = False
 
     def refuses(self, device, dtype, head_dim):
         return (
@@ -255,7 +257,8 @@ class Flash(OperatorKernel):
         return out.transpose(1, 2), lse[..., : q.shape[1]]
 
     def _backward(self, dout, q, k, v, out, lse, causal, scale):
-        m, n = q.shape[1], k.shape[1]
+        m = q.shape[1]
+        n = k.shape[1]
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         grads = _ATEN._scaled_dot_product_flash_attention_backward(
             *to_bhmd(dout, q, k, v, out),

@@ -235,7 +235,8 @@ def row_sums(
 
     dout, out, lse = dense_rows(dout), dense_rows(out), lse.contiguous()
     (b, n, heads, d), rows = dout.shape, 32
-    log2, less = torch.empty_like(lse), torch.empty_like(lse)
+    log2 = torch.empty_like(lse)
+    less = torch.empty_like(lse)
     extra = less if dlse is None else dlse.float().contiguous()
     key = "row sums", layout(dout), layout(out), dlse is None, dout.device
     constants = {"ROWS": rows, "DIM": d, "PAD": padded(d), "HAS_LSE": dlse is not None}

@@ -19,8 +19,10 @@ HEAD, FIRST, COUNT, STRIDE, BASE, START, PARTIAL, FULL, MASKED = (
     tl.constexpr(i) for i in range(9)
 )
 COLUMNS = tl.constexpr(9)
-TIMES_AT, MEMBER_AT = tl.constexpr(9), tl.constexpr(17)
-ROWS_MASK, TIMES_MASK = tl.constexpr(511), tl.constexpr(255)
+TIMES_AT = tl.constexpr(9)
+MEMBER_AT = tl.constexpr(17)
+ROWS_MASK = tl.constexpr(511)
+TIMES_MASK = tl.constexpr(255)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -73,7 +75,8 @@ def _program(tiles, programs):
         (tl.program_id(0) // programs).to(tl.int64),
         tl.load(tile + HEAD).to(tl.int64),
     )
-    base, start = tl.load(tile + BASE), tl.load(tile + START)
+    base = tl.load(tile + BASE)
+    start = tl.load(tile + START)
     return batch, tile, head, base, start, tl.load(tile + PARTIAL), tl.load(tile + FULL)
 
 
@@ -109,7 +112,8 @@ def _visit(
     EARLY.
     """
     if EARLY:
-        first, packed = next_first, next_packed
+        first = next_first
+        packed = next_packed
         next_first, next_packed = _entry(entries, i + 1, start, partial, full, MASK)
     else:
         first, packed = _entry(entries, i, start, partial, full, MASK)
@@ -118,7 +122,8 @@ def _visit(
         first = tl.where(first < 0, -1 - first, base + first)
     else:
         first += base
-    bonus, member = tl.math.log2(times.to(tl.float32)), packed >> MEMBER_AT
+    bonus = tl.math.log2(times.to(tl.float32))
+    member = packed >> MEMBER_AT
     return (
         first + others * stride,
         others < (packed & ROWS_MASK),
@@ -177,7 +182,8 @@ def forward(
     """out and lse of one tile of queries. JOIN: merged with the values that are there."""
     batch, tile, head, base, start, partial, full = _program(tiles, programs)
     stride = tl.load(tile + STRIDE)
-    span, others = tl.arange(0, ROWS), tl.arange(0, COLS)
+    span = tl.arange(0, ROWS)
+    others = tl.arange(0, COLS)
     mine = tl.load(tile + FIRST) + span * stride  # (ROWS,)
     valid = span < tl.load(tile + COUNT)
     kv_head = head // group
@@ -274,7 +280,8 @@ def row_sums(
     (b, h, n) in fp32.
     """
     rest = tl.program_id(0) // tiles
-    batch, head = (rest // heads).to(tl.int64), (rest % heads).to(tl.int64)
+    batch = (rest // heads).to(tl.int64)
+    head = (rest % heads).to(tl.int64)
     mine = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     valid = mine < n
     g = _rows(dout + batch * s_gb + head * s_gh, mine, s_gn, valid, DIM, PAD, True).to(
@@ -470,7 +477,8 @@ def backward_kv(
     values = _rows(v, mine, s_vn, valid, DIM, PAD, True)  # (ROWS, PAD)
     log2 += (batch * heads + head * group) * n
     less += (batch * heads + head * group) * n
-    sum_k, sum_v = tl.zeros([ROWS, PAD], tl.float32), tl.zeros([ROWS, PAD], tl.float32)
+    sum_k = tl.zeros([ROWS, PAD], tl.float32)
+    sum_v = tl.zeros([ROWS, PAD], tl.float32)
     for MASK in tl.static_range(2):  # full entries, then masked ones
         next_first, next_packed = _entry(entries, 0, start, partial, full, MASK)
         for i in range(tl.load(tile + MASKED) if MASK else full):

@@ -39,8 +39,7 @@ class PlanBuild(System):
             self.execute = baselines.copied_forward
         elif self.kernel.name == "compiled":
             n = point.seq_len
-            heads = point.heads
-            sizes = point.batch, n, heads, n, point.kv_heads
+            sizes = point.batch, n, point.heads, n, point.kv_heads
             self.key = self.pattern, sizes, point.causal
             self.make = tables_of
             self.execute = walked

@@ -174,39 +174,23 @@ class Group:
     @property
     def id(self) -> str:
         """A digest of the points and of how they are measured."""
-        return digest(
-            [
-                [point.id for point in self.points],
-                self.timed,
-                self.interleave,
-                *self._more,
-            ],
-            12,
-        )
+        return self._digest([p.id for p in self.points], self.interleave)
 
     def composition(self, point: Point) -> str:
         """A digest of what the point's samples depend on: all points of its group if
         interleaved, else itself.
         """
         members = [p.id for p in self.points] if self.interleave else [point.id]
-        return digest(
-            [
-                members,
-                self.timed,
-                *([self.ranks] if self.ranks > 1 else []),
-                *self._more,
-            ],
-            12,
-        )
+        return self._digest(members, *([self.ranks] if self.ranks > 1 else []))
 
     @property
     def keys(self) -> list[tuple[str, str, str]]:
         """(name, composition, id) of each point."""
         return [(self.name, self.composition(point), point.id) for point in self.points]
 
-    @property
-    def _more(self) -> list[str]:
-        return [f"{self.rounds} rounds"] if self.rounds else []
+    def _digest(self, members: list[str], *how) -> str:
+        rounds = [f"{self.rounds} rounds"] if self.rounds else []
+        return digest([members, self.timed, *how, *rounds], 12)
 
     @property
     def ranks(self) -> int:

@@ -52,6 +52,7 @@ METHOD = (
     "measure/model_systems",
     "measure/selection_systems",
     "measure/peers",
+    "measure/links",
     "measure/workers",
     "measure/timing",
     "measure/stats",
@@ -219,7 +220,7 @@ def collect(device: str) -> dict:
     """Everything that stays the same during a run on ``device`` ("cpu" or "cuda")."""
     machine = hardware.detect()
     commit, dirty = git_state()
-    on_gpu = torch.device(device).type == "cuda"
+    on_gpu = device == "cuda"
     gpu = machine.gpus[0] if on_gpu and machine.gpus else None
     return {
         "commit": commit,
@@ -231,7 +232,7 @@ def collect(device: str) -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_gpu else None,
         "driver": gpu.driver if gpu else None,
-        "device": torch.device(device).type,
+        "device": device,
         "device_name": gpu.name if gpu else machine.cpu_model,
         "device_memory_bytes": gpu.memory_bytes if gpu else machine.ram_bytes,
         "cpu": machine.cpu_model,
@@ -281,9 +282,7 @@ def device_state(device: str) -> dict:
     nvidia-smi; {} elsewhere.
     """
     text = (
-        hardware.Probe().nvidia_smi([*GPU_STATE.values()])
-        if torch.device(device).type == "cuda"
-        else None
+        hardware.Probe().nvidia_smi([*GPU_STATE.values()]) if device == "cuda" else None
     )
     if not text:
         return {}

@@ -3,7 +3,7 @@ vertical-slash of MInference, and adaptive blocks. Choosing and planning are ins
 time.
 """
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,9 +29,7 @@ def adaptive_blocks(q: Tensor, k: Tensor, *, causal: bool, **options) -> Selecte
     return adaptive.choose(q, k, adaptive.Adaptive(**options), causal=causal)
 
 
-CHOICES: dict[
-    str, tuple[Callable[..., Selected], dict]
-] = {  # what chooses, and its options by default
+CHOICES = {  # what chooses, and its options by default
     "moba": (selection.moba, {"block_size": 128, "top_k": 8}),
     "nsa": (selection.nsa_blocks, {"block_size": 64, "top_k": 16, "window": 512}),
     "dsa": (selection.dsa, {"top_k": 2048, "index_heads": 4, "index_dim": 32}),
@@ -56,21 +54,6 @@ def seen_pairs(choice: Selected, n: int, causal: bool = True) -> int:
     return int(keys.clamp(0, choice.granularity).masked_fill(blocks < 0, 0).sum())
 
 
-def shown(choice: Selected, n: int):
-    """A choice of batch 1 as the reference asks for it, faster than slot by slot."""
-    listed = choice.listed()[0]
-    size = choice.granularity
-    count = -(-n // size)
-    listed = listed.masked_fill(listed < 0, count)
-
-    def multiplicity(queries, keys, *, head: int, heads: int, **_) -> Tensor:
-        rows = listed[head * len(listed) // heads][queries // choice.query_block]
-        table = rows.new_zeros(len(rows), count + 1, dtype=torch.bool)
-        return table.scatter_(1, rows, True)[:, keys // size]
-
-    return without_reach(multiplicity)
-
-
 class Choosing(System):
     """A choice and attention to it, causal, but adaptive blocks in any case; options as of the functions in
     ``ringlab.selection``. ``choice=True``: the choice alone.
@@ -84,7 +67,10 @@ class Choosing(System):
         self.function, defaults = CHOICES[point.system]
         self.options = defaults | parse_options(point, "choice", *defaults)
         self.alone = self.options.pop("choice", False)
-        causal = point.causal or point.system == "adaptive"
+        causal = point.causal
+        if point.system == "adaptive":
+            self.function = partial(self.function, causal=point.causal)
+            causal = True
         if point.batch != 1 or not causal or point.pattern["kind"] != "dense":
             raise Refused(
                 f"{point.system} is measured with batch 1, causal and a dense pattern, of which it chooses keys"
@@ -137,17 +123,8 @@ class Choosing(System):
             apart = output.out.sort(3).values != right.sort(3).values
             self.tolerance = {"out": OTHERS}
             return {"out": float(apart.double().mean())}, self.tolerance
-        self.pattern = shown(self.choose(q, k), self.point.seq_len)
+        self.pattern = self.choose(q, k)
         return super().check(inputs, output, starts)
-
-
-class Adapting(Choosing):
-    """Blocks of keys chosen for each block of queries by the means of both."""
-
-    @torch.no_grad()
-    def choose(self, q: Tensor, k: Tensor, wide: bool = False) -> Selected:
-        q, k = (t.double() for t in (q, k)) if wide else (q, k)
-        return self.function(q, k, causal=self.point.causal, **self.options)
 
 
 class Indexed(Choosing):
@@ -194,8 +171,8 @@ class Native(Choosing):
             return super().check(inputs, output, starts)
         qkv = [t.detach().requires_grad_(self.backward) for t in inputs[:3]]
         parts = selection.nsa_parts(*qkv, **self.options)
-        choice = shown(self.choose(*qkv[:2]), self.point.seq_len)
-        patterns = None, choice, sliding_window(tokens=self.options["window"])
+        window = sliding_window(tokens=self.options["window"])
+        patterns = None, self.choose(*qkv[:2]), window
         total = {}
         each = []
         for part, pattern, gate in zip(parts, patterns, self.gates.unbind(3)):

@@ -57,6 +57,7 @@ def busy_seconds() -> float:
     return (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
 
 
+@dataclass
 class CpuContention:
     """CPU time that other processes use while samples are taken, which makes our times
     too long.
@@ -65,11 +66,10 @@ class CpuContention:
     wait. Nothing is known of less than a second in all.
     """
 
-    def __init__(self, threads: int, clock: Callable[[], float] = time.monotonic):
-        self.threads = threads
-        self.clock = clock
-        self.wall_s = 0.0
-        self.others_s = 0.0
+    threads: int
+    clock: Callable[[], float] = time.monotonic
+    wall_s: float = 0.0
+    others_s: float = 0.0
 
     @contextmanager
     def watched(self, workers: Callable[[], float] = lambda: 0.0) -> Iterator[None]:

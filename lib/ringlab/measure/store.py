@@ -33,7 +33,8 @@ from .provenance import key
 SCHEMA = 1
 NAME = "samples.jsonl"
 # Seconds that a clock can tell of a call, and a roofline of its work.
-LEAST_S, MOST_S = 1e-12, 1e6
+LEAST_S = 1e-12
+MOST_S = 1e6
 TIMES = {"sample": ["seconds"], "result": ["median", "bound_seconds", "host_seconds"]}
 
 
@@ -142,13 +143,13 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 def told(name: Path | str, faults: dict[int, Exception]) -> str:
     """Which lines of a file were skipped, in one line, and which numbers are no times."""
 
-    def shown(texts: list[str], between: str) -> str:
-        return between.join(texts[:5]) + (", ..." if len(texts) > 5 else "")
+    def shown(texts: list[str]) -> str:
+        return ", ".join(texts[:5]) + (", ..." if len(texts) > 5 else "")
 
-    lines = shown([*map(str, sorted(faults))], ", ")
+    lines = shown([*map(str, sorted(faults))])
     what = f"{len(faults)} unreadable or incomplete row{'s' * (len(faults) > 1)}"
     found = [f"line {n}: {x}" for n, x in faults.items() if isinstance(x, NoTime)]
-    why = f"; {shown(found, '; ')}" if found else ""
+    why = f"; {shown(found)}" if found else ""
     return f"{name}: skipped {what} (line {lines}){why}; without these lines in the file this is not said"
 
 

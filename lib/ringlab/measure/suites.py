@@ -23,6 +23,7 @@ from ..block_patterns import (
 from ..checks import check_int, check_ints
 from ..patterns import Dense, Dilated, Pattern
 from ..presets import SHAPES, ladder
+from ..ring import SCHEMES
 from . import peers
 from .model_systems import STEPS, document_lengths
 from .points import Group, Point
@@ -161,8 +162,11 @@ def optimization(profile: hardware.Profile) -> list[Group]:
     if hardware.has_bf16(profile.capability):
         rows["bfloat16"] = rows["float16"]
     if cpu:
-        rows = {"float32": [plain, ours], "float16": [plain, ours, flash]}
-        rows["bfloat16"] = [ours]
+        rows = {
+            "float32": [plain, ours],
+            "float16": [plain, ours, flash],
+            "bfloat16": [ours],
+        }
     table += [
         point.but(dtype=name) for name, points in rows.items() for point in points
     ]
@@ -307,6 +311,36 @@ def performance_comparison(profile: hardware.Profile) -> list[Group]:
     ]
 
 
+# By the names that readers see: a pattern, and the schemes that serve it.
+LINKED = {
+    "dense": (Dense(), tuple(SCHEMES)),
+    "LongNet's ladder": (ladder(4096), tuple(SCHEMES)),
+    "window of 256 tokens": (sliding_window(tokens=256), ("plan", "ulysses")),
+}
+
+
+def links(profile: hardware.Profile) -> list[Group]:
+    """Document 003's question over a link, about ten minutes on two CPU cores; none for
+    a GPU.
+
+    ``links, PATTERN, PASS``: the schemes between two ranks of a thread, over links of
+    10, 1 and 0.2 Gbit/s and one without a limit, which ``measure.links`` makes.
+    """
+    if profile.kind != "cpu":
+        return []
+    first = Point("ringlab", Dense(), seq_len=4096, heads=4, causal=True, world_size=2)
+    groups = []
+    for name, passes in product(LINKED, ("fwd", "fwd+bwd")):
+        pattern, schemes = LINKED[name]
+        ways = [
+            {"scheme": scheme, "link_gbps": gbps}
+            for scheme, gbps in product(schemes, (0, 10, 1, 0.2))
+        ]
+        points = grid(first.but(pattern=pattern, passes=passes), options=ways)
+        groups.append(Group(f"links, {name}, {passes}", points))
+    return groups
+
+
 def hybrid_summary(profile: hardware.Profile) -> list[Group]:
     """Document 004: the hybrid over n and p, the two shortest with batch 2 as there.
     ``long``: 32K and 64K, which it leaves for the future.
@@ -349,7 +383,7 @@ RING_SEGMENTS = Dilated(
     [65536, 131072, 262144], [1, 2, 4], mixing="head_groups", offsets="branch"
 )  # of its script
 ADAPTIVE = {"block_size": 64, "top_k": 5}  # as many blocks as the window has
-KINDS: dict[str, BlockSparse] = {
+KINDS = {
     "window": WINDOW,
     "strided": BlockSparse([block_patterns.Window(1), block_patterns.Strided(8)], 64),
     "local and global": local_global(1, 2, block_size=64),
@@ -459,7 +493,7 @@ RUNG_MASK = a_tenth(128, RUNG_TOKENS)
 LISTS = {"backend": "triton"}
 MERGED = {"backend": "sdpa"}
 RUNG_WAYS = {}, LISTS, MERGED, MERGED | {"merge": "eager"}
-RUNG_PASSES: dict[str, dict] = {
+RUNG_PASSES = {
     "forward": {},
     "forward and backward": {"passes": "fwd+bwd"},
     "causal": {"causal": True},
@@ -601,9 +635,7 @@ BRANCHES = (
     [512, 1024, 2048],
     [1, 2, 4],
 )  # rates up to the number of heads: beyond it torchscale pads the heads
-LANDSCAPE_PEERS: dict[
-    str, tuple[Pattern, tuple[int, ...]]
-] = {  # the documented function, lengths over `half`
+LANDSCAPE_PEERS = {  # the documented function, lengths over `half`
     "dilated_attention_pytorch": (
         Dilated(*BRANCHES, mixing="head_groups", offsets="branch"),
         (2,),
@@ -814,7 +846,7 @@ _PAGES = (
 )
 SUITES: dict[str, Callable[..., list[Group]]] = {
     "kernels": kernel_suite,
-    **{suite.__name__: suite for suite in _PAGES},
+    **{suite.__name__: suite for suite in (*_PAGES, links)},
 }
 
 

@@ -64,7 +64,7 @@ class Output:
 Checked = tuple[dict[str, float], dict[str, float]]  # errors and tolerance by name
 
 
-class Refused(ValueError):
+class Refused(NotImplementedError):
     """A system does not support a point; the message says why. Any other error of a
     system is a fault.
     """
@@ -356,7 +356,7 @@ def ringlab_call(point: Point) -> dict:
     """What the options of a point of this library mean for ``attention`` and for
     ``estimate``: ``backend``, ``execution``, and on several ranks scheme and layout.
     """
-    own = "pool_threshold_mb", "simulated", "gather", "blocks", "merge"
+    own = "pool_threshold_mb", "simulated", "link_gbps", "gather", "blocks", "merge"
     options = parse_options(point, *SWITCHES, *CALL, *own)
     call = {name: options.pop(name) for name in CALL if name in options}
     threshold_mb, *_ = (options.pop(name, None) for name in own)
@@ -397,7 +397,8 @@ def ringlab(point: Point, device) -> System:
     if way is not None:
         run = partial(baselines.attend, way=way)
     system = System(point, device, lambda *qkv: run(*qkv, pattern, **call))
-    system.scheme = call.get("scheme", "auto") if several else None
+    if several:
+        system.scheme = call.get("scheme", "auto")
     return system
 
 
@@ -416,9 +417,8 @@ def dense_sdpa(point: Point, device) -> System:
     """
     parse_options(point)
     require_pattern(point, "dense attention", kind="dense")
-    options = {"is_causal": point.causal}
-    if point.kv_heads != point.heads:
-        options["enable_gqa"] = True
+    gqa = point.kv_heads != point.heads
+    options = {"is_causal": point.causal, "enable_gqa": gqa}
 
     def forward(*qkv):
         heads_first = (t.transpose(1, 2) for t in qkv)  # (b, h, n, d)
@@ -444,7 +444,8 @@ def copying(point: Point, device) -> System:
         # Each head has its own offset, whichever its K/V head.
         q, k, v = (t.repeat_interleave(point.heads // t.shape[2], 2) for t in qkv)
         wide = torch.promote_types(q.dtype, torch.float32)
-        outs, lses = [], []
+        outs = []
+        lses = []
         for branch in each:
             rows = patterns.Dilated([-(-branch.length // branch.rate)], [1])
             out = torch.zeros_like(q)
@@ -595,13 +596,14 @@ def published(point: Point, device) -> System:
     system = System(
         point, device, lambda *qkv: (module(*qkv, is_causal=point.causal), None)
     )
-    system.scheme = module._scheme if several else None
+    if several:
+        system.scheme = module._scheme
     if curved:  # the reference follows its curve
-        layout = module._ranks(point.seq_len)["layout"]
+        call = module._ranks(point.seq_len)
+        layout = call["layout"]
         if several:
-            group = dist.group.WORLD
-            call = {"scheme": module._scheme, "layout": layout, "group": group}
-            module._ranks = lambda rows: call
+            over = call | {"group": dist.group.WORLD}
+            module._ranks = lambda rows: over
             system.layout = layout
         positions = torch.cat([*map(layout.positions, range(layout.ranks))])
         system.as_bnhd = lambda t: t[:, positions.to(device)]
@@ -618,7 +620,7 @@ SYSTEMS: dict[str, Callable[[Point, torch.device], System] | str] = {
     "generation": "ringlab.measure.model_systems:Generation",
     "packed": "ringlab.measure.model_systems:packed",
     "flex": flex,
-    "adaptive": "ringlab.measure.selection_systems:Adapting",
+    "adaptive": "ringlab.measure.selection_systems:Choosing",
     "moba": "ringlab.measure.selection_systems:Choosing",
     "nsa": "ringlab.measure.selection_systems:Native",
     "dsa": "ringlab.measure.selection_systems:Indexed",

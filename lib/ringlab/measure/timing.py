@@ -16,7 +16,7 @@ import torch
 from .. import hardware, memory, tracking
 from ..cost import Cost
 from .points import Point
-from .systems import Output, Refused, System, build
+from .systems import Output, System, build
 
 MIN_SAMPLE_S = (
     0.02  # of one sample; shorter ones carry the scheduler's slices of several ms
@@ -51,10 +51,7 @@ def cuda_seconds(
     The flush overwrites a buffer twice as large as L2, so that inputs come from memory
     as in a real network.
     """
-    size = (
-        getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
-        or 64 << 20
-    )
+    size = torch.cuda.get_device_properties(device).L2_cache_size or 64 << 20
     buffer = torch.empty(2 * size, dtype=torch.uint8, device=device)
     events = [
         [torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(loops)
@@ -125,16 +122,12 @@ class Bounds:
     all probes counts.
     """
 
-    def __init__(
-        self, device: str, profile: str | None, probe: Callable[[list[str]], dict]
-    ):
+    def __init__(self, device: str, profile: str, probe: Callable[[list[str]], dict]):
         self.machine = hardware.detect()
         self.on_gpu = device == "cuda"
         self.probe = probe
         self.profile = (
-            hardware.get_profile(profile).on(self.machine)
-            if profile and self.on_gpu
-            else None
+            hardware.get_profile(profile).on(self.machine) if self.on_gpu else None
         )
         self.peaks: dict[str, hardware.Peaks] = {}
 
@@ -155,7 +148,7 @@ class Bounds:
             )
         elif peaks:
             rates = hardware.measured_rates(peaks, cost.floor_bytes)
-        else:  # a GPU without a profile, or a probe that failed
+        else:  # a probe that failed
             return None
         return cost.seconds(rates.flops_per_s, rates.bytes_per_s) or None
 
@@ -220,9 +213,8 @@ def warm(point: Point, device: torch.device) -> None:
     # FlexAttention is compiled for one length as it is built.
     if device.type != "cpu" or point.system == "flex":
         return
-    with suppress(
-        Refused, NotImplementedError
-    ):  # perhaps of this length alone; the point itself comes next
+    # Perhaps of this length alone; the point itself comes next.
+    with suppress(NotImplementedError):
         shorter = min(WARM_TOKENS * point.world_size, point.seq_len)
         system = build(point.but(seq_len=shorter), device)
         with tracking.LiveStorageTracker():

@@ -27,8 +27,9 @@ from ..ring import launch
 from ..ring.launch import Ended, Process, end_of
 from ..ring.watch import End, culprit, describe, signal_name
 from ..tracking import OUT_OF_MEMORY, is_out_of_memory
+from . import links
 from .points import Point
-from .systems import Output, Refused, System, build, count_step
+from .systems import Output, System, build, count_step
 from .timing import (
     LONG_S,
     MOST_ON_GPU,
@@ -62,8 +63,8 @@ def died(code: int, message: str) -> dict:
 def last_line(file) -> str:
     """The last line of a file that a process wrote to."""
     file.seek(0)
-    lines = file.read().decode(errors="replace").split("\n")
-    return next((x.strip()[:300] for x in reversed(lines) if x.strip()), "")
+    text = file.read().decode(errors="replace").strip()
+    return text.rpartition("\n")[2].strip()[:300]
 
 
 class Workers(ExitStack):
@@ -189,6 +190,10 @@ class Worker:
         """Measure the memory of the first call and check its output; ``tolerance``:
         known already, by name.
         """
+        gbps = dict(self.point.options).get("link_gbps")
+        if gbps is not None:
+            place = self.settings["folder"], self.settings["rank"]
+            links.join(*place, self.ranks, gbps)
         if self.ranks > 1:
             self._join(self.settings["rank"])
         if self.system is None:
@@ -204,15 +209,14 @@ class Worker:
             for name, error in errors.items()
             if not error <= self.tolerance[name]
         )
-        if not errors:
-            wrong = "nothing was checked"
         reply = {
             "cost": asdict(self.system.cost),
             "memory": memory,
             "errors": errors,
             "tolerance": self.tolerance,
+            "known": self.system.tolerance,
+            "warmups": 1,
         }
-        reply |= {"warmups": 1, "known": self.system.tolerance}
         if self.ranks > 1:
             sent = reply["ranks"] = self.system.sent()
             if not wrong and sent["planned"] not in (None, sent["bytes_sent"]):
@@ -332,7 +336,7 @@ class Worker:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             if is_out_of_memory(error):
                 status = "oom"
-            elif isinstance(error, NotImplementedError | Refused):
+            elif isinstance(error, NotImplementedError):
                 status = "unsupported"
             else:
                 reason = f"{type(error).__name__}: {reason}"

@@ -88,7 +88,8 @@ def estimated(call: CallSpec) -> str:
     sequence that fits; not on several ranks, where that takes seconds to find. Raises
     ValueError where none fits.
     """
-    memory, most = call.profile.memory_bytes, None
+    memory = call.profile.memory_bytes
+    most = None
     if memory and call.ranks == 1:
         most = longest(call.pattern, memory, **call.options(*SHAPE, "dtype", "profile"))
     about = {"e": estimate_call(call), "budget": memory, "most": most}

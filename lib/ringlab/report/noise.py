@@ -26,7 +26,8 @@ FEWEST = 3  # pairs of the same work, below which they say nothing of the rest
 MIDDLE = 0.6745  # standard deviations on either side of a half
 # Standard deviations on either side of 95 %, and of 99.9 % where two runs are compared:
 # of many rows hardly one is to differ by chance.
-NORMAL, TWO_RUNS = 1.96, 3.29
+NORMAL = 1.96
+TWO_RUNS = 3.29
 
 
 @dataclass(frozen=True)

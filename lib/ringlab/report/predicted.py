@@ -148,12 +148,15 @@ def with_threads(threads: int | None) -> Iterator[None]:
 
 
 def _estimate(point: Point, profile: str | None) -> Estimate | None:
-    call, way = {}, None
+    call = {}
+    way = None
     if point.system == "ringlab":
-        call, way = ringlab_call(point), way_of(point)
+        call = ringlab_call(point)
+        way = way_of(point)
     elif point.system in ENGINE:
         module = published_module(point, "cpu", ring_size=point.world_size)
-        call, way = module._ranks(point.seq_len), module.way
+        call = module._ranks(point.seq_len)
+        way = module.way
         call = call | {"backend": module.chain, "execution": module.execution}
     elif point.system != "dense_sdpa":
         return None

@@ -234,7 +234,8 @@ def render(notebook: nbformat.NotebookNode, page: Page, folder: Path) -> list[Pa
 
 def filled(cells: list) -> list:
     """The cells without headings that nothing stands under, before the next one."""
-    kept, below = [], False
+    kept = []
+    below = False
     for cell in reversed(cells):
         if cell.cell_type == "code":
             below |= any(x.get("data", {}).get(PAGE_HTML, x) for x in cell.outputs)

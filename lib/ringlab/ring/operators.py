@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,6 +32,7 @@ from ..engine.autograd import (
     without_autocast,
 )
 from ..engine.sinks import add_sinks_
+from ..engine.ways import LocalCall
 from ..kernels.base import accumulation_dtype
 from ..torch_private import (
     IN_GRAPHS,
@@ -40,9 +42,9 @@ from ..tracking import seen_inside
 from .comm import drive
 from .exchange import Problem, digest, on_hosts, plan_rank
 from .group import (
+    AnyGroup,
     Group,
     Simulated,
-    given_group,
     refuse_transforms,
     shared_refusals,
     with_shared_refusals,
@@ -92,39 +94,27 @@ class RankCall:
         ], flip
 
 
-@with_shared_refusals(given_group)
+class Across(NamedTuple):
+    """How ranks share a call, as the caller named it."""
+
+    group: AnyGroup
+    scheme: str | tuple[str, str]
+    layout: str | Layout
+    exchange_dtype: torch.dtype | None
+
+
+@with_shared_refusals(lambda across, *_: across.group)
 def attend(
-    q,
-    k,
-    v,
-    pattern,
-    *,
-    group,
-    scheme: str | tuple[str, str],
-    layout,
-    exchange_dtype: torch.dtype | None = None,
-    sinks: Tensor | None = None,
-    **options,
-):
-    """out and lse for checked tensors: local shards over a group or mesh, whole ones
-    over Simulated ranks. ``options``: causal, scale, backend, softcap and
-    execution.
+    across: Across, q, k, v, sinks: Tensor | None, local: LocalCall
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse for checked tensors: local shards over a group or mesh, whole
+    ones over Simulated ranks.
     """
+    group, scheme, layout, exchange_dtype = across
     compiling = torch.compiler.is_compiling()
     simulated = isinstance(group, Simulated)
     if compiling and (simulated or not IN_GRAPHS or not isinstance(scheme, str)):
-        return torch.compiler.disable(attend)(
-            q,
-            k,
-            v,
-            pattern,
-            group=group,
-            scheme=scheme,
-            layout=layout,
-            exchange_dtype=exchange_dtype,
-            sinks=sinks,
-            **options,
-        )
+        return torch.compiler.disable(attend)(across, q, k, v, sinks, local)
     if not compiling:
         refuse_transforms(q, k, v)  # operators know of none
     # Kernels read a row of head_dim as it lies in memory.
@@ -135,17 +125,17 @@ def attend(
     scheme, width = check_scheme(scheme, group.shape), None
     if scheme == "auto":
         width = q.shape[3], q.dtype, "fwd+bwd" if follows else "fwd"
-    scale = options["scale"]
+    scale = local.scale
     key = (
         follows,
-        options["backend"],
-        options.get("softcap"),
-        options["execution"],
+        local.backend,
+        local.softcap,
+        local.execution,
         group.process_groups,
-        pattern,
+        local.pattern,
         layout,
         scheme,
-        options["causal"],
+        local.causal,
         exchange_dtype,
         (*q.shape[1:3], k.shape[2]),
         width,
@@ -163,11 +153,10 @@ def attend(
     if group.size > 1:
         return ranks_forward(q, k, v, sinks, scale, group.name, name)[:2]
     if not simulated or call.problem.layout.grid is None:
-        return local_attention(q, k, v, pattern, sinks=sinks, **options)
+        return local_attention(q, k, v, sinks, local)
     layout = call.problem.layout  # the pattern runs along the curve
-    out, lse = local_attention(
-        *(layout.shard(t, 0) for t in (q, k, v)), pattern, sinks=sinks, **options
-    )
+    shards = (layout.shard(t, 0) for t in (q, k, v))
+    out, lse = local_attention(*shards, sinks, local)
     return layout.unshard([out]), layout.unshard([lse], 2)
 
 

@@ -208,7 +208,8 @@ class Rank:
             if source is None
             else cross_rank_calls(self.problem, self.rank, source)
         )
-        n, heads = self.problem.layout.size(self.rank), range(self.problem.heads)
+        n = self.problem.layout.size(self.rank)
+        heads = range(self.problem.heads)
         return Plan.added(heads, fold_heads(calls), n)
 
     def heads_at_a_time(self, q: Tensor) -> int:
@@ -335,9 +336,7 @@ class BlockRank(Rank):
             ranges = [next(block.members())[1] for _, block in self.plan.blocks]
             keys = BlockParts.of(ranges, problem.pattern.block_size)
         args = problem.pattern, layout.n, queries, keys, problem.heads, problem.kv_heads
-        return plan_between(
-            *args, causal=problem.causal, itself=source is not None, kernel=self.kernel
-        )
+        return plan_between(*args, causal=problem.causal, itself=source is not None)
 
     def heads_at_a_time(self, q: Tensor) -> int:
         return head_block(q, self.problem.kv_heads, q.shape[1])

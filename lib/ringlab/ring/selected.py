@@ -21,32 +21,26 @@ from ..engine.autograd import gradients_once, is_followed
 from ..engine.selected import Call, weighed_by
 from ..engine.sinks import sinks_gradient
 from ..engine.ways import LocalCall
-from ..selected import Selected
 from .comm import Steps, all_to_all, drive
 from .exchange import Problem, digest
 from .group import Group, length_of, refuse_transforms
 from .layout import Layout, contiguous, layout_named
+from .operators import Across
 
 
 def attend(
-    group,
-    layout: str | Layout,
-    q,
-    k,
-    v,
-    pattern: Selected,
-    *,
-    sinks: Tensor | None = None,
-    **options,
+    across: Across, q, k, v, sinks: Tensor | None, call: LocalCall
 ) -> tuple[Tensor, Tensor]:
-    """out (b, n, h, d), lse (b, h, n) of the rows here; ``pattern`` lists keys of the
-    whole sequence for these rows. ``options``: those of a ``LocalCall``. ValueError for
-    a layout that is not contiguous.
+    """Return out (b, n, h, d), lse (b, h, n) of the rows here; the call's ``Selected``
+    lists keys of the whole sequence for these rows. Raises ValueError for a layout that
+    is not contiguous.
     """
+    group = across.group
+    pattern = call.pattern
     ranks = Group.of(group)
-    layout = layout_named(layout, length_of(q, group, layout), ranks.size)
+    layout = layout_named(across.layout, length_of(q, group, across.layout), ranks.size)
     lists = pattern.indices, pattern.counts
-    local = LocalCall(replace(pattern, log_weights=None), **options)
+    local = weighed_by(call, None)
     tensors = q, k, v, sinks, pattern.log_weights, *lists
     refuse_transforms(q, k, v)
     followed = is_followed(*tensors)

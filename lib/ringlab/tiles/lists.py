@@ -52,7 +52,9 @@ class Lists:
     weighed: bool = False
 
     def table(self) -> Table:
-        """The table, of batch entry 0 alone. Needs the compiled kernel."""
+        """The table, of batch entry 0 alone. Raises NotImplementedError without the compiled
+        kernel.
+        """
         shape = self.groups, 0, 0
         if self.lists is not None and self.starts is None:
             shape = tuple(self.lists.shape)
@@ -69,8 +71,9 @@ class Lists:
         numbers += max(self.groups, self.kv_heads), self.heads, self.weighed
         addresses = [0 if t is None else t.data_ptr() for t in kept]
         call = struct.pack("20q", *shape, *numbers, *addresses)
-        library = native.library()[0]
-        assert library is not None
+        library, why = native.library()
+        if library is None:
+            raise NotImplementedError(f"a table needs the compiled kernel: {why}")
         library.plan_table.restype = c_void_p
         sizes = (c_int64 * 4)()
         planned = c_void_p(library.plan_table(call, sizes))
